@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from service import ADMIN_KEY, ROOT, Service
-
 from benchmarks.lib.cluster import wait_ready
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.ports import free_port
 from examples.demo_model import WEIGHTS
+from tests.e2e.service import ADMIN_KEY, ROOT, Service
 
 _NIXL_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # not the demo's
 _CACHE_BYTES = 2**28  # KV cache per engine, since several applications share the memory

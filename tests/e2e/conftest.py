@@ -5,19 +5,28 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from collector import Collector
-from service import POOL_TTL_S, ROOT, Background, Demo, Service, run, submit_job, wait_for
 
-PROMPTS = ROOT / "examples/demo_model" / "prompts"
+from tests.e2e.collector import Collector
+from tests.e2e.service import (
+    ENGINE_ENV,
+    POOL_TTL_S,
+    PROMPTS,
+    ROOT,
+    STRANGER,
+    Background,
+    Demo,
+    Service,
+    run,
+    submit_job,
+    wait_for,
+)
+
 PORT = 8231
-# A third-party policy, outside the repository.
-STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
 _POLICY = """
 from eldr_serve.scheduling import Decision, Policy
 from pydantic import Field
@@ -33,12 +42,6 @@ class LastWorker(Policy):
         return Decision(int(last), num_candidates=len(workers), reason="last")
 """
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hides failures
-ENGINE_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that vLLM is imported once
-}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -108,7 +111,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         "out": out,
     }
     command = [sys.executable, "-m", "offline.demo", "--keep"]
-    said = out / "said.txt"
+    log = out / "demo.txt"
     # By default each test of a metric waits for 10 s, and of spans for 5 s.
     os.environ |= {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
     # By default each test of autoscaling waits for 10 s.
@@ -117,7 +120,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     STRANGER.write_text(_POLICY)
     paths = [str(ROOT), str(STRANGER.parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with said.open("w") as file:
+    with log.open("w") as file:
         process = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],
             stdout=file,
@@ -125,12 +128,12 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
             cwd=ROOT,
             text=True,
         )
-    running = Demo(process, said, out, f"http://127.0.0.1:{PORT}")
+    running = Demo(process, log, out, f"http://127.0.0.1:{PORT}")
     try:
         yield running
     finally:
         running.stop()
-    assert process.returncode == 0, said.read_text()[-5000:]
+    assert process.returncode == 0, log.read_text()[-5000:]
 
 
 @pytest.fixture(scope="session")
@@ -168,9 +171,9 @@ def calibration_job(starting_demo: Demo) -> Iterator[Background]:
 @pytest.fixture(scope="session")
 def demo(request: pytest.FixtureRequest, starting_demo: Demo) -> Demo:
     """Run the demo to its report; its service stays. Other requested fixtures run meanwhile."""
-    for asked, beside in (("single_engine", "single_engine_run"), ("trace_file", "calibration_job")):
-        if any(asked in getattr(item, "fixturenames", ()) for item in request.session.items):
-            request.getfixturevalue(beside)
+    for fixture, background in (("single_engine", "single_engine_run"), ("trace_file", "calibration_job")):
+        if any(fixture in getattr(item, "fixturenames", ()) for item in request.session.items):
+            request.getfixturevalue(background)
     starting_demo.wait_for_line("until Ctrl-C")
     return starting_demo
 
@@ -200,8 +203,8 @@ def service(demo: Demo, ray_cluster: str) -> Service:
 def single_engine(demo: Demo, single_engine_run: Background) -> dict[str, list[str]]:
     """Return the greedy fp32 answers of one plain engine with the demo's model, one prompt at a time."""
     single_engine_run.finished()
-    found: dict[str, list[str]] = json.loads((demo.out / "answers.json").read_text())
-    return found
+    answers: dict[str, list[str]] = json.loads((demo.out / "answers.json").read_text())
+    return answers
 
 
 @pytest.fixture(scope="session")

@@ -25,41 +25,56 @@ from benchmarks.lib.prometheus import total
 from tests.support.processes import output
 
 ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "examples/demo_model/prompts"
 ADMIN_KEY = "demo"
 GREEDY = {"max_tokens": 24, "temperature": 0}  # like the answers of `single_engine`
 # Loading certificates, which no test needs, would take 30 ms of a core for each client.
 ONE_CONNECTION_EACH = httpx.Limits(max_keepalive_connections=0)
 HTTP = httpx.Client(verify=False, timeout=60, limits=ONE_CONNECTION_EACH)
 POOL_TTL_S = 12.0  # longer than a busy machine needs for a queue of short answers
+# The file of a third-party policy, outside the repository; the demo starts with its folder on PYTHONPATH.
+STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
+# For plain engines of vLLM, which the demo's answers are compared with.
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that vLLM is imported once
+}
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The README's first command with small settings; it keeps serving after its report."""
+    """The README's first command with small settings; it keeps serving after its report.
+
+    Attributes:
+        log: file with its output.
+        out: its folder of results.
+    """
 
     process: subprocess.Popen[str]
-    said: Path
+    log: Path
     out: Path
     url: str
 
     @property
     def dashboard(self) -> str:
         """Return the address of its Ray cluster's dashboard."""
-        found = re.search(r"dashboard: (http://\S+)", self.said.read_text())
-        assert found is not None
-        return found[1]
+        address = re.search(r"dashboard: (http://\S+)", self.log.read_text())
+        assert address is not None
+        return address[1]
 
     def wait_for_line(self, words: str) -> None:
         """Wait until the demo has printed `words`."""
         wait_for(
-            lambda: words in self.said.read_text() or self.process.poll() is not None,
+            lambda: words in self.log.read_text() or self.process.poll() is not None,
             f"the demo prints {words!r}",
             600,
         )
         if self.process.poll() is not None:
-            said = self.said.read_text()[-5000:]
-            last = (said.strip().splitlines() or ["nothing was printed"])[-1]  # pytest's summary has one line
-            raise AssertionError(f"the demo ended with status {self.process.returncode}: {last}\n{said}")
+            output = self.log.read_text()[-5000:]
+            last = (output.strip().splitlines() or ["nothing was printed"])[-1]  # for pytest's summary
+            raise AssertionError(f"the demo ended with status {self.process.returncode}: {last}\n{output}")
 
     def stop(self) -> None:
         """Stop it like Ctrl-C."""
@@ -140,7 +155,7 @@ class Service:
         return answer.choices[0].text
 
     @asynccontextmanager
-    async def posted(self, body: dict[str, Any], path: str = "completions") -> AsyncIterator[httpx.Response]:
+    async def post(self, body: dict[str, Any], path: str = "completions") -> AsyncIterator[httpx.Response]:
         """Send a request over its own connection; yield the answer, whose body has not been read."""
         async with (
             httpx.AsyncClient(verify=False, timeout=200) as client,

@@ -3,12 +3,12 @@
 import json
 from typing import Any
 
-from service import HTTP, Service, events
+from tests.e2e.service import HTTP, Service, events
 
 LONG = {"model": "eldr-demo", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def completed(service: Service, prompt: str) -> tuple[str, str]:
+def complete(service: Service, prompt: str) -> tuple[str, str]:
     """Return (the decode worker, its greedy answer)."""
     body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
     answer = HTTP.post(f"{service.url}/v1/completions", json=body, timeout=120)
@@ -24,7 +24,7 @@ class Stream:
         self.worker, self.text, self.events, self.error = "", "", 0, ""
 
     async def read(self, service: Service) -> None:
-        async with service.posted(self._body) as response:
+        async with service.post(self._body) as response:
             assert response.status_code == 200
             self.worker = response.headers["x-eldr-decode-worker"]
             async for data in events(response):

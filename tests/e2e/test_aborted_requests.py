@@ -5,12 +5,13 @@ import random
 from typing import Any
 
 import httpx
-from service import Service, session_logs
+
+from tests.e2e.service import Service, session_logs
 
 COMPLETIONS, COUNT, TOGETHER = "/v1/completions", 96, 16
 
 
-def logged(words: str) -> int:
+def count_in_logs(words: str) -> int:
     """Return how often the words are in the logs of the Ray session, which have those of all engines."""
     files = (file for file in session_logs().rglob("*") if file.is_file())
     return sum(file.read_text(errors="replace").count(words) for file in files)
@@ -36,8 +37,8 @@ async def is_cut(url: str, number: int, rng: random.Random) -> bool:
 async def test_disconnecting_clients_cause_no_invalid_blocks_and_no_wrong_text(
     service: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    assert logged("Initializing NIXL worker") >= 3  # all engines write to these logs
-    invalid, placed = logged("Potentially invalid KV blocks"), service.counter("placed")
+    assert count_in_logs("Initializing NIXL worker") >= 3  # all engines write to these logs
+    invalid, placed = count_in_logs("Potentially invalid KV blocks"), service.counter("placed")
     rng, whole = random.Random(0), 0
     for first in range(0, COUNT, TOGETHER):
         cut = await asyncio.gather(*(is_cut(service.url, first + n, rng) for n in range(TOGETHER)))
@@ -47,4 +48,4 @@ async def test_disconnecting_clients_cause_no_invalid_blocks_and_no_wrong_text(
     service.wait_empty()
     # Some clients left after their prompt had a decode worker, whose engine then reads its blocks.
     assert service.counter("placed") - placed > whole
-    assert logged("Potentially invalid KV blocks") == invalid
+    assert count_in_logs("Potentially invalid KV blocks") == invalid

@@ -3,10 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from service import ROOT, Service, wait_for
-
 from benchmarks.serving.backlog import row, send_all, texts
 from examples.demo_model import WEIGHTS
+from tests.e2e.service import ROOT, Service, wait_for
 
 REQUESTS, TOKENS = 60, 1500  # six times what the bound of 8 s admits
 
@@ -14,11 +13,11 @@ REQUESTS, TOKENS = 60, 1500  # six times what the bound of 8 s admits
 def test_each_prompt_is_answered_or_gets_retry_after_and_no_engine_is_ejected(service: Service) -> None:
     prompts = texts(ROOT / "examples/demo_model" / "prompts", REQUESTS, TOKENS, seed=39, model=Path(WEIGHTS))
     before = service.status()["counters"]
-    found = asyncio.run(send_all(service.url, prompts, timeout_s=120.0))
-    assert [request.error for request in found if request.error] == []
+    answers = asyncio.run(send_all(service.url, prompts, timeout_s=120.0))
+    assert [request.error for request in answers if request.error] == []
     wanted = before.get("prefills", 0) + REQUESTS
     wait_for(lambda: service.counter("prefills") >= wanted, "all prefills are counted")
-    figures = row(found, before, service.status()["counters"])
+    figures = row(answers, before, service.status()["counters"])
     assert figures["answered"] == REQUESTS
     assert figures["refusals"] > 0
     assert figures["ejected"] == figures["duplicate_prefills"] == 0

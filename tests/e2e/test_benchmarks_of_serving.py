@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from service import run
+from tests.e2e.service import run
 
 
 def rows(tmp_path: Path, command: str) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service import ADMIN_KEY, ROOT, Service, wait_for
-
 from loadgen.trial import JOURNAL, read_trials
+from tests.e2e.service import ADMIN_KEY, ROOT, Service, wait_for
 
 POLICIES = ("shortest-queue", "locality-band:band=0.3")
 
@@ -44,17 +43,17 @@ def test_a_stopped_comparison_resumes_and_reports(service: Service, tmp_path: Pa
     first = compare(service, out)
     wait_for(lambda: (out / JOURNAL).exists() and bool(read_trials(out)), "the first trial is finished", 90)
     first.send_signal(signal.SIGTERM)
-    said, _ = first.communicate(timeout=60)
-    assert first.returncode == 130, said
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, output
     assert not (out / "compare.json").exists()
     assert (service.status()["policy"], service.status()["parameters"]) == ("locality-band", {"band": 0.2})
-    (kept,) = read_trials(out)
+    (trial,) = read_trials(out)
 
     second = compare(service, out)
-    said, _ = second.communicate(timeout=150)
-    assert second.returncode == 0, said
-    assert "none failed" in said
-    assert kept in read_trials(out)
+    output, _ = second.communicate(timeout=150)
+    assert second.returncode == 0, output
+    assert "none failed" in output
+    assert trial in read_trials(out)
     assert (service.status()["policy"], service.status()["parameters"]) == ("locality-band", {"band": 0.2})
 
     result = json.loads((out / "compare.json").read_text())

@@ -4,9 +4,9 @@ import json
 import re
 
 import pytest
-from service import Demo
 
-from tests.support.browser import rendered
+from tests.e2e.service import Demo
+from tests.support.browser import render
 
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 FIRST = re.compile(
@@ -16,15 +16,15 @@ FIRST = re.compile(
 
 
 def test_the_demo_prints_its_progress_and_the_location_of_its_results(demo: Demo) -> None:
-    said = demo.said.read_text().replace("\n", "")
-    assert "Decode 0 of 2" in said
+    output = demo.log.read_text().replace("\n", "")
+    assert "Decode 0 of 2" in output
     for written in ("report.html", "demo.json"):
-        assert str(demo.out / written) in said
+        assert str(demo.out / written) in output
     # The effects of placement are printed before the clients' figures and the table.
-    answer = FIRST.search(said)
-    assert answer is not None, said
-    assert "are equal under all 3 policies" in said
-    assert answer.start() < said.index("TPOT p50") < said.index("figure")
+    answer = FIRST.search(output)
+    assert answer is not None, output
+    assert "are equal under all 3 policies" in output
+    assert answer.start() < output.index("TPOT p50") < output.index("figure")
 
 
 def test_the_demo_writes_its_figures(demo: Demo) -> None:
@@ -50,7 +50,7 @@ def test_the_demo_writes_its_figures(demo: Demo) -> None:
 
 
 async def test_the_demos_report_opens_in_a_browser(demo: Demo) -> None:
-    seen, widths, _ = await rendered(demo.out / "report.html")
+    seen, widths, _ = await render(demo.out / "report.html")
     assert "<title>eldr-serve demo</title>" in seen
     assert all(policy in seen for policy in POLICIES)
     answer = FIRST.search(seen)

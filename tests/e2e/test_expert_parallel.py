@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from applications import arguments_of, running
-from service import ADMIN_KEY, Background, Service, core_of, until, wait_for
-from streams import Stream, completed
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
@@ -28,16 +25,19 @@ from examples.demo_model import WEIGHTS
 from loadgen.processes import is_alive
 from loadgen.results import RESULTS
 from offline.widen import widen
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import ADMIN_KEY, Background, Service, core_of, until, wait_for
+from tests.e2e.streams import Stream, complete
 
 
-def placed(seed: int) -> ExpertPlacement:
+def random_placement(seed: int) -> ExpertPlacement:
     """Return a placement of the demo model's 64 experts in 80 slots of 2 ranks."""
     rng = np.random.default_rng(seed)
     rows = np.stack([rng.permutation([*range(64), *rng.choice(64, 16)]) for _ in range(6)])
     return ExpertPlacement(rows, 2, 64, model="eldr-demo", method="drawn")
 
 
-CONFIGURED = placed(100)
+CONFIGURED = random_placement(100)
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,14 @@ def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) 
         yield service
 
 
-def held(service: Service) -> dict[str, dict[str, Any]]:
+def experts_of(service: Service) -> dict[str, dict[str, Any]]:
+    """Return what each decode replica reports of its experts."""
     return service.status()["ingress"]["experts"]
 
 
-def hold(service: Service, placement: str) -> bool:
+def have_placement(service: Service, placement: str) -> bool:
     """Return whether both decode replicas hold the placement."""
-    return [str(found["placement"]) for found in held(service).values()] == [placement] * 2
+    return [str(experts["placement"]) for experts in experts_of(service).values()] == [placement] * 2
 
 
 def command(service: Service, placement: ExpertPlacement, folder: Path, *options: str) -> Result:
@@ -75,13 +76,13 @@ def command(service: Service, placement: ExpertPlacement, folder: Path, *options
 def test_greedy_answers_equal_the_single_engine(
     expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    answers = [completed(expert_parallel, prompt) for prompt in prompts]
+    answers = [complete(expert_parallel, prompt) for prompt in prompts]
     assert [text for _, text in answers] == single_engine["completions"]
     assert len({replica for replica, _ in answers}) == 2
     counters = expert_parallel.status()["counters"]
     assert counters["placed"] >= len(prompts)
     assert counters.get("counts_missing", 0) == 0
-    wait_for(lambda: hold(expert_parallel, CONFIGURED.id), "both say that they hold what is configured", 30)
+    wait_for(lambda: have_placement(expert_parallel, CONFIGURED.id), "both report what is configured", 30)
 
 
 def test_moving_experts_during_answers_does_not_change_them(
@@ -93,37 +94,39 @@ def test_moving_experts_during_answers_does_not_change_them(
         return json.loads(done.stdout)
 
     def text(prompt: str) -> str:
-        return completed(expert_parallel, prompt)[1]
+        return complete(expert_parallel, prompt)[1]
 
-    wait_for(lambda: len(held(expert_parallel)) == 2, "what the engines hold is known", 30)
-    before = held(expert_parallel)
-    for found in before.values():
-        assert found["replica_bytes"] * 64 == found["weight_bytes"] * 16  # redundant_experts: 16
-        assert found["slices_left"] == 0
+    wait_for(lambda: len(experts_of(expert_parallel)) == 2, "both engines have reported their experts", 30)
+    before = experts_of(expert_parallel)
+    for experts in before.values():
+        assert experts["replica_bytes"] * 64 == experts["weight_bytes"] * 16  # redundant_experts: 16
+        assert experts["slices_left"] == 0
     # Answers run from before the first swap until after the last.
     with ThreadPoolExecutor(len(prompts)) as clients:
         answers = [clients.submit(text, prompt) for prompt in prompts * 3]
-        swaps = [put(placed(seed)) for seed in range(3)]
+        swaps = [put(random_placement(seed)) for seed in range(3)]
         assert [answer.result() for answer in answers] == single_engine["completions"] * 3
     for seed, swap in enumerate(swaps):
         assert set(swap) == set(before)
-        for took in swap.values():
-            assert took["placement"] == placed(seed).id
-            assert took["slices"] > 1
-    wait_for(lambda: hold(expert_parallel, placed(2).id), "the status names the new placement", 30)
-    for replica, found in held(expert_parallel).items():
+        for cost in swap.values():
+            assert cost["placement"] == random_placement(seed).id
+            assert cost["slices"] > 1
+    newest = random_placement(2)
+    wait_for(lambda: have_placement(expert_parallel, newest.id), "the status names the new placement", 30)
+    for replica, experts in experts_of(expert_parallel).items():
         moved = sum(swap[replica]["experts"] for swap in swaps)
-        assert found["experts_moved"] - before[replica]["experts_moved"] == moved
-    wrong = ExpertPlacement(placed(0).physical_to_logical[1:], 2, 64, model="eldr-demo", method="drawn")
+        assert experts["experts_moved"] - before[replica]["experts_moved"] == moved
+    rows = newest.physical_to_logical[1:]
+    wrong = ExpertPlacement(rows, 2, 64, model="eldr-demo", method="drawn")
     assert "5 layers of 80 slots, the model 6 of 80" in command(expert_parallel, wrong, tmp_path).output
-    assert hold(expert_parallel, placed(2).id)
+    assert have_placement(expert_parallel, newest.id)
 
 
 def test_a_job_places_the_experts_for_the_newest_prompts(
     expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    texts = [completed(expert_parallel, prompt)[1] for prompt in prompts]
-    before, said = held(expert_parallel), tmp_path / "said.txt"
+    texts = [complete(expert_parallel, prompt)[1] for prompt in prompts]
+    before, log = experts_of(expert_parallel), tmp_path / "job.txt"
     options = {
         "cost": RESULTS / "layer_cost_cpu.json",
         "top-k": 4,
@@ -132,13 +135,13 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
         "application": "ep",
     }
     job = [sys.executable, "-m", "offline.live_placement", *(f"--{k}={v}" for k, v in options.items())]
-    with Background(job, said, {"RAY_ADDRESS": "auto", "ELDR_ADMIN_KEY": ADMIN_KEY}):
-        wait_for(lambda: "experts moved, placement" in said.read_text(), "the job has moved experts", 60)
-    found = re.search(r"placement (\w+)", said.read_text())
-    assert found is not None
-    assert found[1] not in {holds["placement"] for holds in before.values()}
-    wait_for(lambda: hold(expert_parallel, found[1]), "both hold the job's placement", 30)
-    assert texts == [completed(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
+    with Background(job, log, {"RAY_ADDRESS": "auto", "ELDR_ADMIN_KEY": ADMIN_KEY}):
+        wait_for(lambda: "experts moved, placement" in log.read_text(), "the job has moved experts", 60)
+    placement = re.search(r"placement (\w+)", log.read_text())
+    assert placement is not None
+    assert placement[1] not in {experts["placement"] for experts in before.values()}
+    wait_for(lambda: have_placement(expert_parallel, placement[1]), "both hold the job's placement", 30)
+    assert texts == [complete(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
 
 
 async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
@@ -149,11 +152,11 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     bodies.append({"prompt": prompts[5], "presence_penalty": 0.5})  # no other engine can resume this request
     whole = [Stream(body) for body in bodies]
     await asyncio.gather(*(stream.read(expert_parallel) for stream in whole))
-    for stream, known in zip(whole[:5], single_engine["completions"], strict=False):
-        assert stream.text.startswith(known)
-    assert (await asyncio.to_thread(command, expert_parallel, placed(7), tmp_path)).exit_code == 0
+    for stream, completion in zip(whole[:5], single_engine["completions"], strict=False):
+        assert stream.text.startswith(completion)
+    assert (await asyncio.to_thread(command, expert_parallel, random_placement(7), tmp_path)).exit_code == 0
     before = (await asyncio.to_thread(expert_parallel.status))["counters"]
-    engines = {replica: psutil.Process(core_of(replica)) for replica in held(expert_parallel)}
+    engines = {replica: psutil.Process(core_of(replica)) for replica in experts_of(expert_parallel)}
 
     streams = [Stream(body) for body in bodies]
     reading = [asyncio.create_task(stream.read(expert_parallel)) for stream in streams]
@@ -167,7 +170,7 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     assert len(ranks) == 2
     os.kill(ranks[-1].pid, signal.SIGSTOP)  # so that running requests stay in flight
     swap = asyncio.create_task(
-        asyncio.to_thread(command, expert_parallel, placed(8), tmp_path, "--replica", victim)
+        asyncio.to_thread(command, expert_parallel, random_placement(8), tmp_path, "--replica", victim)
     )
     await asyncio.sleep(0.5)
     os.kill(ranks[-1].pid, signal.SIGKILL)
@@ -187,16 +190,16 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     wait_for(lambda: since("streams_lost") == 1 and since("resumed") > 0, "the lost streams are counted", 10)
     wait_for(lambda: not any(map(is_alive, (core, *ranks))), "no process of the engine is left", 30)
 
-    def replaced() -> bool:
+    def is_replaced() -> bool:
         workers = expert_parallel.decodes()
-        return len(workers) == 2 and victim not in workers and held(expert_parallel).keys() == workers
+        return len(workers) == 2 and victim not in workers and experts_of(expert_parallel).keys() == workers
 
-    await until(replaced, "Serve has replaced the engine", 240)
+    await until(is_replaced, "Serve has replaced the engine", 240)
     wait_for(expert_parallel.whole, "the new engine is warm", 120)
-    (new,) = held(expert_parallel).keys() - {stream.worker for stream in streams}
-    holds = {name: found["placement"] for name, found in held(expert_parallel).items()}
-    assert holds.pop(new) == CONFIGURED.id
-    assert list(holds.values()) == [placed(7).id]
-    answers = [completed(expert_parallel, prompt) for prompt in prompts]
+    (new,) = experts_of(expert_parallel).keys() - {stream.worker for stream in streams}
+    placements = {name: experts["placement"] for name, experts in experts_of(expert_parallel).items()}
+    assert placements.pop(new) == CONFIGURED.id
+    assert list(placements.values()) == [random_placement(7).id]
+    answers = [complete(expert_parallel, prompt) for prompt in prompts]
     assert [text for _, text in answers] == single_engine["completions"]
     assert new in {replica for replica, _ in answers}

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from service import wait_for
 
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.router.actor import actor_name
 from offline.scenario import Scenario, Work
 from offline.simulate import simulate_all
+from tests.e2e.service import wait_for
 from tests.support.tables import counts_for, unit_table
 
 

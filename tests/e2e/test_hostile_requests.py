@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from service import ADMIN_KEY, HTTP, Service
 
 from loadgen.held_resources import settle
+from tests.e2e.service import ADMIN_KEY, HTTP, Service
 from tests.fuzz.__main__ import Outcome, corpus, send_all
 from tests.fuzz.connections import occupied, slow_request
 

@@ -12,11 +12,10 @@ import anthropic
 import httpx
 import openai
 import pytest
-from conftest import ENGINE_ENV
-from service import HTTP, Demo, Service
 
 from benchmarks.lib.engines import process, wait_http
 from benchmarks.lib.ports import free_port
+from tests.e2e.service import ENGINE_ENV, HTTP, Demo, Service
 from tests.support.vllm_cases import (
     CHAT,
     COMPLETIONS,
@@ -59,9 +58,9 @@ def plain(demo: Demo, service: Service) -> Iterator[str]:
         "32",
         "--enforce-eager",
     ]
-    url, said = f"http://127.0.0.1:{port}", demo.out / "plain_vllm.txt"
-    with process(command, env=ENGINE_ENV, log=said) as server:
-        wait_http(f"{url}/health", server, said, 180)
+    url, log = f"http://127.0.0.1:{port}", demo.out / "plain_vllm.txt"
+    with process(command, env=ENGINE_ENV, log=log) as server:
+        wait_http(f"{url}/health", server, log, 180)
         yield url
 
 
@@ -128,26 +127,26 @@ def _comparable(value: Any) -> Any:
     return [_comparable(item) for item in value] if isinstance(value, list) else value
 
 
-def _merged(events: list[Any]) -> list[Any]:
+def _merge(events: list[Any]) -> list[Any]:
     """Join successive events of text: engines may put tokens into events differently."""
-    found: list[Any] = []
+    merged: list[Any] = []
     for event in events:
         event.pop("sequence_number", None)
         text = event.get("delta")
-        if found and event["type"] == found[-1]["type"] and isinstance(text, str):
-            found[-1]["delta"] += text
-        elif found and event["type"] == found[-1]["type"] == "content_block_delta":
-            found[-1]["delta"]["text"] += text["text"]
+        if merged and event["type"] == merged[-1]["type"] and isinstance(text, str):
+            merged[-1]["delta"] += text
+        elif merged and event["type"] == merged[-1]["type"] == "content_block_delta":
+            merged[-1]["delta"]["text"] += text["text"]
         else:
-            found.append(event)
-    return found
+            merged.append(event)
+    return merged
 
 
-def _answer(made: Any, stream: bool) -> Any:
+def _answer(answer: Any, stream: bool) -> Any:
     """Return what a vendor's client received."""
     if not stream:
-        return _comparable(made.model_dump())
-    return _merged([_comparable(event.model_dump()) for event in made])
+        return _comparable(answer.model_dump())
+    return _merge([_comparable(event.model_dump()) for event in answer])
 
 
 @pytest.mark.parametrize("stream", [True, False])

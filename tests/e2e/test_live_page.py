@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-from service import ADMIN_KEY, HTTP, Demo, Service, wait_for
-
 from benchmarks.lib.screenshots import take_screenshots
+from tests.e2e.service import ADMIN_KEY, HTTP, Demo, Service, wait_for
 
 
 def live(service: Service) -> dict[str, Any]:
@@ -15,7 +14,7 @@ def live(service: Service) -> dict[str, Any]:
 async def stream_all(service: Service, prompts: list[str]) -> None:
     async def one(prompt: str) -> None:
         body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 48, "stream": True, "ignore_eos": True}
-        async with service.posted(body) as response:
+        async with service.post(body) as response:
             await response.aread()
 
     await asyncio.gather(*map(one, prompts))
@@ -31,14 +30,14 @@ async def test_the_page_shows_real_engines_and_the_shadow_prices_their_tokens(
     for _ in range(3):
         await stream_all(service, prompts)
     wait_for(lambda: (live(service)["comparison"]["now"] or {}).get("tokens", 0) > 0, "tokens are priced")
-    seen = live(service)
-    assert "shadow_errors" not in seen["counters"]
-    now = seen["comparison"]["now"]
+    snapshot = live(service)
+    assert "shadow_errors" not in snapshot["counters"]
+    now = snapshot["comparison"]["now"]
     assert now["live_ms"] > 0
     assert now["shadow_ms"] > 0
-    assert seen["live"]["steps"].keys() == {worker["worker"] for worker in seen["workers"]}
-    assert len(seen["live"]["space"]["points"]) >= len(prompts)
-    assert sum(row[1] for row in seen["live"]["latency"]["rows"]) >= 3 * len(prompts)
+    assert snapshot["live"]["steps"].keys() == {worker["worker"] for worker in snapshot["workers"]}
+    assert len(snapshot["live"]["space"]["points"]) >= len(prompts)
+    assert sum(row[1] for row in snapshot["live"]["latency"]["rows"]) >= 3 * len(prompts)
     busy = asyncio.create_task(stream_all(service, 4 * prompts))
     for name, content in (await take_screenshots(f"{service.url}/eldr/", ADMIN_KEY)).items():
         (demo.out / f"{name}.png").write_bytes(content)

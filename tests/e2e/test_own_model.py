@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from applications import beside_the_demo
-from service import ADMIN_KEY, ROOT
 
 from benchmarks.lib.engines import wait_http
+from tests.e2e.applications import beside_the_demo
+from tests.e2e.service import ADMIN_KEY, ROOT
 from tests.support.processes import output
 
 PORT = 8271
@@ -55,44 +55,44 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
     """Prepare a user's files: a copy of the nearest deployment with other ports, a log of OpenAI requests."""
-    found = tmp_path_factory.mktemp("own")
+    root = tmp_path_factory.mktemp("own")
     copy = ["eldr", "deployments", "cpu_demo.yaml", "--copy", "my_deployment.yaml"]
-    output(*copy, cwd=found, env=environment)
-    document = yaml.safe_load((found / "my_deployment.yaml").read_text())
+    output(*copy, cwd=root, env=environment)
+    document = yaml.safe_load((root / "my_deployment.yaml").read_text())
     document["http_options"]["port"] = PORT + 1
     arguments = document["applications"][0]["args"]
     arguments["ingress"]["port"] = PORT
     arguments["decode_config"]["deployment_config"]["num_replicas"] = 1  # the demo's engines run, too
     beside_the_demo(arguments)
-    (found / "my_deployment.yaml").write_text(yaml.safe_dump(document))
-    (found / "my_prompts").mkdir()
-    with (found / "my_prompts/log.jsonl").open("w") as log:
+    (root / "my_deployment.yaml").write_text(yaml.safe_dump(document))
+    (root / "my_prompts").mkdir()
+    with (root / "my_prompts/log.jsonl").open("w") as log:
         for file in sorted((ROOT / "examples/demo_model/prompts").glob("*.jsonl")):
             for line in file.read_text().splitlines()[:4]:
                 messages = [{"role": "user", "content": json.loads(line)["prompt"][:500]}]
                 log.write(json.dumps({"model": "eldr-demo", "messages": messages}) + "\n")
-    return found
+    return root
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run `serve run` until it is ready for requests."""
-    said = folder / "served.txt"
+    log = folder / "served.txt"
     # As in a terminal: background processes of a shell, such as this suite, ignore Ctrl-C.
     command = ["env", "--default-signal=INT", *commands()["run"]]
-    with said.open("w") as file:
+    with log.open("w") as file:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        wait_http(f"{URL}/eldr/ready", process, said, 240)
+        wait_http(f"{URL}/eldr/ready", process, log, 240)
         yield process
     finally:
         process.kill()
         process.wait(60)
 
 
-def ran(name: str, folder: Path, environment: dict[str, str]) -> str:
+def run_command(name: str, folder: Path, environment: dict[str, str]) -> str:
     return output(*commands()[name], *SHORTER[name], cwd=folder, env=environment, timeout_s=300)
 
 
@@ -101,7 +101,7 @@ def test_the_section_has_four_commands() -> None:
 
 
 def test_check_reports_that_it_would_start(folder: Path, environment: dict[str, str]) -> None:
-    assert "my_deployment.yaml: would start" in ran("check", folder, environment)
+    assert "my_deployment.yaml: would start" in run_command("check", folder, environment)
 
 
 def test_the_served_model_is_compared_watched_and_stopped(
@@ -109,12 +109,12 @@ def test_the_served_model_is_compared_watched_and_stopped(
 ) -> None:
     body = {"model": "eldr-demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     assert httpx.post(f"{URL}/v1/chat/completions", json=body, timeout=60).json()["choices"]
-    ran("compare", folder, environment)
+    run_command("compare", folder, environment)
     rows = json.loads((folder / "out/compare/compare.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["shortest-queue", "marginal-cost"]
     assert min(row["requests"] for row in rows) > 0
     assert sum(row["failures"] for row in rows) == 0
-    assert "marginal-cost" in ran("status", folder, environment)
+    assert "marginal-cost" in run_command("status", folder, environment)
     served.send_signal(signal.SIGINT)
     served.wait(60)
     with pytest.raises(httpx.TransportError):

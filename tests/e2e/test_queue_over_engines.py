@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from service import GREEDY, POOL_TTL_S, Service, until, wait_for
+
+from tests.e2e.service import GREEDY, POOL_TTL_S, Service, until, wait_for
 
 LONG = {"model": "eldr-demo", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 
@@ -18,7 +19,7 @@ def pool_size(service: Service) -> int:
 async def long_answer(service: Service, number: int) -> httpx.Response:
     """Send a request that occupies its worker for seconds; return the answer without its body."""
     prompt = f"{number} a long story about a prefill engine " * 30
-    async with service.posted(LONG | {"prompt": prompt}) as response:
+    async with service.post(LONG | {"prompt": prompt}) as response:
         async for _ in response.aiter_bytes():
             pass
         return response

@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from applications import arguments_of, deploy, running
-from service import Service, events, until
+
+from tests.e2e.applications import arguments_of, deploy, running
+from tests.e2e.service import Service, events, until
 
 NAME = "rolling"
 CROWD, FEW = 9, 2  # concurrent streams: more than one engine should have, and few enough for one
@@ -93,7 +94,7 @@ async def stream(service: Service, prompt: str) -> Answer:
     }
     sent_s = time.monotonic()
     # One connection each, so that all ingresses get some.
-    async with service.posted(body) as response:
+    async with service.post(body) as response:
         assert response.status_code == 200, await response.aread()
         *parts, end = [data async for data in events(response)]
     assert end == "[DONE]", end

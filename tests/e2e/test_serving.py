@@ -10,12 +10,12 @@ import openai
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from service import ADMIN_KEY, Service, wait_for
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.metrics import ENGINE, HISTOGRAM, METRICS, PREFIX
 from eldr_serve.scheduling import policy_names
+from tests.e2e.service import ADMIN_KEY, Service, wait_for
 
 
 def test_trace_from_a_ray_job_is_complete(trace_file: Path) -> None:
@@ -41,19 +41,19 @@ def test_engines_run_in_one_process_each_on_all_cores(
 ) -> None:
     """The engines of the two fixtures, which use cores too, must have ended."""
     started = psutil.Process().children(recursive=True)  # other parts of the suite also run engines
-    mine = [p for p in started if p.name().startswith("VLLM::")]
-    assert len(mine) == 3
-    assert {p.name() for p in mine} == {"VLLM::EngineCore"}
-    assert all(set(p.cpu_affinity()) == os.sched_getaffinity(0) for p in mine)
+    engines = [p for p in started if p.name().startswith("VLLM::")]
+    assert len(engines) == 3
+    assert {p.name() for p in engines} == {"VLLM::EngineCore"}
+    assert all(set(p.cpu_affinity()) == os.sched_getaffinity(0) for p in engines)
 
 
 def test_greedy_answers_equal_the_single_engine_under_every_policy(
     service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    asked = list(zip(prompts, single_engine["completions"], single_engine["chats"], strict=True))
-    assert len(asked) <= len(policy_names())  # each policy has one of the prompts, no prompt is left out
+    cases = list(zip(prompts, single_engine["completions"], single_engine["chats"], strict=True))
+    assert len(cases) <= len(policy_names())  # each policy has one of the prompts, no prompt is left out
     for number, policy in enumerate(policy_names()):
-        prompt, completion, chat = asked[number % len(asked)]
+        prompt, completion, chat = cases[number % len(cases)]
         service.set_policy(policy)
         assert service.greedy(prompt) == completion
         assert service.greedy_chat(prompt) == chat
@@ -232,7 +232,7 @@ def test_every_metric_is_exported_with_its_kind(service: Service) -> None:
     """Check metrics with samples under any policy, and those that streams and steps add."""
     assert list(service.complete("count experts", max_tokens=8, temperature=0, stream=True))
     used = {"eldr_ttft_seconds", "eldr_tpot_seconds", "eldr_stage_seconds", "eldr_placed_by_reason_total"}
-    wanted = {
+    required = {
         f"{PREFIX}{metric.name}{'_count' if metric.kind == HISTOGRAM else ''}": metric.kind
         for metric in METRICS.values()
         if not metric.only or metric.name in used | set(ENGINE)
@@ -242,8 +242,8 @@ def test_every_metric_is_exported_with_its_kind(service: Service) -> None:
     def all_there() -> bool:
         families = text_string_to_metric_families(service.metrics())
         exported.update((sample.name, family.type) for family in families for sample in family.samples)
-        return wanted.keys() <= exported.keys()
+        return required.keys() <= exported.keys()
 
     with contextlib.suppress(pytest.fail.Exception):  # the list of missing metrics says more
         wait_for(all_there, "every metric is exported", 40)
-    assert {name: exported.get(name) for name in wanted} == wanted
+    assert {name: exported.get(name) for name in required} == required

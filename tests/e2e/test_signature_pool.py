@@ -12,12 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from applications import arguments_of, running
-from conftest import PROMPTS
-from service import ADMIN_KEY, Service, run, wait_for
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import ADMIN_KEY, PROMPTS, Service, run, wait_for
 
 NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
@@ -102,10 +101,10 @@ def test_a_fitted_table_is_live_within_300_requests(pool: Pool) -> None:
     pool.send(FIRST, 300)
     wait_for(lambda: pool.service.status()["table"] is not None, "a table is live", 30)
     wait_for(lambda: pool.signatures()["table"] is not None, "the pool says so", 10)
-    made = pool.signatures()["table"]
-    assert made["version"] == 1
-    assert made["samples"] >= 192
-    assert made["held_out"]["experts_by_table"] < made["held_out"]["experts_by_load"]
+    fit = pool.signatures()["table"]
+    assert fit["version"] == 1
+    assert fit["samples"] >= 192
+    assert fit["held_out"]["experts_by_table"] < fit["held_out"]["experts_by_load"]
 
 
 def test_requests_follow_its_centroids(pool: Pool) -> None:
@@ -179,11 +178,13 @@ def test_a_dead_pool_loses_only_its_samples(pool: Pool) -> None:
 
     from eldr_serve.signatures.pool import find_pool
 
-    table, held = pool.service.status()["table"], pool.signatures()["samples"]
+    table, num_samples = pool.service.status()["table"], pool.signatures()["samples"]
     ray.kill(find_pool(NAME), no_restart=False)
     pool.send(FIRST, 16)
     wait_for(
-        lambda: pool.signatures()["actors"] == 1 and pool.signatures()["samples"] < held, "it is back", 90
+        lambda: pool.signatures()["actors"] == 1 and pool.signatures()["samples"] < num_samples,
+        "a new pool is there",
+        90,
     )
     pool.send(FIRST, 16)
     wait_for(lambda: pool.signatures()["samples"] >= 1, "it takes samples", 30)

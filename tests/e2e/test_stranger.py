@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import STRANGER
-from service import Service, run
+
+from tests.e2e.service import STRANGER, Service, run
 
 POLICY = f"{STRANGER.stem}:LastWorker"
 
@@ -26,7 +26,7 @@ def test_a_third_party_policy_is_served(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
         ({"name": POLICY, "parameters": {"at_most": 0}}, "at_most is 0, it must be"),
         ({"name": "no_such_module:Policy"}, "no_such_module"),
@@ -37,13 +37,13 @@ def test_a_third_party_policy_is_served(service: Service) -> None:
     ],
 )
 def test_an_invalid_policy_is_refused_and_the_old_one_stays(
-    service: Service, change: dict[str, object], said: str
+    service: Service, change: dict[str, object], words: str
 ) -> None:
     before = service.status()
     answer = service.admin("PUT", "/eldr/policy", json=change)
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert said in message
+    assert words in message
     assert "\n" not in message
     after = service.status()
     assert (after["policy"], after["settings_version"]) == (before["policy"], before["settings_version"])

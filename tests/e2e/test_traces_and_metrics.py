@@ -5,11 +5,11 @@ import re
 
 import httpx
 import pytest
-from collector import Collector, Received
 from prometheus_client.parser import text_string_to_metric_families
-from service import HTTP, Service, wait_for
 
 from eldr_serve.metrics import METRICS, PREFIX
+from tests.e2e.collector import Collector, Received
+from tests.e2e.service import HTTP, Service, wait_for
 from tests.support.monitoring_files import FOREIGN, expressions
 
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -73,33 +73,33 @@ def test_our_spans_and_those_of_both_engines_are_one_tree(service: Service, coll
     name = answer.headers["x-eldr-request"]
     assert f"{name}-p0" in prefill.attributes["gen_ai.request.id"]
     assert name in decode.attributes["gen_ai.request.id"]
-    assert made(prefill) == 1
-    assert made(decode) == TOKENS
+    assert generated_tokens(prefill) == 1
+    assert generated_tokens(decode) == TOKENS
     assert prefill.source["vllm.process_id"] != decode.source["vllm.process_id"]
     assert not collector.spans(not_sampled)
 
 
-def made(span: Received) -> int:
+def generated_tokens(span: Received) -> int:
     """Return the tokens that vLLM generated in the span."""
     return int(span.attributes["gen_ai.usage.completion_tokens"])
 
 
 def test_every_metric_of_rules_and_dashboards_is_exported(service: Service) -> None:
-    wanted = {name for _, expr in expressions() for name in re.findall(rf"\b{PREFIX}\w+", expr)}
-    assert len(wanted) > 60
+    used_names = {name for _, expr in expressions() for name in re.findall(rf"\b{PREFIX}\w+", expr)}
+    assert len(used_names) > 60
     exported: set[str] = set()
 
     def all_there() -> bool:
         ask(service)  # Ray exports only gauges set since the last export
         families = text_string_to_metric_families(service.metrics())
         exported.update(sample.name for family in families for sample in family.samples)
-        return wanted - SOMETIMES.keys() <= exported
+        return used_names - SOMETIMES.keys() <= exported
 
     with contextlib.suppress(pytest.fail.Exception):  # the list of missing metrics says more
         wait_for(all_there, "every metric is exported", 40)
-    missing = sorted(wanted - SOMETIMES.keys() - exported)
+    missing = sorted(used_names - SOMETIMES.keys() - exported)
     assert missing == []
-    assert SOMETIMES.keys() <= wanted
+    assert SOMETIMES.keys() <= used_names
     for name in SOMETIMES.keys() - FOREIGN.keys():  # tests/unit finds those in the installed vLLM
         metric = METRICS[name.removeprefix(PREFIX).removesuffix("_bucket")]
         assert metric.only, f"{name} is there without an event"

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from service import Service, controller_log, core_of, events, pid_of, until, wait_for
 
 from loadgen import application, processes
+from tests.e2e.service import Service, controller_log, core_of, events, pid_of, until, wait_for
 
 
 async def test_disconnecting_clients_free_their_leases_and_kv(service: Service, table_file: Path) -> None:
@@ -115,10 +115,10 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     assert service.complete("after all", max_tokens=5).usage is not None
 
 
-async def asked(service: Service, body: dict[str, Any], received: list[str]) -> dict[str, Any]:
+async def read_answer(service: Service, body: dict[str, Any], received: list[str]) -> dict[str, Any]:
     """Return an answer's text and usage; append a stream's events to `received` as they arrive."""
     chat = "messages" in body
-    async with service.posted(body, "chat/completions" if chat else "completions") as response:
+    async with service.post(body, "chat/completions" if chat else "completions") as response:
         assert response.status_code == 200
         if not body["stream"]:
             whole = json.loads(await response.aread())
@@ -131,9 +131,9 @@ async def asked(service: Service, body: dict[str, Any], received: list[str]) -> 
     parts = [json.loads(event) for event in received[:-1]]
     assert len({(part["id"], part["created"]) for part in parts}) == 1
     choices = [part["choices"][0] for part in parts[:-1]]
-    said = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
+    texts = [choice["delta"].get("content", "") if chat else choice["text"] for choice in choices]
     assert sum("role" in choice.get("delta", {}) for choice in choices) == chat
-    return {"text": "".join(said), "finish": choices[-1]["finish_reason"], "usage": parts[-1]["usage"]}
+    return {"text": "".join(texts), "finish": choices[-1]["finish_reason"], "usage": parts[-1]["usage"]}
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +169,14 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
             body | {"stream": streams} | ({"stream_options": {"include_usage": True}} if streams else {})
         )
     if not undisturbed:
-        undisturbed += [await asked(service, body, []) for body in bodies]
+        undisturbed += [await read_answer(service, body, []) for body in bodies]
     before, logged = service.status()["counters"], len(controller_log())
     replica = service.status()["workers"][0]["worker"]
     victim = await asyncio.to_thread(of, replica)
     received: list[list[str]] = [[] for _ in bodies]
-    answers = [asyncio.create_task(asked(service, *each)) for each in zip(bodies, received, strict=True)]
+    answers = [
+        asyncio.create_task(read_answer(service, *each)) for each in zip(bodies, received, strict=True)
+    ]
     while any(len(found) < 20 for found, body in zip(received, bodies, strict=True) if body["stream"]):
         await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers)
@@ -239,7 +241,7 @@ async def test_a_dead_controller_ends_no_engine(
 async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_the_rest(
     service: Service, table_file: Path, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    """Its replica lives and reports this; no request waits for a timeout.
+    """The replica of the killed core lives and reports its death, so that no request waits for a timeout.
 
     The stream is seeded, so that no other engine can resume it.
     """
@@ -251,7 +253,7 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
     worker: list[str] = []
 
     async def stream() -> None:
-        async with service.posted(body | {"stream": True}) as response:
+        async with service.post(body | {"stream": True}) as response:
             worker.append(response.headers["x-eldr-decode-worker"])
             async for event in events(response):
                 received.append(event)

@@ -8,15 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from service import Service, events, until
+from tests.e2e.service import Service, events, until
 
 STREAMS = 32  # half of them at each worker
 LONG = {"model": "eldr-demo", "temperature": 0, "max_tokens": 300, "ignore_eos": True, "stream": True}
 
 
-async def streamed(service: Service, prompt: str, received: list[str]) -> str:
+async def read_stream(service: Service, prompt: str, received: list[str]) -> str:
     """Return the text of a stream; append its events to `received` as they arrive."""
-    async with service.posted(LONG | {"prompt": prompt}) as response:
+    async with service.post(LONG | {"prompt": prompt}) as response:
         assert response.status_code == 200
         async for event in events(response):
             received.append(event)
@@ -38,18 +38,21 @@ async def test_a_drained_worker_is_soon_empty_and_no_answer_changes(
     service: Service, table_file: Path, prompts: list[str]
 ) -> None:
     service.set_policy("round-robin")
-    asked = [prompts[number % len(prompts)] for number in range(STREAMS)]
-    expected = {prompt: await streamed(service, prompt, []) for prompt in set(asked)}
+    prompts_of_streams = [prompts[number % len(prompts)] for number in range(STREAMS)]
+    expected = {prompt: await read_stream(service, prompt, []) for prompt in set(prompts_of_streams)}
     before = service.status()["counters"]
     victim = service.status()["workers"][0]["worker"]
-    received: list[list[str]] = [[] for _ in asked]
-    answers = [asyncio.create_task(streamed(service, *each)) for each in zip(asked, received, strict=True)]
-    await until(lambda: all(len(found) > 20 for found in received), "all have begun", 60)
+    received: list[list[str]] = [[] for _ in prompts_of_streams]
+    answers = [
+        asyncio.create_task(read_stream(service, prompt, texts))
+        for prompt, texts in zip(prompts_of_streams, received, strict=True)
+    ]
+    await until(lambda: all(len(texts) > 20 for texts in received), "all have begun", 60)
     assert not any(answer.done() for answer in answers)
     assert in_flight(service, victim) > 0
     await until(lambda: in_flight(service, victim) == 0, "the worker is empty", 60)
     assert not any(answer.done() for answer in answers), "it was empty only because its answers had ended"
-    assert await asyncio.gather(*answers) == [expected[prompt] for prompt in asked]
+    assert await asyncio.gather(*answers) == [expected[prompt] for prompt in prompts_of_streams]
     after = service.status()["counters"]
     assert after["moved"] > before.get("moved", 0)
     for event in ("resumed", "streams_lost"):

@@ -10,13 +10,12 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
-from applications import arguments_of, running
-from conftest import PROMPTS
-from service import Service, wait_for
 
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from examples.demo_model import WEIGHTS
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import PROMPTS, Service, wait_for
 
 LEARNT = 150  # prompts after which an untrained predictor is better than the mean
 
@@ -107,13 +106,13 @@ def test_requests_are_placed_by_predictions_that_learn_from_measured_counts(
             list(answer)
     wait_for(lambda: whole.status()["predictor"]["prompts"] >= len(texts), "the measured counts arrive", 20)
     status = whole.status()
-    found = {name: status["counters"][name] - before.get(name, 0) for name in status["counters"]}
-    assert found["placed"] == len(texts)
+    increases = {name: status["counters"][name] - before.get(name, 0) for name in status["counters"]}
+    assert increases["placed"] == len(texts)
     predictor = status["predictor"]
     assert predictor["prompts"] == len(texts)
     # While untrained it was no better than the mean, and may have been disabled.
-    assert found["counts_predicted"] + found.get("counts_missing", 0) == len(texts)
-    assert found["counts_predicted"] >= 16
+    assert increases["counts_predicted"] + increases.get("counts_missing", 0) == len(texts)
+    assert increases["counts_predicted"] >= 16
     assert predictor["on"] == 1
     assert predictor["gain"] > 0
     assert predictor["cosine"] > 0.2

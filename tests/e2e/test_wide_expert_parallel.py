@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from applications import arguments_of, running
-from service import HTTP, Service, pid_of, until, wait_for
-from streams import Stream, completed
 
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from loadgen.processes import is_alive
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import HTTP, Service, pid_of, until, wait_for
+from tests.e2e.streams import Stream, complete
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def cores(replica: str) -> list[psutil.Process]:
 def test_greedy_answers_alternate_over_the_ranks_and_equal_the_single_engine(
     wide: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
-    answers = [completed(wide, prompt) for prompt in prompts]
+    answers = [complete(wide, prompt) for prompt in prompts]
     assert [text for _, text in answers] == single_engine["completions"]
     workers = worker_names(replica(wide), 2)
     first = workers.index(answers[0][0])
@@ -113,6 +113,6 @@ async def test_a_killed_rank_ends_its_engine_but_no_answer(
     assert replica(wide) != lost
     wait_for(lambda: wide.counter("resumed") == len(streams), "the resumed answers are counted", 10)
     wait_for(lambda: wide.status()["ingress"]["ready"], "the new engine is warm", 60)
-    answers = [completed(wide, prompt) for prompt in prompts[:4]]
+    answers = [complete(wide, prompt) for prompt in prompts[:4]]
     assert [text for _, text in answers] == single_engine["completions"][:4]
     assert {worker for worker, _ in answers} == wide.decodes()

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transfer_script import PATIENCE_S, engine, run
+
+from tests.engine.transfer_script import PATIENCE_S, engine, run
 
 ROUNDS, LENGTH, OUTPUT = 12, 200, 6
 BLOCKS = 24  # KV blocks of the prefill engine; a prompt has 7
@@ -38,7 +39,7 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
     core = engine("prefill", arguments)
     warnings = InvalidBlockWarnings()
     logging.getLogger("vllm").addHandler(warnings)  # the engine's start has configured logging
-    held = get_kv_transfer_group().connector_worker._reqs_to_send
+    prompts_to_send = get_kv_transfer_group().connector_worker._reqs_to_send
     pipe.send(None)
     number = 0
     while True:
@@ -61,21 +62,21 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
             core.step()
             pipe.send(None)
         elif what == "said":
-            pipe.send((warnings.count, len(held)))
+            pipe.send((warnings.count, len(prompts_to_send)))
 
 
 def main(model: str, out: str, steps: int, frees: bool) -> None:
     arguments = {"model": model, "dtype": "float32", "max_model_len": 512}
-    mine, theirs = get_context("fork").Pipe()
+    parent_end, child_end = get_context("fork").Pipe()
     limits = {"num_gpu_blocks_override": BLOCKS}
-    process = get_context("fork").Process(target=prefill, args=(arguments | limits, theirs), daemon=True)
+    process = get_context("fork").Process(target=prefill, args=(arguments | limits, child_end), daemon=True)
     process.start()
     decoder = engine("decode", arguments | {"num_gpu_blocks_override": 160})
-    mine.recv()
+    parent_end.recv()
 
     def ask(what: str, argument: Any = None) -> Any:
-        mine.send((what, argument))
-        return mine.recv()
+        parent_end.send((what, argument))
+        return parent_end.recv()
 
     rng, wrong = np.random.default_rng(0), 0
     for number in range(ROUNDS):

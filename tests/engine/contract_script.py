@@ -132,43 +132,43 @@ async def check(model: str, prefills: Connection) -> dict[str, Any]:
     """Return the result by check ("" if it passed), the prompt's ids and counts, and steps of an engine."""
     from transformers import AutoTokenizer
 
-    there: Any = RemoteEngine(prefills)
+    remote: Any = RemoteEngine(prefills)
     engine = await start("whole", model)
     ids = AutoTokenizer.from_pretrained(model).encode(PROMPT)
-    subject = Subject(there, engine, ids, SHAPE, TOP_K)
+    subject = Subject(remote, engine, ids, SHAPE, TOP_K)
     broken = dict.fromkeys(CHECKS, "")
     for name, of in CHECKS.items():
         try:
             await run_check(of, subject)
         except Exception:
             broken[name] = traceback.format_exc()
-    held = await there.prefill(request("counted"))
-    await there.release("counted")
+    prefilled = await remote.prefill(request("counted"))
+    await remote.release("counted")
     engine.take_steps()
     await engine.generate(request("counted", tokens=9), lambda *_: None)
-    found = {"broken": broken, "ids": held.token_ids.tolist(), "counts": held.kv[EXPERT_COUNTS]}
-    found["steps"] = engine.take_steps().steps
+    report = {"broken": broken, "ids": prefilled.token_ids.tolist(), "counts": prefilled.kv[EXPERT_COUNTS]}
+    report["steps"] = engine.take_steps().steps
     end(engine)
-    return found
+    return report
 
 
 def main(model: str, out: Path) -> None:
     fork = get_context("fork")
-    (mine, theirs), (calibration, calibrating) = fork.Pipe(), fork.Pipe()
+    (parent_end, child_end), (calibration, calibrating) = fork.Pipe(), fork.Pipe()
     children = [
-        fork.Process(target=lambda: asyncio.run(serve(model, theirs))),
+        fork.Process(target=lambda: asyncio.run(serve(model, child_end))),
         fork.Process(target=calibrate, args=(model, calibrating)),
     ]
     for child in children:
         child.start()
-    for end_of_child in (theirs, calibrating):
+    for end_of_child in (child_end, calibrating):
         end_of_child.close()  # so that recv raises if the child dies
-    found = asyncio.run(check(model, mine))
-    found["calibration"] = calibration.recv()
-    mine.send(None)
+    report = asyncio.run(check(model, parent_end))
+    report["calibration"] = calibration.recv()
+    parent_end.send(None)
     for child in children:
         child.join()
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PROMPTS, OUTPUT = 8, 10
 Rank = int | None
 
 
-def made(model: str, ranks: int, role: Any = "calibrate", **others: Any) -> Any:
+def make_engine(model: str, ranks: int, role: Any = "calibrate", **others: Any) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -97,7 +97,7 @@ class Session:
 
 async def main(model: str, expected: Path, ranks: int) -> None:
     alone = json.loads(expected.read_text())
-    session = Session(made(model, ranks))
+    session = Session(make_engine(model, ranks))
     spread = await session.answers(lambda number: number % ranks)
     assert spread == alone, "each rank with requests of its own"
     await check_log(session, ranks)
@@ -113,15 +113,15 @@ async def check_log(session: Session, ranks: int) -> None:
     """Check that one rank serves every (token, expert) pair, and that idle ranks' tokens activate nothing."""
     from eldr_serve.engine.vllm.ep.layer import LOG_COLUMNS
 
-    by_rank = [(end, np.array(found)) for end, found in await session.ask("batches", 0)]
+    by_rank = [(end, np.array(log)) for end, log in await session.ask("batches", 0)]
     end, first = by_rank[0]
     assert first.shape == (end, tiny_model.LAYERS, len(LOG_COLUMNS))
     tokens = first[..., 0]
-    for other_end, found in by_rank:
+    for other_end, log in by_rank:
         assert other_end == end
-        assert np.array_equal(found[..., 0], tokens)
-        assert (found[..., 3] + found[..., 4] <= found[..., 2]).all()
-    assert np.array_equal(sum(found[..., 2] for _, found in by_rank), tokens * tiny_model.TOP_K)
+        assert np.array_equal(log[..., 0], tokens)
+        assert (log[..., 3] + log[..., 4] <= log[..., 2]).all()
+    assert np.array_equal(sum(log[..., 2] for _, log in by_rank), tokens * tiny_model.TOP_K)
     computed = sum(len(prompt) + OUTPUT - 1 for prompt in prompts())
     assert (tokens.sum(axis=0) == computed).all(), "the tokens of requests, and no others"
     for routed in await session.ask("routed"):
@@ -170,7 +170,7 @@ async def check_death(session: Session, ranks: int) -> None:
 
 
 async def write_alone(model: str, answers: Path) -> None:
-    session = Session(made(model, 1))
+    session = Session(make_engine(model, 1))
     answers.write_text(json.dumps(await session.answers(lambda number: None)))
     session.engine.shutdown()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dp_script import made
 
 from benchmarks.lib.ports import free_port
+from tests.engine.dp_script import make_engine
 
 RANKS, LENGTH, OUTPUT = 2, 150, 8
 PATIENCE_S = 120.0
@@ -26,7 +26,7 @@ def engine(role: str, model: str) -> Any:
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     }
-    return made(model, RANKS, role)
+    return make_engine(model, RANKS, role)
 
 
 async def run(engine: Any, name: str, prompt: Any, rank: int, tokens: int, params: Any = None) -> Any:
@@ -57,19 +57,19 @@ async def main(model: str, pipe: Connection) -> list[dict[str, Any]]:
     from eldr_serve.experts.signature import unpack_counts
 
     decoder = engine("decode", model)
-    rng, found = np.random.default_rng(0), []
-    for there in range(RANKS):
-        for here in range(RANKS):
-            prompt, name = rng.integers(1, 257, LENGTH).tolist(), f"{there}-{here}"
-            pipe.send((name, prompt, there))
+    rng, report = np.random.default_rng(0), []
+    for prefill_rank in range(RANKS):
+        for decode_rank in range(RANKS):
+            prompt, name = rng.integers(1, 257, LENGTH).tolist(), f"{prefill_rank}-{decode_rank}"
+            pipe.send((name, prompt, prefill_rank))
             params = await asyncio.to_thread(pipe.recv)
             counts = unpack_counts(params.pop("eldr_expert_counts"))
-            pulled = await run(decoder, name, {"prompt_token_ids": prompt}, here, OUTPUT, params)
+            pulled = await run(decoder, name, {"prompt_token_ids": prompt}, decode_rank, OUTPUT, params)
             alone = {"prompt_token_ids": prompt, "cache_salt": "computed here"}
-            computed = await run(decoder, f"{name}-alone", alone, 1 - here, OUTPUT)
-            found.append(
+            computed = await run(decoder, f"{name}-alone", alone, 1 - decode_rank, OUTPUT)
+            report.append(
                 {
-                    "rank": there,
+                    "rank": prefill_rank,
                     "engine": params["remote_engine_id"],
                     "port": params["remote_port"],
                     "counted": int(counts.sum()),
@@ -79,7 +79,7 @@ async def main(model: str, pipe: Connection) -> list[dict[str, Any]]:
             )
     pipe.send(None)
     decoder.shutdown()
-    return found
+    return report
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from operators import Operators
+
+from tests.engine.operators import Operators
 
 CHUNK = 48  # tokens per step: every longer prompt is prefilled in chunks
 BLOCK = 32
@@ -30,15 +31,15 @@ def prompts(seed: int) -> list[list[int]]:
     """Return token ids: stems of whole and partial blocks with several continuations, some repeated."""
     rng = np.random.default_rng(seed)
     stems = [rng.integers(1, 257, int(n)).tolist() for n in (64, 33, 100, 32)]
-    found = [
+    requests = [
         stem + rng.integers(1, 257, int(rng.integers(0, 60))).tolist() for stem in stems for _ in range(6)
     ]
-    found += [stems[0], stems[0], stems[2], stems[3], [5]]
-    order = rng.permutation(len(found))
-    return [found[i] for i in order]
+    requests += [stems[0], stems[0], stems[2], stems[3], [5]]
+    order = rng.permutation(len(requests))
+    return [requests[i] for i in order]
 
 
-def recorded(on_host: bool) -> Operators:
+def record_operators(on_host: bool) -> Operators:
     """Record the operators that our part of the worker calls in a step, except for the copies to the host."""
     from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
     from eldr_serve.engine.vllm.capture.host_copy import HostCopies
@@ -87,19 +88,19 @@ def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
 
     On a GPU a step's record arrives one or more steps after its tokens, but records keep their order.
     """
-    found: list[list[tuple[str, int]]] = []
+    steps: list[list[tuple[str, int]]] = []
     schedule = scheduler.schedule
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def schedule_and_record(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
         tokens = scheduled.num_scheduled_tokens
         if tokens and sum(tokens.values()) == len(tokens):
             fed = [scheduler.requests[name] for name in tokens]
-            found.append([(r.kv_transfer_params["eldr_request"], r.num_computed_tokens - 1) for r in fed])
+            steps.append([(r.kv_transfer_params["eldr_request"], r.num_computed_tokens - 1) for r in fed])
         return scheduled
 
-    scheduler.schedule = recorded
-    return found
+    scheduler.schedule = schedule_and_record
+    return steps
 
 
 def main(model: str, out: str, asynchronous: bool, short: bool, where: str, graphs: str) -> None:
@@ -128,7 +129,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
         def log_engine_initialized(self) -> None: ...
 
     # Graph capture does not work inside a torch mode.
-    operators = Operators() if where == "cuda" else recorded(where == "host")
+    operators = Operators() if where == "cuda" else record_operators(where == "host")
     placed = device_arguments(where, graphs)
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(

@@ -26,7 +26,7 @@ SLOTS = EXPERTS + REDUNDANT
 PROMPTS, OUTPUT = 6, 10
 
 
-def made(model: str, ranks: int, **others: Any) -> Any:
+def make_engine(model: str, ranks: int, **others: Any) -> Any:
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -63,18 +63,18 @@ class Session:
             prompt = rng.integers(1, 257, int(rng.integers(3, 90))).tolist()
             given = {"prompt_token_ids": prompt, "cache_salt": str(self._sent)}
             self._engine.add_request(f"{self._sent}-{number}", given, params)
-        found = {}
+        answers_by_request = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 if output.finished:
                     number = int(output.request_id.split("-")[1])
-                    found[number] = {
+                    answers_by_request[number] = {
                         "tokens": list(output.outputs[0].token_ids),
                         "counts": output.kv_transfer_params["eldr_prefill"],
                         "decode": output.kv_transfer_params["eldr_decode"],
                     }
             between()
-        return [found[number] for number in range(PROMPTS)]
+        return [answers_by_request[number] for number in range(PROMPTS)]
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """Return every rank's result."""
@@ -90,8 +90,10 @@ class Session:
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
             return answers
 
-        made = ExpertPlacement(np.array(rows), ranks, int(np.max(rows)) + 1, model="tiny", method="drawn")
-        return asyncio.run(swap_placement(call, made))
+        new_placement = ExpertPlacement(
+            np.array(rows), ranks, int(np.max(rows)) + 1, model="tiny", method="drawn"
+        )
+        return asyncio.run(swap_placement(call, new_placement))
 
 
 @st.composite
@@ -113,7 +115,7 @@ def main(model: str, expected: Path) -> None:
     from eldr_serve.experts.parallel.replica_choice import RULES
 
     session = Session(
-        made(
+        make_engine(
             model,
             RANKS,
             additional_config={
@@ -134,32 +136,32 @@ def main(model: str, expected: Path) -> None:
 
     @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(rows=placements(), rule=st.sampled_from(RULES))
-    def placed(rows: np.ndarray, rule: str) -> None:
+    def check_placement(rows: np.ndarray, rule: str) -> None:
         session.ask("choose", rule)
         session.swap(rows)
         for status in session.ask("status"):
             assert by_rank(status["placement"]) == by_rank(rows)
         assert session.answers() == alone, f"{rule} on {rows.tolist()}"
 
-    placed()
+    check_placement()
 
     @settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(rows=placements(), rule=st.sampled_from(RULES))
-    def migrated(rows: np.ndarray, rule: str) -> None:
+    def check_migration(rows: np.ndarray, rule: str) -> None:
         session.ask("choose", rule)
         slices = session.ask("begin", rows.tolist(), RANKS)[0]
-        left = [slices]
+        slices_left = [slices]
 
         def between() -> None:
-            if left[-1]:
-                left.append(session.ask("move")[0])
+            if slices_left[-1]:
+                slices_left.append(session.ask("move")[0])
 
         assert session.answers(between) == alone, "while experts moved"
-        assert left == list(range(slices, slices - len(left), -1))
+        assert slices_left == list(range(slices, slices - len(slices_left), -1))
         session.ask("stop")
         assert session.answers() == alone, "where the swap ended"
 
-    migrated()
+    check_migration()
     check_refusals(session)
     assert session.answers() == alone
     check_death(session)
@@ -171,20 +173,20 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
 
     alone = json.loads(expected.read_text())
     config = {"placement": first, "replica_choice": "metro", "moves_per_slice": 24}
-    session = Session(made(model, 4, additional_config={"eldr_experts": config}))
+    session = Session(make_engine(model, 4, additional_config={"eldr_experts": config}))
     check_held(session, ExpertPlacement.load(first))
     assert session.answers() == alone
     for number, file in enumerate(others):
         placed = ExpertPlacement.load(file)
-        left = session.ask("begin", placed.physical_to_logical.tolist(), 4)[0]
-        assert left > 1, f"{placed.method} moves no experts"
+        slices_left = session.ask("begin", placed.physical_to_logical.tolist(), 4)[0]
+        assert slices_left > 1, f"{placed.method} moves no experts"
 
         def between() -> None:
-            nonlocal left
-            left = session.ask("move")[0]
+            nonlocal slices_left
+            slices_left = session.ask("move")[0]
 
         assert session.answers(between) == alone, f"on the way to {placed.method}"
-        while left:
+        while slices_left:
             between()
         check_held(session, placed)
         session.ask("choose", ("weighted", "local")[number % 2])
@@ -199,12 +201,12 @@ def check_held(session: Session, placed: Any) -> None:
         assert placement_id(status["placement"], placed.ranks) == placed.id
 
 
-def compiled(model: str, expected: Path) -> None:
+def check_compiled(model: str, expected: Path) -> None:
     import torch
     from vllm.config import CompilationMode
 
     torch._dynamo.config.disable = False  # other engines' tests disable it at import
-    engine = made(model, RANKS, enforce_eager=False)
+    engine = make_engine(model, RANKS, enforce_eager=False)
     assert engine.vllm_config.compilation_config.mode == CompilationMode.DYNAMO_TRACE_ONCE
     session = Session(engine)
     assert session.answers() == json.loads(expected.read_text())
@@ -214,16 +216,16 @@ def check_log(session: Session) -> None:
     """Check that exactly one rank serves every (token, expert) pair."""
     from eldr_serve.engine.vllm.ep.layer import LOG_COLUMNS
 
-    (end, mine), (_, theirs) = session.ask("batches", 0)
-    mine, theirs = np.array(mine), np.array(theirs)
-    assert mine.shape == (end, LAYERS, len(LOG_COLUMNS))
-    assert np.array_equal(mine[..., 0], theirs[..., 0])
-    assert np.array_equal(mine[..., 2] + theirs[..., 2], mine[..., 0] * tiny_model.TOP_K)
-    assert (mine[..., 3] + mine[..., 4] <= mine[..., 2]).all()
+    (end, first), (_, second) = session.ask("batches", 0)
+    first, second = np.array(first), np.array(second)
+    assert first.shape == (end, LAYERS, len(LOG_COLUMNS))
+    assert np.array_equal(first[..., 0], second[..., 0])
+    assert np.array_equal(first[..., 2] + second[..., 2], first[..., 0] * tiny_model.TOP_K)
+    assert (first[..., 3] + first[..., 4] <= first[..., 2]).all()
     assert np.array_equal(
-        np.sum(session.ask("routed")[0], axis=1), tiny_model.TOP_K * mine[..., 0].sum(axis=0)
+        np.sum(session.ask("routed")[0], axis=1), tiny_model.TOP_K * first[..., 0].sum(axis=0)
     )
-    assert (mine[..., 1] <= SLOTS // RANKS).all()
+    assert (first[..., 1] <= SLOTS // RANKS).all()
 
 
 def check_refusals(session: Session) -> None:
@@ -287,9 +289,9 @@ def die_after_sending(worker: Any) -> None:
 if __name__ == "__main__":
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if sys.argv[2] == "alone":
-        Path(sys.argv[3]).write_text(json.dumps(Session(made(sys.argv[1], 1)).answers()))
+        Path(sys.argv[3]).write_text(json.dumps(Session(make_engine(sys.argv[1], 1)).answers()))
     elif sys.argv[2] == "compiled":
-        compiled(sys.argv[1], Path(sys.argv[3]))
+        check_compiled(sys.argv[1], Path(sys.argv[3]))
     elif sys.argv[2] == "placed":
         started_with(sys.argv[1], Path(sys.argv[3]), *sys.argv[4:])
     else:

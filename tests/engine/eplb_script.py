@@ -107,8 +107,8 @@ def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bo
     )
     state = EplbState(parallel, torch.device("cpu"))
     state.add_model(Model(layers), SimpleNamespace(compute_hash=lambda: "tiny", model="tiny"))
-    made = object.__new__(eplb.PlacedWorker)
-    made.vllm_config = SimpleNamespace(
+    placed_worker = object.__new__(eplb.PlacedWorker)
+    placed_worker.vllm_config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
         additional_config={eplb.CONFIG_KEY: {"placement": str(path), "replica_choice": choice}},
@@ -116,11 +116,11 @@ def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bo
             static_forward_context={f"model.layers.{i}.mlp": layer for i, layer in enumerate(layers)}
         ),
     )
-    made.model_runner = SimpleNamespace(eplb_state=state)
-    made.load_model()
+    placed_worker.model_runner = SimpleNamespace(eplb_state=state)
+    placed_worker.load_model()
     for layer in layers:
         layer.eplb_state.num_unpadded_tokens_tensors[0].fill_(1000)
-    return made, state, layers
+    return placed_worker, state, layers
 
 
 def run(rank: int, port: int, path: Path) -> None:
@@ -159,31 +159,31 @@ def run(rank: int, port: int, path: Path) -> None:
             ids = rng.integers(
                 0, EXPERTS, (RANKS, 5, TOP_K)
             )  # for each rank's tokens; both ranks draw the same
-            mine = ids[rank] if own_tokens else ids.reshape(-1, TOP_K)
+            own_ids = ids[rank] if own_tokens else ids.reshape(-1, TOP_K)
             for index, layer in enumerate(layers):
                 layer.eplb_state.expert_load_view.zero_()
-                _, mapped = layer.router.select_experts(torch.empty(0), torch.from_numpy(mine))
+                _, mapped = layer.router.select_experts(torch.empty(0), torch.from_numpy(own_ids))
                 slots = mapped.numpy()
-                assert np.array_equal(placement[index][slots], mine), "a slot holds another expert"
+                assert np.array_equal(placement[index][slots], own_ids), "a slot holds another expert"
                 load = np.bincount(slots.ravel(), minlength=SLOTS)
                 assert np.array_equal(layer.eplb_state.expert_load_view.numpy(), load)
                 ranks = slots // (SLOTS // RANKS)
                 if choice == "metro":
                     count = np.bincount(ids.ravel(), minlength=EXPERTS)
-                    assert np.array_equal(ranks, route_metro(count, hosts[index])[mine])
+                    assert np.array_equal(ranks, route_metro(count, hosts[index])[own_ids])
                 elif choice == "local":
-                    assert (ranks == rank)[hosts[index, mine, rank]].all()
+                    assert (ranks == rank)[hosts[index, own_ids, rank]].all()
                 else:
                     maps = state.model_states["tiny"]
-                    assert np.array_equal(slots, evenly(mine, maps, index)), "vLLM's own choice has changed"
+                    assert np.array_equal(slots, evenly(own_ids, maps, index)), "vLLM chooses otherwise"
         state.rearrange()  # like vLLM after step_interval
         check_weights(rank, layers, placement)
-    refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
+    check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
     other = path.with_name(f"other{rank}.json")
     save([PLACEMENT[0]], other)
-    refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
+    check_refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
     save([[0] * SLOTS] * LAYERS, other, experts=1)
-    refused(lambda: worker(rank, other, kernel_router, "even", True), "has no slot")
+    check_refused(lambda: worker(rank, other, kernel_router, "even", True), "has no slot")
 
 
 def check_weights(rank: int, layers: list[Layer], placement: np.ndarray) -> None:
@@ -203,7 +203,7 @@ def save(slots: list[list[int]], path: Path, experts: int = EXPERTS) -> None:
     ExpertPlacement(np.array(slots), RANKS, experts, model="tiny", method="by hand").save(path)
 
 
-def refused(call: Any, word: str) -> None:
+def check_refused(call: Any, word: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=word):
         call()
 

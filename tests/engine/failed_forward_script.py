@@ -39,13 +39,13 @@ def main(model: str, out: str, after: str) -> None:
         raise ValueError(FAILURE)
 
     Qwen3MoeForCausalLM.forward = fails
-    found: dict[str, Any] = {"counted before": counted()}
+    report: dict[str, Any] = {"counted before": counted()}
     try:
         compute(40)
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-    found["counted after"] = counted()
-    Path(out).write_text(json.dumps(found))
+        report["error"] = f"{type(error).__name__}: {error}"
+    report["counted after"] = counted()
+    Path(out).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

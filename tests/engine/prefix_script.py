@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import contract_script
 import numpy as np
-from contract_script import end, start
 
 from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.scheduling import PrefixMap, prompt_blocks
+from tests.engine import contract_script
+from tests.engine.contract_script import end, start
 
 BLOCKS = 20  # of 32 tokens, so that later conversations evict earlier ones
 TOKENS = 40  # length of an answer, more than a block
@@ -74,9 +74,9 @@ async def check(model: str) -> dict[str, Any]:
     for prompt in (*past, system + [9] * 40, new(200), *past[::-1], [*system, 5]):
         await conversations.send(prompt)
         await conversations.read_report()
-    found = {"hits": conversations.hits}
+    report = {"hits": conversations.hits}
     end(engine)
-    return found
+    return report
 
 
 if __name__ == "__main__":

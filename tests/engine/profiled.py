@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from operators import WAITING
+from tests.engine.operators import WAITING
 
 # An operator ("aten::item"), or a tensor method that calls no operator on a CPU.
 _NAME = re.compile(
@@ -16,7 +16,7 @@ _NAME = re.compile(
 )
 
 
-def called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
+def operators_called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
     """Return the operators and tensor methods that our functions call, and those that anything calls.
 
     Args:
@@ -28,23 +28,23 @@ def called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
     for event in json.loads(trace.read_text())["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "python_function"):
             threads[event["pid"], event["tid"]].append(event)
-    found, everything = set(), set()
+    by_ours, by_all = set(), set()
     for events in threads.values():
-        under: list[tuple[float, bool, bool]] = []  # callers: (end, whether ours, whether excluded)
+        callers: list[tuple[float, bool, bool]] = []  # callers: (end, whether ours, whether excluded)
         for event in sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
             start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-            while under and under[-1][0] <= start:
-                under.pop()
-            inside, aside = under[-1][1:] if under else (False, False)
+            while callers and callers[-1][0] <= start:
+                callers.pop()
+            is_ours, is_excluded = callers[-1][1:] if callers else (False, False)
             if named := _NAME.search(event["name"]):
                 name = named["operator"] or named["method"]
-                everything.add(name)
-                if inside and not aside:
-                    found.add(name)
-            under.append((end, inside or ours in event["name"], aside or excluded in event["name"]))
-    return found, everything
+                by_all.add(name)
+                if is_ours and not is_excluded:
+                    by_ours.add(name)
+            callers.append((end, is_ours or ours in event["name"], is_excluded or excluded in event["name"]))
+    return by_ours, by_all
 
 
-def waiting(names: set[str]) -> set[str]:
+def waiting_names(names: set[str]) -> set[str]:
     """Return the names of those that wait."""
     return names & WAITING

@@ -50,38 +50,38 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         return round(core.scheduler.kv_cache_manager.usage * 23)
 
     connector = get_kv_transfer_group()  # worker side
-    found: dict[str, object] = {"idle": used()}
+    report: dict[str, object] = {"idle": used()}
 
-    found["ended"] = prefill("after")
-    found["held"] = used()
+    report["ended"] = prefill("after")
+    report["held"] = used()
     abandon("after")
-    found["abandoned after its end"] = used()
+    report["abandoned after its end"] = used()
 
     abandon("before")
     prefill("before")
-    found["abandoned before it came"] = used()
+    report["abandoned before it came"] = used()
 
     prefill("during", stop_after=1)
     abandon("during")
-    found["abandoned while it was computed"] = used()
+    report["abandoned while it was computed"] = used()
 
     prefill("heartbeat")
     (held,) = connector.connector_worker._reqs_to_send
     abandon("heartbeat")
     connector.connector_worker._handle_heartbeat(held)
-    found["abandoned, prolonged by a heartbeat"] = used()
+    report["abandoned, prolonged by a heartbeat"] = used()
 
     prefill("other")
     abandon("oth")
-    found["another was abandoned"] = used()
+    report["another was abandoned"] = used()
     abandon("other")
     prefill("nameless", named=False)
     abandon("nameless")
-    found["without a name"] = used()
+    report["without a name"] = used()
 
     abandoned = connector.worker_side.abandoned
-    found["remembered"] = [len(abandoned._names), len(abandoned._abandoned)]
-    Path(out).write_text(json.dumps(found))
+    report["remembered"] = [len(abandoned._names), len(abandoned._abandoned)]
+    Path(out).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

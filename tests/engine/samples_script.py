@@ -16,14 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import contract_script
 import numpy as np
-from contract_script import RemoteEngine, end, nixl, serve, start
 
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.experts.signature import pack_counts
+from tests.engine import contract_script
+from tests.engine.contract_script import RemoteEngine, end, nixl, serve, start
 
 CHUNK = 48  # tokens per step: longer prompts are prefilled in pieces
 BLOCKS = 24  # of 32 tokens: too few for the concurrent requests, so that some are preempted
@@ -37,15 +37,15 @@ def prompts(many: int) -> list[list[int]]:
 
     Every third shares a prefix with an earlier one; every seventh equals one.
     """
-    rng, found = np.random.default_rng(39), []
+    rng, token_ids = np.random.default_rng(39), []
     for number in range(many):
         own = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
         if number and number % 7 == 0:
-            own = found[number - 5]
+            own = token_ids[number - 5]
         elif number > 2 and number % 3 == 0:
-            own = found[number - 3][:64] + own
-        found.append(own)
-    return found
+            own = token_ids[number - 3][:64] + own
+        token_ids.append(own)
+    return token_ids
 
 
 class Client:
@@ -105,7 +105,7 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
     from prometheus_client import REGISTRY
 
     values = {s.name: s.value for family in REGISTRY.collect() for s in family.samples}
-    found = {
+    report = {
         "samples": [
             {
                 "id": sample.request_id,
@@ -121,7 +121,7 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
         "preemptions": values.get("vllm:num_preemptions_total"),
     }
     end(engine)
-    return found
+    return report
 
 
 def calibrate(model: str, pipe: Connection) -> None:
@@ -136,22 +136,22 @@ def calibrate(model: str, pipe: Connection) -> None:
 
 def main(model: str, out: Path, role: str, many: int) -> None:
     fork = get_context("fork")
-    (mine, theirs), (calibration, calibrating) = fork.Pipe(), fork.Pipe()
+    (parent_end, child_end), (calibration, calibrating) = fork.Pipe(), fork.Pipe()
     children = [fork.Process(target=calibrate, args=(model, calibrating))]
     if role == "decode":
-        children.append(fork.Process(target=lambda: asyncio.run(serve(model, theirs))))
+        children.append(fork.Process(target=lambda: asyncio.run(serve(model, child_end))))
     for child in children:
         child.start()
-    theirs.close()
+    child_end.close()
     calibrating.close()
-    found = asyncio.run(check(role, model, many, mine if role == "decode" else None))
-    calibration.send([sample["prompt"] for sample in found["samples"]])
-    found["calibrated"] = calibration.recv()
+    report = asyncio.run(check(role, model, many, parent_end if role == "decode" else None))
+    calibration.send([sample["prompt"] for sample in report["samples"]])
+    report["calibrated"] = calibration.recv()
     if role == "decode":
-        mine.send(None)
+        parent_end.send(None)
     for child in children:
         child.join()
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

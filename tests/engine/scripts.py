@@ -39,12 +39,13 @@ def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", *
         env: additional environment variables.
     """
     script = [str(Path(__file__).with_name(name)), *map(str, arguments)]
-    if v2:
-        folders = [str(TRITON_CPU), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        env |= {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    if cpu:
-        env |= limited_to(cpu, os.environ | env)
     if v2 or cpu:  # the fork server has imported vLLM without these settings
+        folders = [str(TRITON_CPU) if v2 else "", str(ROOT), os.environ.get("PYTHONPATH", "")]
+        env |= {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+        if v2:
+            env |= {"TRITON_INTERPRET": "1"}
+        if cpu:
+            env |= limited_to(cpu, os.environ | env)
         done = subprocess.run(
             [sys.executable, *script],
             capture_output=True,

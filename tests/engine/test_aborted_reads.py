@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+
+from tests.engine.scripts import run_script
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["before the read", "during the read"])

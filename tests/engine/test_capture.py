@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from operators import WAITING, Operators
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -26,6 +25,7 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopies, HostCopy
 from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
 from eldr_serve.engine.vllm.capture.on_host import HostCapture
 from eldr_serve.engine.vllm.kv.metadata import StepPlan
+from tests.engine.operators import WAITING, Operators
 
 LAYERS, EXPERTS, K, SIZE = 2, 8, 2, 4
 PLAN = StepPlan(
@@ -188,7 +188,7 @@ def test_a_copy_is_ready_when_its_event_is_over() -> None:
 
 def test_pickling_a_copy_waits_for_it() -> None:
     event = Event()
-    there = pickle.loads(pickle.dumps(HostCopy(np.arange(3), event, torch.arange(3))))
+    restored = pickle.loads(pickle.dumps(HostCopy(np.arange(3), event, torch.arange(3))))
     assert event.over
-    assert there.ready
-    assert there.wait().tolist() == [0, 1, 2]
+    assert restored.ready
+    assert restored.wait().tolist() == [0, 1, 2]

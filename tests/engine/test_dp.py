@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dp_transfer_script import LENGTH, RANKS
-from scripts import run_script
-
+from tests.engine.dp_transfer_script import LENGTH, RANKS
+from tests.engine.scripts import run_script
 from tests.support.tiny_model import LAYERS, TOP_K
 
 

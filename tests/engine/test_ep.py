@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import vllm
-from scripts import ROOT, run_script
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -34,6 +33,7 @@ from offline.placement.director import director_placement
 from offline.placement.eplb import eplb_placement
 from offline.placement.grace import grace_placement
 from offline.widen import widen
+from tests.engine.scripts import ROOT, run_script
 
 SWITCH = {"ELDR_EXPERT_PARALLEL": "1"}
 

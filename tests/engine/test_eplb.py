@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripts import run_script
 from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.lib.ports import free_port
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.eplb import PlacedWorker, experts_config
+from tests.engine.scripts import run_script
 
 
 def test_vllm_moves_weights_to_the_placement_and_routes_by_our_choice() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_script import BATCHES, CHUNK, SHORT
-from operators import WAITING
-from scripts import run_script
 
 from benchmarks.lib.exact import against_reference
+from tests.engine.engine_script import BATCHES, CHUNK, SHORT
+from tests.engine.operators import WAITING
+from tests.engine.scripts import run_script
 
 # Name -> scheduler, batches, device of counting, NIXL port; v2 is Model Runner V2, avx2 uses the kernels of
 # a CPU without AVX-512.

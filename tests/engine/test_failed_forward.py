@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+
+from tests.engine.scripts import run_script
 
 
 @pytest.mark.parametrize("after", ["nothing", "a prompt"])
@@ -15,7 +16,7 @@ def test_a_failed_forward_raises_its_own_error_and_is_not_counted(
 ) -> None:
     out = tmp_path / "report.json"
     run_script("failed_forward_script.py", model, out, after)
-    found = json.loads(out.read_text())
-    assert found["error"] == "ValueError: this layer has no kernel for that"
-    assert found["counted before"] == found["counted after"]
-    assert (found["counted before"] > 0) == (after == "a prompt")
+    report = json.loads(out.read_text())
+    assert report["error"] == "ValueError: this layer has no kernel for that"
+    assert report["counted before"] == report["counted after"]
+    assert (report["counted before"] > 0) == (after == "a prompt")

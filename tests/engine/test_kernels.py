@@ -90,7 +90,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int = 0) -> None:
     monkeypatch.setattr(mxfp4, "get_current_vllm_config", lambda: plain)
 
 
-def selected(backend: str) -> Any:
+def selected_kernel(backend: str) -> Any:
     """Return the kernel class that vLLM would run for GPT-OSS."""
     return mxfp4.select_mxfp4_moe_backend(moe_config(backend))[1]
 
@@ -116,22 +116,22 @@ def test_gpt_oss_gets_a_kernel_that_exposes_its_choices(
     chosen: str,
 ) -> None:
     on_gpu(monkeypatch, *capability)
-    assert selected("auto").__name__ == automatic
+    assert selected_kernel("auto").__name__ == automatic
     config = engine()
     avoid_kernels_that_hide_choices(config)
     assert config.kernel_config.moe_backend == backend
-    assert selected(backend).__name__ == chosen
-    assert is_open(selected(backend))
+    assert selected_kernel(backend).__name__ == chosen
+    assert is_open(selected_kernel(backend))
 
 
 def test_a_gpu_without_a_kernel_that_exposes_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, 9)
-    assert not is_open(selected("auto"))
+    assert not is_open(selected_kernel("auto"))
     monkeypatch.setattr(gpt_oss_triton_kernels_moe, "has_triton_kernels", lambda: False)
     config = engine()
     avoid_kernels_that_hide_choices(config)
     assert config.kernel_config.moe_backend == "auto"
-    assert is_open(selected("auto"))
+    assert is_open(selected_kernel("auto"))
 
 
 @pytest.mark.parametrize("settings", [{"backend": "triton"}, {"quantization": "fp8"}, {"eplb": True}])
@@ -199,7 +199,7 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
         )
         for _ in range(LAYERS)
     ]
-    made = {
+    layers_by_name = {
         f"model.layers.{number}.mlp.experts": SimpleNamespace(
             router=Unused(K, EXPERTS),
             routed_experts=SimpleNamespace(routing_sink=None),
@@ -210,13 +210,13 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
     config: Any = SimpleNamespace(
         speculative_config=None,
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3_moe")),
-        compilation_config=SimpleNamespace(static_forward_context=made),
+        compilation_config=SimpleNamespace(static_forward_context=layers_by_name),
     )
-    return config, impls, list(made.values())
+    return config, impls, list(layers_by_name.values())
 
 
 def test_choices_made_in_the_kernel_are_counted() -> None:
-    config, impls, made = layers(InsideRouting)
+    config, impls, drivers = layers(InsideRouting)
     capture = DeviceCapture(
         [router for _, router in moe_routers(config)],
         max_tokens=32,
@@ -225,7 +225,7 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
         block_size=4,
     )
     logits = torch.randn(LAYERS, 6, EXPERTS)
-    for impl, layer, own in zip(impls, made, logits, strict=True):
+    for impl, layer, own in zip(impls, drivers, logits, strict=True):
         out = impl.apply(
             torch.zeros(6, HIDDEN),
             torch.empty(0),

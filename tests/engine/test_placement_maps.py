@@ -23,12 +23,12 @@ def placements() -> list[ExpertPlacement]:
     routes = np.argsort(rng.gumbel(size=(500, LAYERS, EXPERTS)) + np.arange(EXPERTS) / 3)[..., -2:]
     load = expert_load(routes, EXPERTS)
     topology = Topology(ranks=RANKS, nodes=2)
-    made = {
+    slots_by_method = {
         "eplb": eplb_placement(load, SLOTS, groups=1, nodes=1, ranks=RANKS),
         "activation": activation_placement(load / len(routes), RANKS),
         "grace": grace_placement(co_activation(routes, EXPERTS), load, SLOTS, topology)[0],
     }
-    return [ExpertPlacement(slots, RANKS, EXPERTS, "m", name) for name, slots in made.items()]
+    return [ExpertPlacement(slots, RANKS, EXPERTS, "m", name) for name, slots in slots_by_method.items()]
 
 
 def test_vllm_finds_every_replica_where_we_put_it() -> None:

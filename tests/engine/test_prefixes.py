@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scripts import run_script
+from tests.engine.scripts import run_script
 
 
 def test_predicted_hits_are_the_engines_own(model: Path, tmp_path: Path) -> None:

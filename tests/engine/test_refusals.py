@@ -113,7 +113,7 @@ def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("our_module", "vllm_module"),
     [
         ("compat.engine", "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector"),
         ("compat.kv_cache", "vllm.forward_context"),
@@ -126,7 +126,7 @@ def test_a_vllm_without_a_required_name_is_refused(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_vllm_without_a_required_module_is_refused(
-    monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str
+    monkeypatch: pytest.MonkeyPatch, our_module: str, vllm_module: str
 ) -> None:
     package = "eldr_serve.engine.vllm"
     for name in list(sys.modules):
@@ -135,9 +135,9 @@ def test_a_vllm_without_a_required_module_is_refused(
             if parent in sys.modules:  # otherwise it is removed with its parent
                 monkeypatch.delattr(sys.modules[parent], child)
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, theirs, None)
-    with pytest.raises(UnsupportedEngineError, match=rf"{theirs}.*pip install vllm==0\.32\.0"):
-        importlib.import_module(f"{package}.{ours}")
+    monkeypatch.setitem(sys.modules, vllm_module, None)
+    with pytest.raises(UnsupportedEngineError, match=rf"{vllm_module}.*pip install vllm==0\.32\.0"):
+        importlib.import_module(f"{package}.{our_module}")
 
 
 @pytest.mark.parametrize("path", COMPAT, ids=[path.stem for path in COMPAT])
@@ -165,11 +165,11 @@ def test_an_error_of_vllm_with_several_lines_becomes_one_sentence() -> None:
             raise ValueError(f"Model architectures ['{value}'] failed to be inspected.\nSee the logs.")
 
     with (
-        pytest.raises(UnsupportedEngineError, match=r"inspected\. See the logs\..*torchvision") as found,
+        pytest.raises(UnsupportedEngineError, match=r"inspected\. See the logs\..*torchvision") as refusal,
         start_errors(),
     ):
         Settings(model="Qwen3_5MoeForCausalLM")
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_plain_engine_is_accepted() -> None:
@@ -208,7 +208,7 @@ WINDOW = SlidingWindowSpec(block_size=16, sliding_window=128, **ATTENTION)
 STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
-def counted(*specs: Any, longest: int = 512, caching: bool = True, unit: int | None = None) -> CountedGroup:
+def group_of(*specs: Any, longest: int = 512, caching: bool = True, unit: int | None = None) -> CountedGroup:
     """Return the counted group of an engine with a group of two layers for each spec."""
     groups = [KVCacheGroupSpec([f"layer.{n}.0", f"layer.{n}.1"], spec) for n, spec in enumerate(specs)]
     cache = SimpleNamespace(block_size=32, enable_prefix_caching=caching, prefix_match_unit=unit)
@@ -222,31 +222,31 @@ def counted(*specs: Any, longest: int = 512, caching: bool = True, unit: int | N
 
 
 def test_tokens_are_counted_by_the_group_of_full_attention() -> None:
-    assert counted(FULL) == CountedGroup(0, 32, "layer.0.0")
-    assert counted(WINDOW, MLA, WINDOW) == CountedGroup(1, 64, "layer.1.0")
-    assert counted(STATE, STATE, FULL) == CountedGroup(2, 32, "layer.2.0")
+    assert group_of(FULL) == CountedGroup(0, 32, "layer.0.0")
+    assert group_of(WINDOW, MLA, WINDOW) == CountedGroup(1, 64, "layer.1.0")
+    assert group_of(STATE, STATE, FULL) == CountedGroup(2, 32, "layer.2.0")
 
 
 def test_a_window_longer_than_all_prompts_can_be_counted() -> None:
-    assert counted(WINDOW, longest=128) == CountedGroup(0, 16, "layer.0.0")
-    assert counted(WINDOW, FULL, longest=512).index == 1
+    assert group_of(WINDOW, longest=128) == CountedGroup(0, 16, "layer.0.0")
+    assert group_of(WINDOW, FULL, longest=512).index == 1
 
 
 @pytest.mark.parametrize("specs", [(WINDOW,), (STATE,), (WINDOW, STATE)])
 def test_an_engine_that_frees_blocks_within_a_prompt_is_refused(specs: tuple[Any, ...]) -> None:
     with pytest.raises(UnsupportedEngineError, match=f"{type(specs[0]).__name__}.*max_model_len"):
-        counted(*specs, longest=129)
+        group_of(*specs, longest=129)
 
 
 def test_prefix_hits_that_end_within_a_counted_block_are_refused() -> None:
     with pytest.raises(UnsupportedEngineError, match=r"16 tokens .*32\): set no prefix_match_unit"):
-        counted(FULL, STATE, unit=16)
+        group_of(FULL, STATE, unit=16)
     with pytest.raises(UnsupportedEngineError, match="enable_prefix_caching to false"):
-        counted(FULL, STATE, WINDOW)
-    assert counted(FULL, STATE, unit=16, caching=False).index == 0
-    assert counted(FULL, STATE, unit=32).index == counted(FULL, STATE).index == 0
+        group_of(FULL, STATE, WINDOW)
+    assert group_of(FULL, STATE, unit=16, caching=False).index == 0
+    assert group_of(FULL, STATE, unit=32).index == group_of(FULL, STATE).index == 0
     assert (
-        counted(FULL, WINDOW).index == 0
+        group_of(FULL, WINDOW).index == 0
     )  # without recurrent states, hits end at whole blocks of all groups
 
 
@@ -393,7 +393,7 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 @pytest.mark.parametrize(
-    ("role", "drafting", "kept", "asynchronous"),
+    ("role", "drafting", "drafts", "asynchronous"),
     [
         ("decode", NGRAM, True, False),  # required by vLLM
         ("decode", MTP, True, True),
@@ -405,17 +405,17 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 def test_only_engines_that_verify_drafts_make_them(
     role: Role,
     drafting: dict[str, Any],
-    kept: bool,
+    drafts: bool,
     asynchronous: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kwargs = engine_kwargs(role, speculative_config=drafting)
-    assert kwargs.get("speculative_config") == (drafting if kept else None)
+    assert kwargs.get("speculative_config") == (drafting if drafts else None)
     assert kwargs["async_scheduling"] is asynchronous
     assert ("Async" in kwargs["scheduler_cls"]) is asynchronous
-    said = [record.getMessage() for record in caplog.records]
-    assert said == (
-        [] if kept else [f"speculative decoding is off on the {role} engine, which verifies no drafts"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == (
+        [] if drafts else [f"speculative decoding is off on the {role} engine, which verifies no drafts"]
     )
 
 

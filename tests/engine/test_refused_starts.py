@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts import run_script
 
 from benchmarks.lib.families import FAMILIES, Family
+from tests.engine.scripts import run_script
 
 DENSE = Family("Qwen3", {})
 
@@ -44,7 +44,7 @@ def test_an_engine_that_cannot_count_does_not_start(
     model = family.make(tmp_path / "model")
     with pytest.raises(AssertionError) as ended:
         run_script("refused_script.py", model, 21891, role, version)
-    said = str(ended.value).strip().splitlines()
-    found = [line for line in said if "UnsupportedEngineError: " in line]
-    assert found, said[-5:]
-    assert re.search(sentence, found[-1])
+    lines = str(ended.value).strip().splitlines()
+    errors = [line for line in lines if "UnsupportedEngineError: " in line]
+    assert errors, lines[-5:]
+    assert re.search(sentence, errors[-1])

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import ROOT
 
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.replay import command as replay_command
@@ -20,6 +19,7 @@ from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
 from eldr_serve.commands.errors import UserInputError, run
 from offline.simulation.calibration import fit_steps
+from tests.engine.scripts import ROOT
 from tests.support.processes import output
 
 SHORT = 100  # characters

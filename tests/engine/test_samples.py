@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples_script import TOKENS, prompts
-from scripts import run_script
 
 from eldr_serve.experts.signature import unpack_counts
+from tests.engine.samples_script import TOKENS, prompts
+from tests.engine.scripts import run_script
 from tests.support.tiny_model import EXPERTS
 
 RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole", 10)}
@@ -30,10 +30,10 @@ def run(
 
 
 def test_each_finished_sampled_request_gives_one_sample(run: tuple[int, dict[str, Any]]) -> None:
-    many, found = run
+    many, report = run
     expected = {f"{number}" for number in range(many) if number % 4 != 3 and number % 5 != 4}
-    assert sorted(sample["id"] for sample in found["samples"]) == sorted(expected)
-    for sample in found["samples"]:
+    assert sorted(sample["id"] for sample in report["samples"]) == sorted(expected)
+    for sample in report["samples"]:
         assert sample["prompt"] == prompts(many)[int(sample["id"])]
         assert sample["domain"] == "d"
 

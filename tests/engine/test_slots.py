@@ -80,22 +80,22 @@ class Runner:
             config, CountedGroup(1, 32, "model.layers.1.attn"), num_blocks=8
         )
         self.worker_side.capture, self.worker_side.timer = self.capture, StepTimer("cpu")
-        ours: Any = object.__new__(EldrConnector)  # without NIXL's agent
-        ours.__dict__ |= {
+        connector: Any = object.__new__(EldrConnector)  # without NIXL's agent
+        connector.__dict__ |= {
             "kv_transfer_config": transfer,
             "connector_worker": Worker(),
             "worker_side": self.worker_side,
         }
-        self.connector = ours
+        self.connector = connector
         self.vllm: Any = object.__new__(ActiveKVConnector)
         self.vllm.__dict__ |= {
-            "kv_connector": ours,
+            "kv_connector": connector,
             "vllm_config": None,
             "_pending_load_kwargs": None,
             "_disabled": False,
         }
 
-    def scheduled(self, tokens: int, requests: int | None = None) -> Any:
+    def scheduler_output(self, tokens: int, requests: int | None = None) -> Any:
         """Return vLLM's SchedulerOutput of a step, reduced to what connectors read."""
         metadata = EldrConnectorMetadata()
         metadata.plan, metadata.held = StepPlan(requests=requests or tokens, tokens=tokens), {}
@@ -116,7 +116,7 @@ class Runner:
         attention = None if graph is None else _of_layers(SimpleNamespace(slot_mapping=graph))
         context = None if forward is None else ForwardContext({}, {}, _of_layers(forward))
         with override_forward_context(context):
-            self.vllm.pre_forward(self.scheduled(tokens, requests), batch, attn_metadata=attention)
+            self.vllm.pre_forward(self.scheduler_output(tokens, requests), batch, attn_metadata=attention)
         self.vllm.finish_forward()
         with override_forward_context(ForwardContext({}, {}, {})):  # empty, as in V2
             return self.vllm.post_forward(set())
@@ -147,7 +147,7 @@ def test_counts_leave_with_their_own_step_if_v1_drafts_after_it(
     for _ in range(2):
         with (
             override_forward_context(ForwardContext({}, {}, _of_layers(SLOTS))),
-            mixin.maybe_get_kv_connector_output(runner.scheduled(2), defer_finalize=True) as output,
+            mixin.maybe_get_kv_connector_output(runner.scheduler_output(2), defer_finalize=True) as output,
         ):
             pass
         mixin.finalize_kv_connector()

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafters import eagle, glm_with_mtp
-from scripts import run_script
-from speculative_script import PROMPTS, TOKENS
 
 from benchmarks.lib import families
 from eldr_serve.experts.signature import unpack_counts
+from tests.engine.drafters import eagle, glm_with_mtp
+from tests.engine.scripts import run_script
+from tests.engine.speculative_script import PROMPTS, TOKENS
 from tests.support import tiny_model
 
 RUNS = {  # name -> role, method, scheduler, port of NIXL

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts import run_script
-from transfer_script import TOKENS
 
 from benchmarks.lib.families import FAMILIES
+from tests.engine.scripts import run_script
+from tests.engine.transfer_script import TOKENS
 
 CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}  # per token: layers x top-k
 RECURRENT = {"Qwen3-Next"}  # NIXL leaves a prompt's last token to the decode engine
@@ -26,8 +26,8 @@ def test_a_decode_engine_writes_the_same_text_as_one_engine(tmp_path: Path, fami
         "num_gpu_blocks_override": 160,
     }
     run_script("transfer_script.py", json.dumps(arguments), out)
-    for length, found in zip(TOKENS, json.loads(out.read_text()), strict=True):
-        assert found["pulled"] == found["computed"]
-        assert found["counted"] == (length - (family in RECURRENT)) * CHOICES[family]
-        assert found["answered_prompt"]
-        assert len(found["groups"]) > 1
+    for length, transfer in zip(TOKENS, json.loads(out.read_text()), strict=True):
+        assert transfer["pulled"] == transfer["computed"]
+        assert transfer["counted"] == (length - (family in RECURRENT)) * CHOICES[family]
+        assert transfer["answered_prompt"]
+        assert len(transfer["groups"]) > 1

@@ -65,22 +65,22 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
 def main(arguments: dict[str, Any], out: Path) -> None:
     from eldr_serve.experts.signature import unpack_counts
 
-    mine, theirs = get_context("fork").Pipe()
-    process = get_context("fork").Process(target=prefill, args=(arguments, theirs), daemon=True)
+    parent_end, child_end = get_context("fork").Pipe()
+    process = get_context("fork").Process(target=prefill, args=(arguments, child_end), daemon=True)
     process.start()
     decoder = engine("decode", arguments)
-    mine.recv()
-    rng, found = np.random.default_rng(0), []
+    parent_end.recv()
+    rng, transfers = np.random.default_rng(0), []
     for length in TOKENS:
         prompt = rng.integers(1, 257, length).tolist()
-        mine.send((f"p{length}", prompt))
-        answered, params = mine.recv()
+        parent_end.send((f"p{length}", prompt))
+        answered, params = parent_end.recv()
         counted = int(unpack_counts(params.pop("eldr_expert_counts")).sum())
         pulled = run(decoder, f"d{length}", {"prompt_token_ids": prompt}, OUTPUT, params)
         alone = {"prompt_token_ids": prompt, "cache_salt": "computed here"}
         computed = run(decoder, f"c{length}", alone, OUTPUT)
         groups = [len(blocks) for blocks in params["remote_block_ids"]]
-        found.append(
+        transfers.append(
             {
                 "groups": groups,
                 "counted": counted,
@@ -89,7 +89,7 @@ def main(arguments: dict[str, Any], out: Path) -> None:
                 "computed": list(computed.outputs[0].token_ids),
             }
         )
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps(transfers))
     process.kill()
     process.join()
 

@@ -1,8 +1,9 @@
-"""Inject faults into the service and check that nothing was lost.
+"""Inject faults into the service and check that it loses no request.
 
 python -m tests.faults simulate --seeds 5000       run the serving code on virtual time
 python -m tests.faults simulate --seed 17          repeat one run and print all its events
 python -m tests.faults mutate                      change the serving code; the runs must detect it
+python -m tests.faults chaos --seconds 600         kill and stop processes of the whole application
 """
 
 import json
@@ -23,7 +24,7 @@ from loadgen.workload import read_prompts
 from tests.faults.chaos import Options, run_chaos
 from tests.faults.mutations import MUTATIONS, search
 from tests.faults.operations import FAULTS
-from tests.faults.record import APART, NOTES, Record, rows, wrong
+from tests.faults.record import APART, NOTES, Record, find_problems, rows
 from tests.faults.simulate import Run, run_seed
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
@@ -59,8 +60,8 @@ def _print_run(one: Run) -> None:
     for outcome in one.outcomes:
         plan = outcome.plan
         what = f"{plan.method}, {'stream' if plan.stream else 'whole'}, {plan.max_tokens} tokens, n={plan.n}"
-        said = f"{plan.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
-        console.print(f"{said} ({what}) {outcome.detail}", markup=False)
+        result = f"{plan.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
+        console.print(f"{result} ({what}) {outcome.detail}", markup=False)
     for violation in one.violations:
         console.print(f"VIOLATION {violation}", markup=False)
     console.print(f"seed {one.seed}: {one.virtual_s:.1f} s of virtual time, trace {one.trace & 2**64 - 1:x}")
@@ -117,8 +118,8 @@ def _add(
     """
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     if existing is not None:
-        rows = [known for known in rows if known[key] in existing]
-    rows = sorted([*(known for known in rows if known[key] != row[key]), row], key=lambda known: known[key])
+        rows = [old for old in rows if old[key] in existing]
+    rows = sorted([*(old for old in rows if old[key] != row[key]), row], key=lambda each: each[key])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_result(out, name, rows, inputs={}, seed=0, notes=notes)
 
@@ -135,15 +136,16 @@ def mutate(
     if not chosen:
         raise UserInputError(f"no mutation's name contains {only!r}")
     console, missed = Console(highlight=False, soft_wrap=True), []
-    for found in search(chosen, seeds, processes):
-        by = "NOT FOUND" if found.seed is None else f"seed {found.seed}: {found.violation[:100]}"
-        console.print(f"{found.mutation}: {by}", markup=False)
+    for result in search(chosen, seeds, processes):
+        by = "NOT FOUND" if result.seed is None else f"seed {result.seed}: {result.violation[:100]}"
+        console.print(f"{result.mutation}: {by}", markup=False)
         if out is not None:
-            row = {"mutation": found.mutation, "seed": found.seed, "violation": found.violation[:_MAX_CHARS]}
+            violation = result.violation[:_MAX_CHARS]
+            row = {"mutation": result.mutation, "seed": result.seed, "violation": violation}
             row["commit"] = environment()["commit"]
             _add(out, "faults_mutated", row, "mutation", _MUTATED, existing={m.name for m in MUTATIONS})
-        if found.seed is None:
-            missed.append(found.mutation)
+        if result.seed is None:
+            missed.append(result.mutation)
     console.print(f"{len(chosen)} mutations of the serving code, {len(missed)} not found")
     if missed:
         raise typer.Exit(1)
@@ -181,16 +183,16 @@ def chaos(
         inputs = {"deployment": deployment.name, "every_s": every, "in_flight": in_flight, "blocks": blocks}
         table = rows(record)
         write_result(out, "faults", table, inputs=inputs, seed=seed, notes=NOTES)
-    held = table[-1]["processes"]
+    processes = table[-1]["processes"]
     print_table("faults", [{name: row[name] for name in table[0]} for row in table])
-    print_table("processes", held)
+    print_table("processes", processes)
     for one in record.entries("sent"):
         if one["kind"] not in ("ok", "left", *APART):
             print(f"{one['kind']} after {one['fault']}: {one['detail'][:200]}")
-    found = wrong(record)
-    for what in found:
-        print(what)
-    if found:
+    problems = find_problems(record)
+    for problem in problems:
+        print(problem)
+    if problems:
         raise typer.Exit(1)
 
 

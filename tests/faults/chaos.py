@@ -1,7 +1,11 @@
-"""Kill and stop processes of the whole application under load, one after the other.
+"""One run of the whole application under load, while its processes are killed and stopped in turn.
 
-A constant number of clients stream, ask for whole answers and disconnect (traffic.py). Events are recorded as
-they occur (record.py).
+The application runs on a Ray cluster of its own with real engines. A constant number of clients stream, ask
+for whole answers and disconnect (`traffic`); `operations` injects the faults, and `record` has the events.
+
+When the load has ended, the run waits until the application holds nothing more, asks the engines whether they
+still run requests, and compares the router's leases with those of its ingresses while a few streams run. What
+is left after SETTLE_S, and what has grown (`steadiness`), is an error.
 """
 
 import asyncio
@@ -60,19 +64,27 @@ async def drive(
     service: Client,
     proxy_url: str,
     arguments: dict[str, Any],
-    asked: list[tuple[str, Any]],
+    requests: list[tuple[str, Any]],
     record: Record,
     options: Options,
     log: Callable[[str], None],
 ) -> None:
-    """Run the load and the faults, then record what the service still holds."""
+    """Run the load and the faults, then record what the service still holds.
+
+    Args:
+        service: client of the operator's endpoints.
+        proxy_url: address of Serve's proxy.
+        arguments: arguments of the application.
+        requests: (path, body) of the requests that clients send.
+        log: called with a line about each phase and fault.
+    """
     rng, run = random.Random(options.seed), Run(record)
     operator = Operator(service, proxy_url, arguments, run, rng, log)
     await operator.begin()
     log("greedy answers without faults")
-    prompts = await references(service.url, asked)
+    prompts = await references(service.url, requests)
     log("load")
-    load = Load((service.url, proxy_url), prompts, run.ended, rng)
+    load = Load((service.url, proxy_url), prompts, run.record_request, rng)
     until_s = time.monotonic() + options.seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(options.in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))
@@ -80,22 +92,22 @@ async def drive(
     await asyncio.gather(*clients)
     watching.cancel()
     log(f"{run.sent} requests; what is left")
-    settled_s, left = await asyncio.to_thread(_settle, service.url)
-    left += await asyncio.to_thread(_still_running, service.url)
+    settled_s, problems = await asyncio.to_thread(_wait_until_nothing_is_left, service.url)
+    problems += await asyncio.to_thread(_wait_until_engines_are_idle, service.url)
     await asyncio.to_thread(_sample, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
     log("compare the router's leases with those of its clients")
-    left += await _compare_leases(
+    problems += await _compare_leases(
         service.url, str(arguments["decode_config"]["model_loading_config"]["model_id"])
     )
-    held = run.steadiness.rows(run.stops)
+    processes_table = run.steadiness.rows(run.stops)
     record.add(
         "end",
         settled_s=round(settled_s, 1),
-        left_behind=left,
+        left_behind=problems,
         counters=dict(run.counters),
-        processes=held,
-        unsteady=steadiness.wrong(held),
+        processes=processes_table,
+        unsteady=steadiness.find_problems(processes_table),
     )
 
 
@@ -113,29 +125,29 @@ def _sample(steadiness: Steadiness) -> None:
         steadiness.take(_metrics())
 
 
-def _ingresses(url: str) -> list[dict[str, Any]]:
+def _read_statuses(url: str) -> list[dict[str, Any]]:
     """Return the status of each ingress on the port that answered."""
-    found: dict[str, dict[str, Any]] = {}
+    status_by_ingress: dict[str, dict[str, Any]] = {}
     for _ in range(_STATUS_TRIES):
         with contextlib.suppress(ServiceError):
             status = Client(url, ADMIN_KEY, timeout_s=5.0).status()
-            found[status["answered_by"]] = status
-            if len(found) == _INGRESSES:
+            status_by_ingress[status["answered_by"]] = status
+            if len(status_by_ingress) == _INGRESSES:
                 break
-    return list(found.values())
+    return list(status_by_ingress.values())
 
 
-def _settle(url: str) -> tuple[float, list[str]]:
+def _wait_until_nothing_is_left(url: str) -> tuple[float, list[str]]:
     """Return the time until nothing was left, s, and what is still left after SETTLE_S."""
     since = time.monotonic()
     while True:
-        reported = _ingresses(url)
-        held = list(dict.fromkeys(what for status in reported for what in held_in_status(status)))
-        if len(reported) < _INGRESSES:
-            held.append(f"{len(reported)} of {_INGRESSES} ingresses answer")
+        statuses = _read_statuses(url)
+        problems = list(dict.fromkeys(what for status in statuses for what in held_in_status(status)))
+        if len(statuses) < _INGRESSES:
+            problems.append(f"{len(statuses)} of {_INGRESSES} ingresses answer")
         took_s = time.monotonic() - since
-        if not held or took_s > SETTLE_S:
-            return took_s, held
+        if not problems or took_s > SETTLE_S:
+            return took_s, problems
         time.sleep(0.5)
 
 
@@ -158,16 +170,16 @@ async def _compare_leases(url: str, model: str) -> list[str]:
                 pass
 
     streams = [asyncio.create_task(stream()) for _ in range(_STREAMS)]
-    seen = "no stream began"
+    difference = "no stream began"
     try:
         async with asyncio.timeout(30):
             while not all(task.done() for task in streams):
-                reported = await asyncio.to_thread(_ingresses, url)
-                own = sum(status["ingress"]["leases"] for status in reported)
-                router = [status.get("leases", -1) for status in reported]
-                if own == _STREAMS and router == [own] * _INGRESSES:
+                statuses = await asyncio.to_thread(_read_statuses, url)
+                of_ingresses = sum(status["ingress"]["leases"] for status in statuses)
+                of_router = [status.get("leases", -1) for status in statuses]
+                if of_ingresses == _STREAMS and of_router == [of_ingresses] * _INGRESSES:
                     return []
-                seen = f"the router holds {router} leases, its ingresses {own}"
+                difference = f"the router holds {of_router} leases, its ingresses {of_ingresses}"
                 await asyncio.sleep(0.05)
     except TimeoutError:
         pass
@@ -175,35 +187,38 @@ async def _compare_leases(url: str, model: str) -> list[str]:
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-    return [f"{seen}, of {_STREAMS} streams"]
+    return [f"{difference}, of {_STREAMS} streams"]
 
 
-def _still_running(url: str) -> list[str]:
-    """Return what `_running` finds; wait, since a new engine takes a while to report its metrics."""
+def _wait_until_engines_are_idle(url: str) -> list[str]:
+    """Wait until `_busy_engines` finds none; return those that it still finds after SETTLE_S.
+
+    A new engine takes a while to report its metrics.
+    """
     until = time.monotonic() + SETTLE_S
-    while (wrong := _running(url)) and time.monotonic() < until:
+    while (problems := _busy_engines(url)) and time.monotonic() < until:
         time.sleep(1.0)
-    return wrong
+    return problems
 
 
-def _running(url: str) -> list[str]:
+def _busy_engines(url: str) -> list[str]:
     """Return live engines with running or waiting requests according to vLLM's metrics."""
     status = Client(url, ADMIN_KEY).status()
     if "workers" not in status:
-        return ["the router is away, so the live engines are unknown"]
+        return ["the router is unreachable, so the live engines are unknown"]
     live = {worker["worker"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])
-    reported, others, wrong = set(), Counter[str](), []
+    reporting_replicas, num_other_samples, problems = set(), Counter[str](), []
     for family in text_string_to_metric_families(_metrics()):
         for sample in family.samples:
             replica = sample.labels.get("ReplicaId", "")
-            others[replica] += sample.name not in _RUNNING
+            num_other_samples[replica] += sample.name not in _RUNNING
             if sample.name in _RUNNING and replica in live:
-                reported.add(replica)
+                reporting_replicas.add(replica)
                 if sample.value:
-                    wrong.append(f"{replica}: {sample.name} is {sample.value:g}")
-    return wrong + [
-        f"{replica} does not report running requests, but {others[replica]} other samples"
-        for replica in sorted(live - reported)
+                    problems.append(f"{replica}: {sample.name} is {sample.value:g}")
+    return problems + [
+        f"{replica} does not report running requests, but {num_other_samples[replica]} other samples"
+        for replica in sorted(live - reporting_replicas)
     ]
 
 
@@ -229,7 +244,7 @@ def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, 
         arguments[role]["deployment_config"] |= {"health_check_period_s": 1}
     arguments["ingress_deployment_config"] |= {"num_replicas": _INGRESSES}
     model = arguments["decode_config"]["model_loading_config"]["model_id"]
-    asked = bodies(prompts, model, _PROMPTS, options.seed)
+    requests = bodies(prompts, model, _PROMPTS, options.seed)
     console, start_s = Console(stderr=True, highlight=False), time.monotonic()
 
     def log(what: str) -> None:
@@ -247,7 +262,7 @@ def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, 
             faults=options.faults,
         )
         proxy_url = f"http://127.0.0.1:{options.port + 1}"
-        asyncio.run(drive(service, proxy_url, arguments, asked, record, options, log))
+        asyncio.run(drive(service, proxy_url, arguments, requests, record, options, log))
     finally:
         for role in processes.ROLES:
             for process in processes.with_role(role):

@@ -1,9 +1,17 @@
-"""HTTP clients on virtual time that call an ingress's real ASGI application."""
+"""HTTP clients of a simulated run: what each sends and does (`Plan`), and what it saw (`Outcome`).
+
+A client and the ingress that it calls are simulated processes. HTTP has no bytes here: `Connection` carries
+ASGI messages between the client and the ingress's real ASGI application. They arrive in order and late, a
+slow reader holds the sender up, and a dead ingress closes the connection, as with TCP.
+
+An `Outcome` has a kind, such as "ok" or "http 503", and the text that the client received; `simulate` decides
+which kinds are allowed. The greedy model makes the right text known in advance: `Plan.reference`.
+"""
 
 import asyncio
 import json
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,9 +29,13 @@ _WINDOW_BYTES = 600  # bytes that a server may write before its client reads
 class Plan:
     """A request and the behaviour of its client.
 
-    Args:
+    Attributes:
+        at_s: time at which the client sends it.
+        method: "chat" or "completions".
+        max_tokens: number of tokens of the answer, which never ends earlier.
+        n: number of answers, all equal.
         leaves_s: time until the client closes the connection; None: never.
-        reads_s: pause between two reads.
+        reads_s: pause of the client between two reads.
         token_s: time of one decode step.
         tenant: tenant whose key is sent, where keys are required.
     """
@@ -41,6 +53,7 @@ class Plan:
 
     @property
     def body(self) -> bytes:
+        """The JSON body of the request."""
         body = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream, "temperature": 0.0}
         if self.n > 1:
             body["n"] = self.n
@@ -64,9 +77,14 @@ class Outcome:
     """The result of a request, as the client saw it.
 
     Attributes:
-        kind: "ok", "left", "http STATUS", "engine lost" (an error in the stream), "connection lost",
-            "never ended", or "malformed".
-        first_s: time of the first byte.
+        kind: "ok", "left" (the client closed the connection), "http STATUS", "engine lost" (an error in the
+            stream), "connection lost", "never ended", or "malformed".
+        text: text of the answer, as far as it was received.
+        detail: message of the error.
+        starts: number of status lines; more than one is an error of the service.
+        ends: number of ends of the body.
+        seconds: time from the request to its end.
+        first_s: time of the status line.
     """
 
     plan: Plan
@@ -82,26 +100,34 @@ class Outcome:
 
 @dataclass(eq=False)
 class Connection:
-    """One HTTP request between a client and an ingress process."""
+    """One HTTP request of the current process, the client, to an ingress process.
+
+    Some methods run in the ingress's process and others in the client's; each schedules the other side's with
+    a latency.
+
+    Args:
+        scope: ASGI's description of the request.
+        body: body of the request.
+    """
 
     world: World
     ingress: Process
     scope: dict[str, Any]
     body: bytes
-    arrived: deque[dict[str, Any]] = field(default_factory=deque)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    closed: bool = False  # by the client
     _last_arrival_s: float = 0.0
-    _unread: int = 0
+    _unread_bytes: int = 0  # sent by the ingress, and not yet read by the client
     _body_sent: bool = False
-    _over: bool = False
+    _is_closed: bool = False  # by the client
+    _is_over: bool = False  # the ingress has closed it
 
     def __post_init__(self) -> None:
         self._client = current()
-        self._gone, self._room = asyncio.Event(), asyncio.Event()
+        self._messages: deque[dict[str, Any]] = deque()  # that have arrived at the client
+        self._has_message = asyncio.Event()
+        self._disconnected, self._has_room = asyncio.Event(), asyncio.Event()
         if self.ingress.alive:
             self.ingress.soon(self._begin, after_s=self.world.network.latency_s())
-        self._client.soon(self._watch, after_s=0.5)
+        self._client.soon(self._watch_ingress, after_s=0.5)
 
     # -- in the ingress's process ------------------------------------------------------------------
 
@@ -119,14 +145,14 @@ class Connection:
         if not self._body_sent:
             self._body_sent = True
             return {"type": "http.request", "body": self.body, "more_body": False}
-        await self._gone.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        while self._unread > _WINDOW_BYTES and not self._gone.is_set():
-            self._room.clear()
-            await self._room.wait()
-        self._unread += len(message.get("body", b""))
+        while self._unread_bytes > _WINDOW_BYTES and not self._disconnected.is_set():
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._unread_bytes += len(message.get("body", b""))
         self._deliver(dict(message))
 
     def _deliver(self, message: dict[str, Any]) -> None:
@@ -134,55 +160,58 @@ class Connection:
         self._last_arrival_s = max(self._last_arrival_s, loop.time() + self.world.network.latency_s())
         loop.call_at(self._last_arrival_s, self._arrive, message, context=self._client.context.copy())
 
-    def _read(self, size: int) -> None:
-        self._unread -= size
-        self._room.set()
+    def _acknowledge(self, size: int) -> None:
+        self._unread_bytes -= size
+        self._has_room.set()
 
-    def _leave(self) -> None:
-        self._gone.set()
-        self._room.set()
+    def _disconnect(self) -> None:
+        self._disconnected.set()
+        self._has_room.set()
 
-    # -- in the client's ---------------------------------------------------------------------------
+    # -- in the client's process -------------------------------------------------------------------
 
     def _arrive(self, message: dict[str, Any]) -> None:
-        if not self.closed:
-            self._over = self._over or message["type"] == "closed"
-            self.arrived.append(message)
-            self.news.set()
+        if not self._is_closed:
+            self._is_over = self._is_over or message["type"] == "closed"
+            self._messages.append(message)
+            self._has_message.set()
 
-    def _watch(self) -> None:
+    def _watch_ingress(self) -> None:
         """Close the connection if the ingress is dead, as the kernel does."""
-        if self.closed or self._over:
+        if self._is_closed or self._is_over:
             return
         if self.ingress.alive:
-            self._client.soon(self._watch, after_s=0.5)
+            self._client.soon(self._watch_ingress, after_s=0.5)
         else:
             self._arrive({"type": "closed"})
 
     async def message(self) -> dict[str, Any]:
         """Return the next message from the ingress."""
-        while not self.arrived:
-            self.news.clear()
-            await self.news.wait()
-        message = self.arrived.popleft()
+        while not self._messages:
+            self._has_message.clear()
+            await self._has_message.wait()
+        message = self._messages.popleft()
         if self.ingress.alive:
             self.ingress.soon(
-                self._read, len(message.get("body", b"")), after_s=self.world.network.latency_s()
+                self._acknowledge, len(message.get("body", b"")), after_s=self.world.network.latency_s()
             )
         return message
 
     def close(self) -> None:
-        if not self.closed:
-            self.closed = True
+        """Close the connection; the ingress is informed later."""
+        if not self._is_closed:
+            self._is_closed = True
             if self.ingress.alive:
-                self.ingress.soon(self._leave, after_s=self.world.network.latency_s())
+                self.ingress.soon(self._disconnect, after_s=self.world.network.latency_s())
 
 
 def _application(process: Process) -> Any:
+    """Return the ASGI application of an ingress process."""
     return process.__dict__.setdefault("http", application())
 
 
-def scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
+def asgi_scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
+    """Return ASGI's description of an HTTP request."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -201,16 +230,16 @@ def scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
 
 
 async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
-    """Send the request and read the whole answer."""
+    """Send the request, read its answer as the plan says, and return what the client saw."""
     path = "/v1/chat/completions" if plan.chat else "/v1/completions"
     headers = {"content-type": "application/json", "authorization": f"Bearer {plan.tenant}"}
     headers[TOKEN_HEADER] = str(plan.token_s)
-    connection = Connection(world, ingress, scope("POST", path, headers), plan.body)
+    connection = Connection(world, ingress, asgi_scope("POST", path, headers), plan.body)
     outcome = Outcome(plan, ingress)
     began = world.loop.time()
     body, status = bytearray(), 0
 
-    async def read() -> None:
+    async def read_answer() -> None:
         nonlocal status
         while (message := await connection.message())["type"] != "closed":
             if message["type"] == "http.response.start":
@@ -225,7 +254,7 @@ async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
             if plan.reads_s:
                 await asyncio.sleep(plan.reads_s)
 
-    reading = asyncio.create_task(read())
+    reading = asyncio.create_task(read_answer())
     try:
         await asyncio.wait([reading], timeout=_TIMEOUT_S if plan.leaves_s is None else plan.leaves_s)
         if not reading.done():
@@ -244,16 +273,17 @@ _TIMEOUT_S = 90.0
 
 
 def _classify(outcome: Outcome, status: int, body: bytes) -> None:
+    """Set kind, text and detail of the outcome from the status and the body that was received."""
     plan = outcome.plan
     try:
         if status == 200 and plan.stream:
             _read_stream(outcome, body.decode())
         elif status == 200 and outcome.ends:
             choices = json.loads(body)["choices"]
-            said = [c["message"]["content"] if plan.chat else c["text"] for c in choices]
-            outcome.text = said[0]
-            if len(said) != plan.n or len(set(said)) != 1:
-                outcome.kind, outcome.detail = "malformed", repr(said)
+            texts = [c["message"]["content"] if plan.chat else c["text"] for c in choices]
+            outcome.text = texts[0]
+            if len(texts) != plan.n or len(set(texts)) != 1:
+                outcome.kind, outcome.detail = "malformed", repr(texts)
         elif status and outcome.ends and not outcome.kind:
             outcome.kind = f"http {status}"
             outcome.detail = f"{json.loads(body)['error']['message']} {outcome.detail}"
@@ -264,11 +294,12 @@ def _classify(outcome: Outcome, status: int, body: bytes) -> None:
 
 
 def _read_stream(outcome: Outcome, body: str) -> None:
-    done = False
+    """Set the outcome from the events of a stream, which may be incomplete."""
+    is_done = False
     for event in body.split("\n\n")[:-1]:
         data = event.removeprefix("data: ")
         if data == "[DONE]":
-            done = True
+            is_done = True
             continue
         fields = json.loads(data)
         if "error" in fields:
@@ -277,5 +308,5 @@ def _read_stream(outcome: Outcome, body: str) -> None:
             continue
         for choice in fields["choices"][:1]:
             outcome.text += choice["delta"].get("content", "") if outcome.plan.chat else choice["text"]
-    if outcome.ends and not done and not outcome.kind:
+    if outcome.ends and not is_done and not outcome.kind:
         outcome.kind, outcome.detail = "malformed", "a stream without [DONE]"

@@ -1,9 +1,12 @@
-"""Prefill and decode engines without a model that track the owner of each KV block.
+"""Prefill and decode engines without a model, which reveal every use of a wrong KV block.
 
-The "model" is greedy: the next token is a checksum of all tokens in the engine's KV cache, so one wrong block
-changes every later token. A block of a prefill engine belongs to a prompt until the decode engine has read
-it, it is released, or its lease ends; then it holds another prompt. A decode engine reads whatever the block
-holds and keeps it in its prefix cache.
+The "model" is greedy: the next token is a checksum of all tokens in the engine's KV cache (`greedy_model`).
+So one wrong block changes every later token of the answer.
+
+A block of a prefill engine belongs to its prompt until the decode engine has read the block, the prompt is
+released, or its lease ends. Then the block is overwritten with another prompt at once. A decode engine reads
+whatever the block holds at that time and keeps it in its prefix cache, where the error stays for later
+requests.
 """
 
 import asyncio
@@ -38,17 +41,17 @@ TOKEN_HEADER = "x-token-s"  # header of a client's request: time of one decode s
 
 
 class BlockEngine(InProcess):
-    """The common part of both engines; implements eldr_serve.engine.protocol.Engine.
+    """The common part of both engines, which implements `eldr_serve.engine.protocol.Engine`.
 
     Args:
-        process: the process it runs in.
+        process: the process in which it runs.
         blocks: number of KV blocks.
         time_s: draws the duration of a piece of work from its mean, s.
 
     Attributes:
-        running: requests in work.
-        sick: if true, every client call fails.
-        failed: calls that failed because the engine was sick.
+        running: number of requests in work.
+        sick: whether every call of a client fails.
+        failed: number of calls that failed because the engine was sick.
     """
 
     def __init__(self, process: Process, blocks: int, time_s: Callable[[float], float]) -> None:
@@ -80,8 +83,8 @@ class BlockEngine(InProcess):
         return BLOCK_TOKENS, BLOCK_TOKENS * len(self.blocks.content)
 
     def take_steps(self, rank: int = 0) -> StepSums:
-        taken, self._steps = self._steps, []
-        return StepSums.from_steps(*zip(*taken, strict=True)) if taken else StepSums()
+        steps, self._steps = self._steps, []
+        return StepSums.from_steps(*zip(*steps, strict=True)) if steps else StepSums()
 
     def take_samples(self) -> list[ExpertSample]:
         """Return no samples: no request is sampled."""
@@ -101,15 +104,15 @@ class PrefillEngine(BlockEngine):
     """Holds the blocks of a finished prompt until they are read or abandoned, or their lease ends.
 
     Attributes:
-        held: blocks of finished prompts, by the engine's id of the prompt.
-        expired: leases that ended although nobody had read or released the blocks.
+        held_blocks: blocks of finished prompts, by the engine's id of the prompt.
+        expired: number of leases that ended although nobody had read or released the blocks.
     """
 
     def __init__(
         self, process: Process, blocks: int, time_s: Callable[[float], float], *, lease_s: float
     ) -> None:
         super().__init__(process, blocks, time_s)
-        self.held: dict[str, list[int]] = {}
+        self.held_blocks: dict[str, list[int]] = {}
         self.expired = 0
         self._lease_s = lease_s
         self._names = AbandonedPrompts(process.loop.time)
@@ -137,7 +140,7 @@ class PrefillEngine(BlockEngine):
         engine_id = f"{self.name}/{self._prompts}"
         for block, tokens in zip(blocks, cut_into_blocks(context), strict=True):
             self.blocks.content[block] = tokens
-        self.held[engine_id] = blocks
+        self.held_blocks[engine_id] = blocks
         self.prolong(engine_id)
         self._names.hold({engine_id: request.id})
         self._free_abandoned()
@@ -146,7 +149,8 @@ class PrefillEngine(BlockEngine):
         return Prefilled(np.asarray(prompt, np.uint32), {EXPERT_COUNTS: expert_counts_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
-        if engine_id in self.held:
+        """Let the lease of a prompt's blocks begin again."""
+        if engine_id in self.held_blocks:
             if engine_id in self._leases:
                 self._leases[engine_id].cancel()
             self._leases[engine_id] = self.process.soon(self._expire, engine_id, after_s=self._lease_s)
@@ -157,7 +161,7 @@ class PrefillEngine(BlockEngine):
 
     def free(self, engine_id: str) -> None:
         """Free the blocks of a prompt; do nothing if they are free already."""
-        blocks = self.held.pop(engine_id, None)
+        blocks = self.held_blocks.pop(engine_id, None)
         if blocks is not None:
             self._leases.pop(engine_id).cancel()
             self._names.forget([engine_id])
@@ -188,15 +192,15 @@ class DecodeEngine(BlockEngine):
         self._peers = peers
         self._heartbeat_s = lease_s / 3
         self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to the end of a block -> block
-        self._asked: dict[str, asyncio.Future[tuple[int, str]]] = {}  # expert counts, by request
+        self._awaited_counts: dict[str, asyncio.Future[tuple[int, str]]] = {}  # by request
 
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
-        asked: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
-        self._asked[request_id] = asked
+        counts: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+        self._awaited_counts[request_id] = counts
         try:
-            return await asked
+            return await counts
         finally:
-            del self._asked[request_id]
+            del self._awaited_counts[request_id]
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         fields = json.loads(request.body)
@@ -208,8 +212,11 @@ class DecodeEngine(BlockEngine):
         try:
             blocks = await self.blocks.take(len(prompt) - len(generated) + fields["max_tokens"])
             self.running += 1
-            read = await self._pulled(request.kv) if request.kv else await self._computed(prompt, request.id)
-            await self._generate(self._with_cached(prompt, read), generated, request, fields, send)
+            if request.kv:
+                contents = await self._read_blocks(request.kv)
+            else:
+                contents = await self._compute_blocks(prompt, request.id)
+            await self._generate(self._cache_blocks(prompt, contents), generated, request, fields, send)
         finally:
             if beats is not None:
                 beats.cancel()
@@ -218,11 +225,12 @@ class DecodeEngine(BlockEngine):
                 self.blocks.give_back(blocks)
         return {}
 
-    async def _computed(self, prompt: list[int], request_id: str) -> list[tuple[int, ...]]:
+    async def _compute_blocks(self, prompt: list[int], request_id: str) -> list[tuple[int, ...]]:
+        """Compute the prompt in this engine, and return the tokens of its blocks."""
         await asyncio.sleep(self.time_s(0.01))
-        asked = self._asked.get(request_id)
-        if asked is not None and not asked.done():
-            asked.set_result((len(prompt), expert_counts_of(prompt)))
+        counts = self._awaited_counts.get(request_id)
+        if counts is not None and not counts.done():
+            counts.set_result((len(prompt), expert_counts_of(prompt)))
         return cut_into_blocks(prompt)
 
     async def _prolong(self, where: dict[str, Any]) -> None:
@@ -233,24 +241,28 @@ class DecodeEngine(BlockEngine):
             if isinstance(owner, PrefillEngine):
                 owner.process.soon(owner.prolong, where["prompt"], after_s=self.time_s(0.002))
 
-    async def _pulled(self, where: dict[str, Any]) -> list[tuple[int, ...]]:
+    async def _read_blocks(self, source: dict[str, Any]) -> list[tuple[int, ...]]:
+        """Read the prompt's blocks from the prefill engine, and return the tokens that they hold."""
         # Let a transfer that has begun finish; its result is dropped if the request was cancelled.
-        return await asyncio.shield(asyncio.create_task(self._pull(where)))
+        return await asyncio.shield(asyncio.create_task(self._transfer(source)))
 
-    async def _pull(self, where: dict[str, Any]) -> list[tuple[int, ...]]:
+    async def _transfer(self, source: dict[str, Any]) -> list[tuple[int, ...]]:
         await asyncio.sleep(self.time_s(0.003))
-        owner = self._peers.get(where["engine"])
+        owner = self._peers.get(source["engine"])
         while isinstance(owner, PrefillEngine) and owner.process.alive and owner.process.stopped:
             await asyncio.sleep(0.05)
         if not isinstance(owner, PrefillEngine) or not owner.process.alive:
             raise RuntimeError("the KV blocks could not be read: the prefill engine does not answer")
-        owner.process.soon(owner.free, where["prompt"], after_s=self.time_s(0.002))
-        return [owner.blocks.content[block] for block in where["blocks"]]
+        owner.process.soon(owner.free, source["prompt"], after_s=self.time_s(0.002))
+        return [owner.blocks.content[block] for block in source["blocks"]]
 
-    def _with_cached(self, prompt: list[int], read: list[tuple[int, ...]]) -> list[int]:
-        """Return the tokens that the engine sees: it caches full blocks and uses cached ones."""
+    def _cache_blocks(self, prompt: list[int], contents: list[tuple[int, ...]]) -> list[int]:
+        """Add full blocks to the prefix cache, and return the tokens that the engine sees.
+
+        A block that is cached already is used in place of the new one.
+        """
         context: list[int] = []
-        for number, block in enumerate(read):
+        for number, block in enumerate(contents):
             prefix = tuple(prompt[: (number + 1) * BLOCK_TOKENS])
             if len(prefix) == (number + 1) * BLOCK_TOKENS < len(prompt):  # full, and not the prompt's end
                 block = self.prefixes.setdefault(prefix, block)
@@ -286,6 +298,7 @@ class DecodeEngine(BlockEngine):
 
 
 def _tokens(ids: bytes) -> Any:
+    """Return token ids from the bytes in which they are sent."""
     return np.frombuffer(ids, np.uint32).tolist()
 
 
@@ -317,14 +330,16 @@ class Writer:
         return (self._line(usage) if options.get("include_usage") else b"") + b"data: [DONE]\n\n"
 
     def whole(self, prompt: list[int], generated: list[int]) -> bytes:
+        """Return an answer that is not streamed."""
         text = "".join(map(text_of, generated))
-        said: dict[str, Any] = (
+        content: dict[str, Any] = (
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         )
         if self._fields.get("return_token_ids"):
-            said["token_ids"] = generated
+            content["token_ids"] = generated
         answers = [
-            {"index": index, "finish_reason": "length"} | said for index in range(self._fields.get("n") or 1)
+            {"index": index, "finish_reason": "length"} | content
+            for index in range(self._fields.get("n") or 1)
         ]
         return json.dumps(self._head | {"choices": answers, "usage": _usage(prompt, generated)}).encode()
 

@@ -1,4 +1,8 @@
-"""Replacements for what the serving code gets from Ray, and for files that it reads."""
+"""What simulated runs use in place of Ray and of files that the serving code reads.
+
+`world.patch_serving_code` puts these into the serving code: calls of actors (`Remote`), channels at addresses
+without Ray's node, metrics that are dropped, a tokenizer, a routing table, and the keys of tenants.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -69,7 +73,7 @@ class Remote:
     """A fake of `handle.method.remote()` that runs the method in its process.
 
     Args:
-        find: returns the process; None while it is away.
+        find: returns the process; None while it is dead.
         call: coroutine function to run there.
     """
 
@@ -82,26 +86,26 @@ class Remote:
     async def remote(self, *args: Any) -> Any:
         caller, process = current(), self._find()
         if process is None:
-            raise RayError("the actor is away")
-        done: asyncio.Future[Any] = caller.loop.create_future()
+            raise RayError("the actor is unreachable")
+        answer: asyncio.Future[Any] = caller.loop.create_future()
 
-        def answered(task: asyncio.Task[Any]) -> None:
+        def send_answer(task: asyncio.Task[Any]) -> None:
             if not task.cancelled() and task.exception() is None:
-                caller.soon(settle, task.result(), after_s=0.001)
+                caller.soon(receive_answer, task.result(), after_s=0.001)
 
-        def settle(result: Any) -> None:
-            if not done.done():
-                done.set_result(result)
+        def receive_answer(result: Any) -> None:
+            if not answer.done():
+                answer.set_result(result)
 
         process.soon(
-            lambda: process.loop.create_task(self._call(process, *args)).add_done_callback(answered),
+            lambda: process.loop.create_task(self._call(process, *args)).add_done_callback(send_answer),
             after_s=0.001,
         )
-        while not done.done():
-            await asyncio.wait([done], timeout=0.5)
-            if not process.alive and not done.done():
+        while not answer.done():
+            await asyncio.wait([answer], timeout=0.5)
+            if not process.alive and not answer.done():
                 raise RayError("the actor died")
-        return done.result()
+        return answer.result()
 
 
 async def open_channel_without_ray(

@@ -1,4 +1,7 @@
-"""A greedy "model" without weights, and the KV blocks in which an engine keeps its tokens."""
+"""A greedy "model" without weights, and the KV blocks in which a fake engine keeps its tokens.
+
+The next token is a checksum of all tokens before it, so the right answer to a prompt is known in advance.
+"""
 
 import asyncio
 import zlib

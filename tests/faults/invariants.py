@@ -1,4 +1,8 @@
-"""What must hold in a world once its faults are over: functions that return a text for each violation."""
+"""What must hold in a world when its faults are over.
+
+Each check returns a text for each violation, and an empty list if all is well. The checks read private fields
+of the serving code: what a process still holds is visible only there.
+"""
 
 from typing import Any
 
@@ -9,22 +13,24 @@ from tests.faults.world import ROLES, World
 
 
 def client_of(ingress: Process) -> Any:
+    """Return the ingress's client of the router."""
     return ingress.servable_object._client
 
 
 def router_state(world: World) -> Any:
+    """Return the state of the router, which must live."""
     router = world.router()
     assert router is not None
     return router.servable_object._state
 
 
 def leases_of_router(world: World) -> dict[str, str]:
-    """Return the worker of each request by the router."""
+    """Return the worker of each request, as the router has recorded it."""
     return {name: lease.worker for name, lease in router_state(world).placer.running.items()}
 
 
 def leases_of_clients(world: World) -> dict[str, str]:
-    """Return the worker of each request by the ingresses."""
+    """Return the worker of each request, as the ingresses have recorded it."""
     return {
         name: lease.worker
         for process in world.live["ingress"]
@@ -33,34 +39,34 @@ def leases_of_clients(world: World) -> dict[str, str]:
     }
 
 
-def not_back(world: World) -> list[str]:
+def unready_processes(world: World) -> list[str]:
     """Return processes that are missing, stopped, or not connected to all others."""
-    found = []
-    for role, wanted in world.wanted.items():
-        number = len(world.known[role] if role in world.known else world.live[role])
-        if number < wanted:
-            found.append(f"{number} of {wanted} {role}")
+    problems = []
+    for role, target in world.target_numbers.items():
+        number = len(world.replicas[role] if role in world.replicas else world.live[role])
+        if number < target:
+            problems.append(f"{number} of {target} {role}")
     for process in world.live["ingress"]:
         if process.stopped:
-            found.append(f"{process} is stopped")
+            problems.append(f"{process} is stopped")
             continue
         ingress = process.servable_object
         if ingress._client.router_unreachable:
-            found.append(f"{process} places by local fallback")
-        if set(ingress._prefill.live) != set(world.known["prefill"]):
-            found.append(f"{process} does not know all prefill replicas")
-        if set(ingress._decode.live) != set(world.known["decode"]):
-            found.append(f"{process} does not know all decode replicas")
-    return found
+            problems.append(f"{process} places by local fallback")
+        if set(ingress._prefill.live) != set(world.replicas["prefill"]):
+            problems.append(f"{process} does not know all prefill replicas")
+        if set(ingress._decode.live) != set(world.replicas["decode"]):
+            problems.append(f"{process} does not know all decode replicas")
+    return problems
 
 
-def left_behind(world: World) -> list[str]:
-    """Return what an idle world still holds."""
-    held: dict[str, Any] = {}
+def find_leftovers(world: World) -> list[str]:
+    """Return what an idle world still holds, although no request is under way."""
+    held_items: dict[str, Any] = {}
     for process in world.live["ingress"]:
         ingress = process.servable_object
         path = ingress.openai._path
-        held |= {
+        held_items |= {
             f"{process} in flight": ingress.gate.in_flight,
             f"{process} waiting": ingress.gate.limiter.num_waiting,
             f"{process} places of tenants": dict(ingress.gate.limiter._held),
@@ -80,50 +86,55 @@ def left_behind(world: World) -> list[str]:
     state = router_state(world)
     sessions = world.router().servable_object._sessions  # type: ignore[union-attr]
     cached = state.placer.prefixes._caches.keys() | state.placer.prefixes._capacity.keys()
-    held |= {
+    held_items |= {
         "router leases": dict(state.placer.running),
         "router queue": dict(state.placer.queue),
         "router calls": dict(sessions.open),
         "router progress": sessions.progress,
-        "router clients too many": len(sessions.by_ingress) - world.wanted["ingress"],
+        "router clients too many": len(sessions.by_ingress) - world.target_numbers["ingress"],
         "router ledger": len(state.placer._ledger),
         "router prompt tokens to compute": int(abs(state.placer._ledger._prefill_tokens).sum()),
         "prefixes of workers that have gone": cached - set(state.positions.workers),
     }
     for name, engine in world.engines.items():
         if engine.process.alive:
-            held[f"{name} blocks in use"] = engine.blocks.in_use
-            held[f"{name} running"] = engine.running
-            held[f"{name} calls"] = world.servers[name]._channel.in_flight
+            held_items[f"{name} blocks in use"] = engine.blocks.in_use
+            held_items[f"{name} running"] = engine.running
+            held_items[f"{name} calls"] = world.servers[name]._channel.in_flight
             if isinstance(engine, PrefillEngine):
-                held[f"{name} prompts held"] = engine.held
-    return [f"{what}: {number}" for what, number in held.items() if number]
+                held_items[f"{name} prompts held"] = engine.held_blocks
+    return [f"{what}: {number}" for what, number in held_items.items() if number]
 
 
-def num_tasks(world: World) -> dict[Process, int]:
+def count_tasks(world: World) -> dict[Process, int]:
+    """Return the number of unfinished tasks of each live process."""
     return {process: len(process.pending) for role in ROLES for process in world.live[role]}
 
 
-def more_tasks(world: World, before: dict[Process, int]) -> list[str]:
+def find_added_tasks(world: World, before: dict[Process, int]) -> list[str]:
     """Return the processes that have more tasks than `before`."""
     return [
         f"{process} tasks: {number}, before {before[process]}"
-        for process, number in num_tasks(world).items()
+        for process, number in count_tasks(world).items()
         if number > before.get(process, number)
     ]
 
 
 def engine_violations(world: World, *, engines_well: bool) -> list[str]:
-    """Return wrong cached blocks and, if no fault has hit an engine, KV leases that have expired."""
-    found = []
+    """Return wrong blocks in prefix caches, and KV leases that have expired.
+
+    Args:
+        engines_well: whether no fault has hit an engine; otherwise leases may expire.
+    """
+    violations = []
     for name, engine in world.engines.items():
         if isinstance(engine, PrefillEngine):
             if engines_well and engine.expired:
-                found.append(f"{name}: {engine.expired} prompts were neither read nor released")
+                violations.append(f"{name}: {engine.expired} prompts were neither read nor released")
         elif isinstance(engine, DecodeEngine):
-            found += [
+            violations += [
                 f"{name} keeps {block} as the end of {prefix}"
                 for prefix, block in engine.prefixes.items()
                 if prefix[-len(block) :] != block
             ]
-    return found
+    return violations

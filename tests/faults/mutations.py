@@ -1,6 +1,12 @@
-"""Seeded runs must detect each of these faults in the serving code.
+"""Errors in the serving code that the simulated runs must detect.
 
-A mutation replaces one piece of a module's source at import; no file changes.
+A mutation replaces one piece of a module's source text, for example the release of a lease by `pass`. It does
+so while the module is imported; no file changes. `search` then runs seeds with and without the mutation: a
+seed detects it if the run with the mutation has a violation and the run without it has none.
+
+So the mutations test the checks of `simulate` and `invariants`: a check that misses an error of the service
+would also miss a mutation. `MUTATIONS` is ordered by the part of the service. A unit test requires that the
+text of each mutation occurs exactly once in its module: change it here when you change that code.
 """
 
 import importlib
@@ -18,7 +24,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutation:
-    """A replacement of `old`, which must occur exactly once in the module, by `new`."""
+    """One error in the serving code.
+
+    Attributes:
+        name: what is wrong with the mutated service.
+        module: dotted name of the module.
+        old: the text to replace, which occurs exactly once in the module.
+        new: its replacement.
+    """
 
     name: str
     module: str
@@ -296,32 +309,38 @@ class _Finder(MetaPathFinder):
 
 
 @dataclass(frozen=True)
-class Found:
-    """The first seed that detected the mutation, and its violation; None if no seed did."""
+class Detection:
+    """The result of the search for one mutation.
+
+    Attributes:
+        mutation: name of the mutation.
+        seed: the first seed that detected it; None if no seed did.
+        violation: the first violation of that run; "" if no seed detected it.
+    """
 
     mutation: str
     seed: int | None
     violation: str
 
 
-def find(mutation: Mutation, seeds: int) -> Found:
+def detect(mutation: Mutation, seeds: int) -> Detection:
     """Run seeds until one fails with the mutation and passes without it.
 
-    Run this in its own process, since it imports the serving code twice.
+    Call this function in its own process, since it imports the serving code twice.
     """
-    right = _imported()
+    unchanged = _import_again()
     sys.meta_path.insert(0, _Finder(mutation))
-    mutated = _imported()
+    mutated = _import_again()
     for seed in range(seeds):
-        found = _run(mutated, seed)
-        if found and not _run(right, seed):
-            return Found(mutation.name, seed, found[0])
-    return Found(mutation.name, None, "")
+        violations = _run_seed(mutated, seed)
+        if violations and not _run_seed(unchanged, seed):
+            return Detection(mutation.name, seed, violations[0])
+    return Detection(mutation.name, None, "")
 
 
-def _run(modules: dict[str, ModuleType], seed: int) -> list[str]:
-    """Return the violations of a seed; pickle finds classes by the names of these modules."""
-    sys.modules.update(modules)
+def _run_seed(modules: dict[str, ModuleType], seed: int) -> list[str]:
+    """Run a seed with these modules and return its violations."""
+    sys.modules.update(modules)  # pickle finds classes by the names of modules
     violations: list[str] = modules[_SIMULATE].run_seed(seed).violations
     return violations
 
@@ -329,7 +348,8 @@ def _run(modules: dict[str, ModuleType], seed: int) -> list[str]:
 _SIMULATE = "tests.faults.simulate"
 
 
-def _serving() -> dict[str, ModuleType]:
+def _serving_modules() -> dict[str, ModuleType]:
+    """Return the imported modules of the serving code and of the harness, except this one."""
     return {
         name: module
         for name, module in sys.modules.items()
@@ -337,25 +357,30 @@ def _serving() -> dict[str, ModuleType]:
     }
 
 
-def _imported() -> dict[str, ModuleType]:
-    """Import `simulate` and all the serving code again."""
-    for name in _serving():
+def _import_again() -> dict[str, ModuleType]:
+    """Import `simulate` and all the serving code again, and return the modules."""
+    for name in _serving_modules():
         del sys.modules[name]
     importlib.import_module(_SIMULATE)
-    return _serving()
+    return _serving_modules()
 
 
-def _find(mutation: Mutation, seeds: int, sender: Connection) -> None:
-    sender.send(find(mutation, seeds))
+def _send_detection(mutation: Mutation, seeds: int, sender: Connection) -> None:
+    sender.send(detect(mutation, seeds))
 
 
-def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Found]:
-    """Search each mutation in its own process, and yield the results.
+def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Detection]:
+    """Search each mutation in its own process, and yield the results as they come.
 
-    Start no process while the caller handles a result. A pool's threads would, and these processes would
-    inherit the pipes of a program that the caller starts, which then waits until they end.
+    Args:
+        seeds: number of seeds to run for a mutation that none of them detects.
+        processes: number of processes at a time.
+
+    No process is started while the caller handles a result, as threads of a pool would do. Such a process
+    would inherit the pipes of any program that the caller starts, and this program would then wait until the
+    process ends.
     """
-    _imported()  # once here, for all modules that the serving code imports
+    _import_again()  # once here, for all modules that the serving code imports
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(mutations))
     running: dict[Connection, tuple[Mutation, BaseProcess]] = {}
@@ -363,7 +388,7 @@ def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Fo
         while waiting and len(running) < processes:
             mutation = waiting.pop()
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_find, args=(mutation, seeds, sender))
+            process = context.Process(target=_send_detection, args=(mutation, seeds, sender))
             process.start()
             sender.close()
             running[receiver] = mutation, process
@@ -371,8 +396,8 @@ def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[Fo
         for receiver in [one for one in running if one in ready]:
             mutation, ended = running.pop(receiver)
             try:
-                found: Found = receiver.recv()
+                detection: Detection = receiver.recv()
             except EOFError:
                 raise RuntimeError(f"the process of mutation {mutation.name!r} has failed") from None
             ended.join()
-            yield found
+            yield detection

@@ -1,4 +1,13 @@
-"""Faults of the whole application: kills, stops and operations, and the recovery from each."""
+"""Faults of the whole application, which runs on Ray with real engines, and the recovery from each.
+
+`Operator` injects the faults of a run in turn: it kills a process with SIGKILL, stops it with SIGSTOP for
+some seconds, or does what an operator does, such as a change of policy. After each fault it waits until the
+application is complete again: as many processes as before, all engines warm, and Serve's proxy answers.
+
+Most requests must survive every fault. `explained_by_fault` recognises the few that cannot, such as those on
+a connection that the killed ingress itself held. A random generator chooses the order of the faults and the
+processes; unlike a simulated run, a run of the whole application is not repeatable.
+"""
 
 from __future__ import annotations
 
@@ -47,23 +56,34 @@ _PROXY_LAG_S = 3.0  # until Serve's proxy has reported to its client that the in
 
 @dataclass
 class InjectedFault:
-    """An injected fault and the time until the service recovered, s; None if that took too long.
+    """A fault that was injected into the application.
 
     Attributes:
-        held: client ports of the connections that the killed process held.
-        done_s: time of its death; it may also have accepted connections between at_s and this time.
+        fault: one of FAULTS.
+        at_s: time at which it was injected.
+        recovery_s: time until the application had recovered, s; None if that took too long.
+        client_ports: client ports of the connections that the killed process held.
+        died_s: time at which the killed process was dead; until then it may have accepted connections.
     """
 
     fault: str
     at_s: float
     recovery_s: float | None = None
-    held: set[int] = field(default_factory=set)
-    done_s: float = 0.0
+    client_ports: set[int] = field(default_factory=set)
+    died_s: float = 0.0
 
 
 @dataclass
 class Run:
-    """State of a chaos run; times are of time.monotonic()."""
+    """What has happened in a run so far; times are of time.monotonic().
+
+    Attributes:
+        record: file of the events.
+        faults: injected faults, in order.
+        sent: number of requests that have ended.
+        counters: sums of the router's counters over all its restarts, and of operations that were refused.
+        steadiness: measurements of the processes.
+    """
 
     record: Record
     faults: list[InjectedFault] = field(default_factory=list)
@@ -74,12 +94,12 @@ class Run:
     @property
     def stops(self) -> Counter[str]:
         """Return how often a process of each role was stopped."""
-        return Counter(h.fault.split()[-1] for h in self.faults if h.fault.startswith("stop"))
+        return Counter(one.fault.split()[-1] for one in self.faults if one.fault.startswith("stop"))
 
-    def ended(self, sent: Sent) -> None:
+    def record_request(self, sent: Sent) -> None:
         """Record a request that has ended."""
         self.sent += 1
-        before = [happened for happened in self.faults if happened.at_s <= sent.ended_s]
+        before = [injected for injected in self.faults if injected.at_s <= sent.ended_s]
         self.record.add(
             "sent",
             fault=before[-1].fault if before else None,
@@ -92,34 +112,39 @@ class Run:
             gap_s=round(sent.gap_s, 3),
         )
 
-    def over(self, happened: InjectedFault) -> None:
+    def record_recovery(self, injected: InjectedFault) -> None:
         """Record the recovery from a fault, or that it took too long."""
-        seconds = happened.recovery_s
-        self.record.add("fault", fault=happened.fault, recovery_s=seconds and round(seconds, 2))
+        seconds = injected.recovery_s
+        self.record.add("fault", fault=injected.fault, recovery_s=seconds and round(seconds, 2))
 
 
 def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
-    """Return the kind of record.APART that explains a failed request by a fault; None if no fault does."""
-    kills = [happened for happened in faults if happened.fault in ("kill ingress", "kill proxy")]
-    for happened in reversed(kills):
-        under_way = sent.start_s <= max(happened.done_s, happened.at_s) and sent.ended_s >= happened.at_s
+    """Return which kind in `record.APART` a failed request is; None if no fault explains it.
+
+    Args:
+        sent: a request that has ended.
+        faults: the faults before its end, in order.
+    """
+    kills = [injected for injected in faults if injected.fault in ("kill ingress", "kill proxy")]
+    for injected in reversed(kills):
+        under_way = sent.start_s <= max(injected.died_s, injected.at_s) and sent.ended_s >= injected.at_s
         # During a kill the client does not read its clock: it may have connected earlier than recorded.
-        between = sent.start_s <= happened.done_s and happened.at_s <= sent.connected_s
-        its_own = sent.port in happened.held or (
-            between and sent.by_proxy == (happened.fault == "kill proxy")
+        connected_during_kill = sent.start_s <= injected.died_s and injected.at_s <= sent.connected_s
+        is_own_connection = sent.port in injected.client_ports or (
+            connected_during_kill and sent.by_proxy == (injected.fault == "kill proxy")
         )
-        if under_way and sent.kind in _DISCONNECTED and its_own:
+        if under_way and sent.kind in _DISCONNECTED and is_own_connection:
             return "own_connection"
-        behind = sent.by_proxy and happened.fault == "kill ingress"
+        is_behind_proxy = sent.by_proxy and injected.fault == "kill ingress"
         failed = sent.kind in _DISCONNECTED or sent.kind == "http 500"
-        if behind and failed and under_way and sent.ended_s <= happened.at_s + _PROXY_LAG_S:
+        if is_behind_proxy and failed and under_way and sent.ended_s <= injected.at_s + _PROXY_LAG_S:
             return "behind_proxy"
-        away_s = happened.recovery_s or _RECOVERY_S
+        downtime_s = injected.recovery_s or _RECOVERY_S
         if (
-            happened.fault == "kill proxy"
+            injected.fault == "kill proxy"
             and sent.by_proxy
             and sent.kind == "not connected"
-            and sent.ended_s <= happened.at_s + away_s
+            and sent.ended_s <= injected.at_s + downtime_s
         ):
             return "nobody_listened"
     return None
@@ -152,8 +177,8 @@ class Operator:
         self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
         self._run, self._rng, self._log = run, rng, log
         self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # roles of each fault
-        self._shape: tuple[int, int] = (1, 1)
-        self._epoch, self._seen = "", Counter[str]()
+        self._shape: tuple[int, int] = (1, 1)  # layers and experts of the model
+        self._epoch, self._last_counters = "", Counter[str]()  # of the router's actor
 
     async def begin(self) -> None:
         """Wait until the application is complete for the first time."""
@@ -161,8 +186,11 @@ class Operator:
             await asyncio.sleep(0.5)
 
     async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
-        """Inject a fault every `every_s`, each kind in turn, but none into a role that still recovers."""
-        self._shape = await asyncio.to_thread(self._counts_shape)
+        """Inject a fault every `every_s` seconds until `until_s`, each kind in turn.
+
+        No fault is injected into a role that has not recovered from the last one.
+        """
+        self._shape = await asyncio.to_thread(self._read_shape)
         due: list[str] = []
         counting = asyncio.create_task(self._count())
         while time.monotonic() + every_s < until_s:
@@ -179,28 +207,28 @@ class Operator:
         counting.cancel()
 
     async def _inject(self, fault: str) -> None:
-        happened = InjectedFault(fault, time.monotonic())
-        self._run.faults.append(happened)
+        injected = InjectedFault(fault, time.monotonic())
+        self._run.faults.append(injected)
         self._log(fault)
         verb, _, what = fault.partition(" ")
         before = {process.pid for process in processes.with_role(what)} if what in processes.ROLES else set()
-        there = processes.with_role(what) if verb in ("kill", "stop") else []
-        if verb in ("kill", "stop") and not there:
+        victims = processes.with_role(what) if verb in ("kill", "stop") else []
+        if verb in ("kill", "stop") and not victims:
             self._log(f"{fault}: there is no such process")
             self._run.counters[f"no process to {fault}"] += 1
-            self._run.faults.remove(happened)
+            self._run.faults.remove(injected)
             return
         if verb == "kill":
-            happened.held = processes.kill(self._rng.choice(there))
-            happened.done_s = time.monotonic()
+            injected.client_ports = processes.kill(self._rng.choice(victims))
+            injected.died_s = time.monotonic()
         elif verb == "stop":
-            victim = self._rng.choice(there)
+            victim = self._rng.choice(victims)
             processes.stop(victim)
             seconds = GCS_S if what == "gcs" else STOP_S
             asyncio.get_running_loop().call_later(seconds, processes.resume, victim)
         else:
             await self._try_operation(_OPERATIONS[fault])
-        task = asyncio.create_task(self._recover(happened, len(before)))
+        task = asyncio.create_task(self._recover(injected, len(before)))
         self._recovering[task] = affected_roles(fault)
         task.add_done_callback(self._recovering.pop)
 
@@ -228,25 +256,26 @@ class Operator:
         path["retry_backoff_s"] = 0.051 if path.get("retry_backoff_s", 0.05) == 0.05 else 0.05
         application.deploy(self._arguments)
 
-    def _counts_shape(self) -> tuple[int, int]:
+    def _read_shape(self) -> tuple[int, int]:
+        """Return the numbers of layers and of experts of the served model."""
         source = self._arguments["decode_config"]["model_loading_config"]["model_source"]
         fields = json.loads((Path(source) / "config.json").read_text())
         return fields["num_hidden_layers"], fields["num_local_experts"]
 
-    async def _recover(self, happened: InjectedFault, number: int) -> None:
+    async def _recover(self, injected: InjectedFault, number: int) -> None:
         """Wait until there are as many processes as before and the service is complete."""
-        role = happened.fault.split()[-1]
-        while time.monotonic() - happened.at_s < _RECOVERY_S:
+        role = injected.fault.split()[-1]
+        while time.monotonic() - injected.at_s < _RECOVERY_S:
             await asyncio.sleep(0.25)
             if role in processes.ROLES and len(processes.with_role(role)) < number:
                 continue
             if await asyncio.to_thread(self._is_complete):
-                happened.recovery_s = time.monotonic() - happened.at_s
-                self._log(f"{happened.fault}: recovered after {happened.recovery_s:.1f} s")
-                self._run.over(happened)
+                injected.recovery_s = time.monotonic() - injected.at_s
+                self._log(f"{injected.fault}: recovered after {injected.recovery_s:.1f} s")
+                self._run.record_recovery(injected)
                 return
-        self._run.over(happened)
-        self._log(f"{happened.fault}: no recovery within {_RECOVERY_S:g} s")
+        self._run.record_recovery(injected)
+        self._log(f"{injected.fault}: no recovery within {_RECOVERY_S:g} s")
 
     def _is_complete(self) -> bool:
         try:
@@ -258,11 +287,11 @@ class Operator:
         served = ready and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
         try:
             return served and application.all_replicas_running()
-        except (RayError, RayServeException, ConnectionError, TimeoutError):  # the controller is away
+        except (RayError, RayServeException, ConnectionError, TimeoutError):  # no controller
             return False
 
     async def _count(self) -> None:
-        """Sum up the router's counters, which each new actor restarts at 0."""
+        """Add up the router's counters until cancelled; each new actor begins at 0."""
         while True:
             await asyncio.sleep(1.0)
             try:
@@ -271,10 +300,10 @@ class Operator:
                 continue
             if "counters" in status:
                 if status["epoch"] != self._epoch:
-                    self._epoch, self._seen = status["epoch"], Counter()
-                now = Counter(status["counters"])
-                self._run.counters.update(now - self._seen)
-                self._seen = now
+                    self._epoch, self._last_counters = status["epoch"], Counter()
+                counters = Counter(status["counters"])
+                self._run.counters.update(counters - self._last_counters)
+                self._last_counters = counters
 
 
 _OPERATIONS: dict[str, Callable[[Operator], None]] = {

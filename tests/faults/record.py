@@ -1,4 +1,8 @@
-"""The events of chaos runs: a file of JSON lines, written as they occur, and their sums."""
+"""The events of runs of the whole application: a file of JSON lines, and a table of their sums.
+
+Lines are written as the events occur, so a run that is interrupted leaves what it has measured. Several runs
+append to one file, and the table is that of all runs.
+"""
 
 import json
 from collections import Counter
@@ -18,11 +22,14 @@ NOTES = (
     "of load to the end of a run, of the process that grew most; stalls: event loops that were blocked for "
     "0.5 s, also because their process was stopped"
 )
-APART = ("own_connection", "behind_proxy", "nobody_listened")
+APART = ("own_connection", "behind_proxy", "nobody_listened")  # failures that a fault explains; see NOTES
 
 
 class Record:
-    """An append-only file of JSON lines of kind `run`, `sent`, `fault` or `end`, one key per line.
+    """An append-only file of events; each line is a JSON object with the event's kind as its only key.
+
+    The kinds are `run` (a run begins), `sent` (a request has ended), `fault` (the application has recovered
+    from a fault, or it took too long) and `end` (a run has ended).
 
     Args:
         path: the file, whose lines are kept; None: nothing is written.
@@ -38,6 +45,7 @@ class Record:
             self._file = path.open("a")
 
     def add(self, kind: str, /, **fields: Any) -> None:
+        """Add an event, and write its line."""
         self.lines.append({kind: fields})
         if self._file is not None:
             self._file.write(json.dumps({kind: fields}) + "\n")
@@ -52,13 +60,12 @@ def rows(record: Record) -> list[dict[str, Any]]:
     """Return a row for each kind of fault, with the requests that ended before the next one, and a total."""
     sent, faults, ends = record.entries("sent"), record.entries("fault"), record.entries("end")
     kinds = dict.fromkeys(fault["fault"] for fault in faults)
-    found = [_row("before any", [], [one for one in sent if one["fault"] is None])]
+    table = [_row("before any", [], [request for request in sent if request["fault"] is None])]
     for kind in sorted(kinds):
-        mine = [fault for fault in faults if fault["fault"] == kind]
-        found.append(_row(kind, mine, [one for one in sent if one["fault"] == kind]))
+        of_kind = [fault for fault in faults if fault["fault"] == kind]
+        table.append(_row(kind, of_kind, [request for request in sent if request["fault"] == kind]))
     counters = sum((Counter(end["counters"]) for end in ends), Counter[str]())
-    left = [what for end in ends for what in end["left_behind"]]
-    found.append(
+    table.append(
         _row("all", faults, sent)
         | {
             "runs": len(record.entries("run")),
@@ -66,20 +73,20 @@ def rows(record: Record) -> list[dict[str, Any]]:
             "resumed": counters["resumed"],
             "whole_without_prefill": counters["whole_without_prefill"],
             "settled_max_s": max((end["settled_s"] for end in ends), default=None),
-            "left_behind": left,
+            "left_behind": [what for end in ends for what in end["left_behind"]],
             "processes": _processes(row for end in ends for row in end["processes"]),
         }
     )
-    return found
+    return table
 
 
-def _row(fault: str, happened: list[dict[str, Any]], sent: list[dict[str, Any]]) -> dict[str, Any]:
-    recoveries = [one["recovery_s"] for one in happened]
-    known = [seconds for seconds in recoveries if seconds is not None]
+def _row(fault: str, faults: list[dict[str, Any]], sent: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of the faults of a kind and of the requests that ended after one of them."""
+    recoveries_s = [one["recovery_s"] for one in faults if one["recovery_s"] is not None]
     kinds = Counter(one["kind"] for one in sent)
     return {
         "fault": fault,
-        "times": len(happened),
+        "times": len(faults),
         "requests": len(sent),
         "ok": kinds.pop("ok", 0),
         "left": kinds.pop("left", 0),
@@ -90,36 +97,36 @@ def _row(fault: str, happened: list[dict[str, Any]], sent: list[dict[str, Any]])
         "silent_over_15_s": sum(one["silence_s"] > HANG_S for one in sent),
         "longest_silence_s": max((one["silence_s"] for one in sent), default=0.0),
         "longest_gap_s": max((one["gap_s"] for one in sent if one["stream"]), default=0.0),
-        "recovery_p50_s": float(np.median(known)) if known else None,
-        "recovery_max_s": max(known, default=None),
-        "not_recovered": len(recoveries) - len(known),
+        "recovery_p50_s": float(np.median(recoveries_s)) if recoveries_s else None,
+        "recovery_max_s": max(recoveries_s, default=None),
+        "not_recovered": len(faults) - len(recoveries_s),
     }
 
 
-def _processes(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _processes(rows_of_runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each role: sums of counters and maxima of measurements."""
     by_role: dict[str, dict[str, Any]] = {}
-    for row in found:
-        known = by_role.get(row["process"])
-        if known is None:
+    for row in rows_of_runs:
+        total = by_role.get(row["process"])
+        if total is None:
             by_role[row["process"]] = dict(row)
             continue
         for name, value in row.items():
             if name in ("stalls", "stops", "lived"):
-                known[name] += value
+                total[name] += value
             elif name != "process" and value is not None:
-                known[name] = value if known[name] is None else max(known[name], value)
+                total[name] = value if total[name] is None else max(total[name], value)
     return list(by_role.values())
 
 
-def wrong(record: Record) -> list[str]:
-    """Return what no run may show, one sentence each."""
-    total, found = rows(record)[-1], []
+def find_problems(record: Record) -> list[str]:
+    """Return a sentence for each number of the table that no run may have."""
+    total, problems = rows(record)[-1], []
     for name in ("wrong_text", "failed", "silent_over_15_s", "not_recovered"):
         if total[name]:
-            found.append(f"{name}: {total[name]} {total['failures'] if name == 'failed' else ''}".rstrip())
+            problems.append(f"{name}: {total[name]} {total['failures'] if name == 'failed' else ''}".rstrip())
     if total["runs"] != total["runs_to_the_end"]:
-        found.append(f"{total['runs'] - total['runs_to_the_end']} runs did not finish")
-    found += [f"left behind: {what}" for what in total["left_behind"]]
-    found += [f"not steady: {what}" for end in record.entries("end") for what in end["unsteady"]]
-    return found
+        problems.append(f"{total['runs'] - total['runs_to_the_end']} runs did not finish")
+    problems += [f"left behind: {what}" for what in total["left_behind"]]
+    problems += [f"not steady: {what}" for end in record.entries("end") for what in end["unsteady"]]
+    return problems

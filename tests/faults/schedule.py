@@ -1,4 +1,8 @@
-"""The requests and faults of a seed; faults occur at a time or at a step of a process."""
+"""The requests and the faults that a seed draws, and how each kind of fault acts on a world.
+
+A fault occurs at a time, or a number of steps after it. A step is one callback of an event loop, so with
+steps a fault can occur at every point at which the serving code yields, however short the work around it is.
+"""
 
 import random
 from collections.abc import Callable
@@ -21,7 +25,10 @@ class Fault:
     """One fault.
 
     Attributes:
-        steps: number of steps of its process after `at_s` at which it occurs; 0: at `at_s`.
+        kind: one of _KINDS.
+        role: role of the process that it hits.
+        at_s: earliest time at which it occurs.
+        steps: number of further steps of its process after which it occurs; 0: at `at_s`.
         choice: 0 to 1, selects among the possible targets or values.
         seconds: duration, of faults that have one.
     """
@@ -38,12 +45,12 @@ class Fault:
         return f"{when}: {self.kind} {self.role} ({self.choice:.2f}, {self.seconds:.2f} s)"
 
 
-def plans(rng: random.Random) -> list[Plan]:
+def draw_plans(rng: random.Random) -> list[Plan]:
     """Draw the requests of one run; some share a prefix, disconnect early or read slowly."""
-    shared = [_words(rng, 8) for _ in range(2)]
-    made = []
+    shared_prefixes = [_words(rng, 8) for _ in range(2)]
+    plans = []
     for _ in range(rng.randint(6, 16)):
-        prompt = " ".join([rng.choice([*shared, _words(rng, 1)]), _words(rng, rng.randint(1, 12))])
+        prompt = " ".join([rng.choice([*shared_prefixes, _words(rng, 1)]), _words(rng, rng.randint(1, 12))])
         slow = rng.random() < 0.1
         plan = Plan(
             at_s=rng.uniform(0.8, DURATION_S),
@@ -57,19 +64,19 @@ def plans(rng: random.Random) -> list[Plan]:
             token_s=0.02 if slow else rng.choice([0.005, 0.02, 0.1]),
             tenant=rng.choice(TENANTS),
         )
-        made.append(plan)
+        plans.append(plan)
         if rng.random() < 0.1:
-            made.append(plan)  # sent twice
-    return sorted(made, key=lambda plan: plan.at_s)
+            plans.append(plan)  # sent twice
+    return sorted(plans, key=lambda plan: plan.at_s)
 
 
 def _words(rng: random.Random, number: int) -> str:
     return " ".join(str(rng.randrange(1, 9973)) for _ in range(number))
 
 
-def faults(rng: random.Random) -> list[Fault]:
-    """Draw zero to eight faults; in some runs of one role only, in a few only drains."""
-    made = []
+def draw_faults(rng: random.Random) -> list[Fault]:
+    """Draw zero to eight faults; in some runs all are of one role, in a few all are drains."""
+    faults = []
     roles = rng.choice([ROLES, ROLES, ROLES, ("router",), ("decode",), ("ingress",), ("prefill",)])
     kinds = [DRAIN] if rng.random() < 0.05 else list(_KINDS)
     roles = ROLES if kinds == [DRAIN] else roles
@@ -79,29 +86,36 @@ def faults(rng: random.Random) -> list[Fault]:
         at_s = rng.uniform(0.5, DURATION_S)
         steps = rng.randrange(1, _STEPS) if rng.random() < 0.5 else 0
         choice, seconds = rng.random(), rng.choice([rng.uniform(0.05, 1.0), rng.uniform(1.0, 4.0)])
-        made.append(Fault(kind, role, at_s, steps, choice, seconds))
-    return made
+        faults.append(Fault(kind, role, at_s, steps, choice, seconds))
+    return faults
 
 
-def arm(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
+def schedule_fault(world: World, fault: Fault, report: Callable[[str], None]) -> None:
+    """Let the fault occur in the world when it is due.
 
-    def due() -> None:
+    It does not occur if its role has no live process then, or if its steps end after DURATION_S.
+
+    Args:
+        report: called with a line about the fault when it occurs.
+    """
+
+    def choose_process() -> None:
         live = world.live[fault.role]
         if not live:
             return
         process = live[int(fault.choice * len(live))]
 
-        def now() -> None:
+        def inject() -> None:
             if process.alive and world.loop.time() <= DURATION_S:
-                happened(f"{world.loop.time():.4f} s: {fault.kind} {process.name} ({fault.seconds:.2f} s)")
+                report(f"{world.loop.time():.4f} s: {fault.kind} {process.name} ({fault.seconds:.2f} s)")
                 _KINDS[fault.kind][1](world, process, fault)
 
         if fault.steps:
-            process.trap(fault.steps, now)
+            process.trap(fault.steps, inject)
         else:
-            now()
+            inject()
 
-    world.loop.call_later(fault.at_s, due)
+    world.loop.call_later(fault.at_s, choose_process)
 
 
 # -- kinds ---------------------------------------------------------------------------------------
@@ -110,15 +124,15 @@ def arm(world: World, fault: Fault, happened: Callable[[str], None]) -> None:
 def _on_connection(act: Callable[[World, End, Fault], None]) -> Callable[[World, Process, Fault], None]:
     """Return a fault that acts on one of the process's connections, if it has any."""
 
-    def happen(world: World, process: Process, fault: Fault) -> None:
+    def act_on_one(world: World, process: Process, fault: Fault) -> None:
         ends = world.network.ends_of(process)
         if ends:
             act(world, ends[int(fault.choice * 997) % len(ends)], fault)
 
-    return happen
+    return act_on_one
 
 
-def _gcs(world: World, process: Process, fault: Fault) -> None:
+def _stop_gcs(world: World, process: Process, fault: Fault) -> None:
     world.gcs_until_s = world.loop.time() + 2 * fault.seconds
 
 
@@ -126,18 +140,18 @@ def _state(process: Process) -> Any:
     return process.servable_object._state
 
 
-def _policy(world: World, process: Process, fault: Fault) -> None:
+def _change_policy(world: World, process: Process, fault: Fault) -> None:
     name = POLICIES[int(fault.choice * len(POLICIES))]
     process.soon(lambda: _state(process).live_settings.set_policy(name, world.parameters(name)))
 
 
-def _swap(world: World, process: Process, fault: Fault) -> None:
+def _swap_table(world: World, process: Process, fault: Fault) -> None:
     file = table(2 + int(fault.choice * 3)).to_bytes()
     process.soon(lambda: _state(process).live_settings.swap_table(file))
 
 
-def _configure(world: World, process: Process, fault: Fault) -> None:
-    """Redeploy with other options: the actor resets its state, and no connection is lost."""
+def _redeploy(world: World, process: Process, fault: Fault) -> None:
+    """Redeploy the router with other options: its actor resets its state and keeps its connections."""
     settings = world.settings.model_copy(update={"seed": int(1000 * fault.choice)})
     process.soon(lambda: world.loop.create_task(process.servable_object.configure(settings)))
 
@@ -154,8 +168,8 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[World, Process, Fault], None]
         _on_connection(lambda world, end, _: world.network.cut(end, half=True)),
     ),
     DRAIN: (_ENGINES, lambda world, process, fault: world.drain(process)),
-    "stop GCS for": (("router",), _gcs),
-    "another policy in": (("router",), _policy),
-    "another table in": (("router",), _swap),
-    "other options of": (("router",), _configure),
+    "stop GCS for": (("router",), _stop_gcs),
+    "another policy in": (("router",), _change_policy),
+    "another table in": (("router",), _swap_table),
+    "other options of": (("router",), _redeploy),
 }

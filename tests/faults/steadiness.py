@@ -1,4 +1,8 @@
-"""Check for growth of memory, descriptors and tasks of an application, and for blocked event loops."""
+"""Measurements of the application's processes under load, and the limits that they must keep.
+
+Memory, file descriptors and tasks may not grow from the end of the warm-up to the end of the run by more than
+the limits below, and the event loops of ingresses and the router may be blocked only while they are stopped.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +39,7 @@ class Steadiness:
         self, resources: Callable[[str], list[tuple[int, float, int]]] = processes.resources
     ) -> None:
         self._resources = resources
+        # (MiB of memory, descriptors) by role and pid, after warm-up and at the end
         self._warm: dict[str, dict[int, tuple[float, int]]] = {}
         self._last: dict[str, dict[int, tuple[float, int]]] = {}
         self._stalls: dict[Worker, float] = {}
@@ -43,7 +48,7 @@ class Steadiness:
 
     def begin(self) -> None:
         """Record what the processes hold after warm-up."""
-        self._warm = self._look()
+        self._warm = self._measure()
 
     def take(self, metrics: str) -> None:
         """Record what processes report of their event loops."""
@@ -57,10 +62,10 @@ class Steadiness:
 
     def end(self) -> None:
         """Record what the processes hold when they are idle again."""
-        self._last = self._look()
+        self._last = self._measure()
 
-    def _look(self) -> dict[str, dict[int, tuple[float, int]]]:
-        return {role: {pid: held for pid, *held in self._resources(role)} for role in WATCHED}  # type: ignore[misc]
+    def _measure(self) -> dict[str, dict[int, tuple[float, int]]]:
+        return {role: {pid: amounts for pid, *amounts in self._resources(role)} for role in WATCHED}  # type: ignore[misc]
 
     def rows(self, stops: Mapping[str, int]) -> list[dict[str, Any]]:
         """Return a row for each role; growth is that of the process that grew most, among those still alive.
@@ -80,10 +85,10 @@ class Steadiness:
         return {
             "process": role,
             "lived": len(lived),
-            "memory_mib": max((held[0] for held in last.values()), default=None),
+            "memory_mib": max((memory for memory, _ in last.values()), default=None),
             "memory_growth_mib": max(growth, default=None),
             "memory_growth": max(shares, default=None),
-            "descriptors": max((held[1] for held in last.values()), default=None),
+            "descriptors": max((descriptors for _, descriptors in last.values()), default=None),
             "descriptors_growth": max((after[1] - before[1] for before, after in lived), default=None),
             "tasks": max((int(now) for _, now in tasks), default=None),
             "tasks_growth": max((int(now - first) for first, now in tasks), default=None),
@@ -93,19 +98,19 @@ class Steadiness:
         }
 
 
-def wrong(rows: list[dict[str, Any]]) -> list[str]:
+def find_problems(rows: list[dict[str, Any]]) -> list[str]:
     """Return a sentence for each limit that a row exceeds."""
-    found = []
+    problems = []
     for row in rows:
         role = row["process"]
         if (row["memory_growth_mib"] or 0) > MORE_MIB and row["memory_growth"] > MORE_SHARE:
-            found.append(f"{role}: {row['memory_growth_mib']:.0f} MiB of memory more than after warm-up")
+            problems.append(f"{role}: {row['memory_growth_mib']:.0f} MiB of memory more than after warm-up")
         if (row["descriptors_growth"] or 0) > MORE_DESCRIPTORS:
-            found.append(f"{role}: {row['descriptors_growth']} descriptors more than after warm-up")
+            problems.append(f"{role}: {row['descriptors_growth']} descriptors more than after warm-up")
         if (row["tasks_growth"] or 0) > MORE_TASKS:
-            found.append(f"{role}: {row['tasks_growth']} tasks more than after warm-up")
+            problems.append(f"{role}: {row['tasks_growth']} tasks more than after warm-up")
         if role in LOOPS and row["stalls"] > row["stops"]:
-            found.append(
+            problems.append(
                 f"{role}: its event loop was blocked {row['stalls']} times, stopped {row['stops']} times"
             )
-    return found
+    return problems

@@ -1,7 +1,8 @@
-"""Clients of the whole application that check each answer.
+"""Clients of the whole application, each of which sends one request after the other and checks the answers.
 
-They compare it with the answer to the same request before the first fault: text, tokens of
-log-probabilities, finish reason, usage and id.
+Requests are greedy, so a repeated request has the same answer. `references` gets the answers before the first
+fault. Each later answer must equal its reference in text, tokens of log-probabilities, finish reason and
+usage, and have one id; an answer that ends with an error must equal its beginning.
 """
 
 import asyncio
@@ -50,8 +51,8 @@ class Answer:
         if usage := fields.get("usage"):
             self.usage = (usage["prompt_tokens"], usage["completion_tokens"])
         for choice in fields.get("choices", []):
-            said = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content")
-            self.text += said or ""
+            text = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content")
+            self.text += text or ""
             self.tokens += (choice.get("logprobs") or {}).get("tokens") or []
             self.finish = choice.get("finish_reason") or self.finish
 
@@ -105,12 +106,13 @@ class Load:
     async def client(self, until_s: float) -> None:
         """Run one client until `until_s`."""
         while time.monotonic() < until_s:
-            sent = await self._one()
+            sent = await self._send_one()
             self._ended(sent)
             if sent.kind in ("not connected", "http 503", "http 429"):
                 await asyncio.sleep(self._rng.uniform(0.2, 0.6))  # as a client would
 
-    async def _one(self) -> Sent:
+    async def _send_one(self) -> Sent:
+        """Send a random request, whose client may disconnect, and return how it ended."""
         prompt, by_proxy = self._rng.choice(self._prompts), self._rng.random() < 0.25
         sent = Sent(time.monotonic(), stream=self._rng.random() < 0.6, by_proxy=by_proxy)
         leaves_s = self._rng.uniform(0.05, 1.0) if self._rng.random() < 0.15 else None
@@ -133,13 +135,13 @@ class Load:
                         "POST", f"{self._urls[by_proxy]}{prompt.path}", json=body, extensions={"trace": trace}
                     ) as answer,
                 ):
-                    heard_s = sent.start_s
+                    last_byte_s = sent.start_s
                     async for chunk in answer.aiter_bytes():
                         now = time.monotonic()
-                        sent.silence_s = max(sent.silence_s, now - heard_s)
+                        sent.silence_s = max(sent.silence_s, now - last_byte_s)
                         if received:
-                            sent.gap_s = max(sent.gap_s, now - heard_s)
-                        heard_s = now
+                            sent.gap_s = max(sent.gap_s, now - last_byte_s)
+                        last_byte_s = now
                         received += chunk
             check_answer(sent, answer.status_code, bytes(received), prompt.answer)
         except TimeoutError:
@@ -157,61 +159,67 @@ class Load:
 
 
 def check_answer(sent: Sent, status: int, body: bytes, answer: Answer, *, whole: bool = True) -> None:
-    """Set the kind if the answer decides it.
+    """Set the kind of a request that got this answer, if the answer decides it.
 
     Args:
-        answer: the answer of an undisturbed run.
+        sent: the request, whose kind and detail are set.
+        status: HTTP status.
+        body: what was received of the body.
+        answer: the answer before the first fault.
         whole: whether the answer has ended; else it is only checked for wrong text.
     """
     if status != 200:
         sent.kind, sent.detail = f"http {status}", body[:200].decode(errors="replace")
         return
-    said = read_events(body) if sent.stream else _whole_answer(body)
-    if (wrong := _difference(said, answer, ended=whole and said.done and not said.error)) is not None:
-        sent.kind, sent.detail = "wrong text", wrong
-    elif said.error:
-        sent.kind, sent.detail = "engine lost", said.error
+    received = read_events(body) if sent.stream else _whole_answer(body)
+    has_ended = whole and received.done and not received.error
+    if (difference := _difference(received, answer, ended=has_ended)) is not None:
+        sent.kind, sent.detail = "wrong text", difference
+    elif received.error:
+        sent.kind, sent.detail = "engine lost", received.error
     elif whole:
-        sent.kind = "ok" if said.done else "cut"
+        sent.kind = "ok" if received.done else "cut"
 
 
-def _difference(said: Answer, answer: Answer, *, ended: bool) -> str | None:
-    """Return what is wrong with an answer or its beginning, or None."""
-    if not answer.text.startswith(said.text) or (ended and said.text != answer.text):
-        return f"{said.text!r} in place of {answer.text!r}"
-    if said.tokens != answer.tokens[: len(said.tokens)] or (ended and said.tokens != answer.tokens):
-        return f"log-probabilities of {said.tokens!r} in place of {answer.tokens!r}"
-    if len(said.ids) > 1:
-        return f"several ids: {sorted(said.ids)}"
-    if ended and (said.finish, said.usage) != (answer.finish, answer.usage):
-        return f"{said.finish}, {said.usage} in place of {answer.finish}, {answer.usage}"
+def _difference(received: Answer, answer: Answer, *, ended: bool) -> str | None:
+    """Return what is wrong with a received answer or its beginning; None if it is right."""
+    if not answer.text.startswith(received.text) or (ended and received.text != answer.text):
+        return f"{received.text!r} in place of {answer.text!r}"
+    expected_tokens = answer.tokens if ended else answer.tokens[: len(received.tokens)]
+    if received.tokens != expected_tokens:
+        return f"log-probabilities of {received.tokens!r} in place of {answer.tokens!r}"
+    if len(received.ids) > 1:
+        return f"several ids: {sorted(received.ids)}"
+    if ended and (received.finish, received.usage) != (answer.finish, answer.usage):
+        return f"{received.finish}, {received.usage} in place of {answer.finish}, {answer.usage}"
     return None
 
 
 def read_events(body: bytes) -> Answer:
     """Parse a stream, or the beginning of one."""
-    said = Answer()
+    answer = Answer()
     for event in body.split(b"\n\n")[:-1]:
         data = event.removeprefix(b"data: ")
         if data == b"[DONE]":
-            said.done = True
+            answer.done = True
         else:
-            said.take(json.loads(data))
-    return said
+            answer.take(json.loads(data))
+    return answer
 
 
 def _whole_answer(body: bytes) -> Answer:
-    said = Answer(done=True)
+    """Parse an answer that is not streamed; text that is no JSON becomes the answer's text."""
+    answer = Answer(done=True)
     try:
-        said.take(json.loads(body))
+        answer.take(json.loads(body))
     except ValueError:
         return Answer(text=body.decode(errors="replace"), done=True)
-    return said
+    return answer
 
 
 def bodies(prompts: list[workload.Prompt], model: str, number: int, seed: int) -> list[tuple[str, Any]]:
     """Return (path, body) of `number` requests: text, chat, log-probabilities and stop strings."""
-    rng, found = random.Random(seed), []
+    rng, requests = random.Random(seed), []
     for turn, prompt in enumerate(workload.balanced_sample(prompts, number, seed)):
         kind, text = _KINDS[turn % len(_KINDS)], prompt.text[:600]
         body: dict[str, Any] = {
@@ -225,24 +233,24 @@ def bodies(prompts: list[workload.Prompt], model: str, number: int, seed: int) -
             body["logprobs"] = 2
         if kind == "stop":
             body |= {"stop": None, "max_tokens": max(_LENGTHS)}  # replaced once the answer is known
-        found.append((_CHAT if kind == "chat" else _TEXT, body))
-    return found
+        requests.append((_CHAT if kind == "chat" else _TEXT, body))
+    return requests
 
 
-async def references(url: str, asked: list[tuple[str, Any]]) -> list[Prompt]:
-    """Return the requests with their greedy answers, measured while nothing fails."""
-    found = []
+async def references(url: str, requests: list[tuple[str, Any]]) -> list[Prompt]:
+    """Send each (path, body) while nothing fails, and return the requests with their answers."""
+    prompts = []
     async with httpx.AsyncClient(timeout=120) as http:
 
         async def ask(path: str, body: dict[str, Any]) -> Answer:
             answer = await http.post(f"{url}{path}", json=body)
             return _whole_answer(answer.raise_for_status().content)
 
-        for path, body in asked:
+        for path, body in requests:
             if "stop" in body:
                 body = body | {"stop": _middle((await ask(path, body)).text)}
-            found.append(Prompt(path, body, await ask(path, body)))
-    return found
+            prompts.append(Prompt(path, body, await ask(path, body)))
+    return prompts
 
 
 def _middle(text: str) -> str:

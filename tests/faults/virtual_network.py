@@ -1,4 +1,8 @@
-"""Connections between processes of a VirtualLoop that behave as TCP: ordered, delayed, stalled, lost."""
+"""Connections between processes of a VirtualLoop that behave as those of TCP.
+
+Bytes arrive in order and after a random latency. A connection can be stalled in one direction, cut so that
+both ends notice or only one, or lost with its process, which may leave data in transit undelivered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,15 @@ _NEVER_S = 1e6
 
 
 class End(asyncio.Transport):
-    """One end of a connection, in its process."""
+    """One end of a connection, in its process.
+
+    Attributes:
+        process: the process that reads and writes at this end.
+        peer: the other end.
+        protocol: asyncio's protocol at this end.
+        open: whether this end has not been closed.
+        lost: whether what is written here is dropped.
+    """
 
     def __init__(self, network: Network, process: Process) -> None:
         super().__init__()
@@ -22,12 +34,13 @@ class End(asyncio.Transport):
         self.peer: End
         self.protocol: Any = None
         self.open = True
-        self.lost = False  # whether writes are dropped
+        self.lost = False
         self._network = network
         self._last_arrival_s = 0.0  # arrival time of the last write
         self._unread_bytes = 0
 
-    def _arrives_at(self) -> float:
+    def next_arrival_s(self) -> float:
+        """Draw the arrival time of what is written now; it is not earlier than that of earlier data."""
         loop = self._network.loop
         self._last_arrival_s = max(self._last_arrival_s, loop.time() + self._network.latency_s())
         return self._last_arrival_s
@@ -39,7 +52,7 @@ class End(asyncio.Transport):
     def write(self, data: Any) -> None:
         if self.open and not self.lost:
             self._unread_bytes += len(data)
-            at = self._arrives_at()
+            at = self.next_arrival_s()
             self._network.loop.call_at(
                 at, self._arrive, bytes(data), context=self.peer.process.context.copy()
             )
@@ -74,7 +87,7 @@ class End(asyncio.Transport):
     def _reset(self) -> None:
         if not self.lost:
             self._network.loop.call_at(
-                self._arrives_at(), self.peer.connection_closed, context=self.peer.process.context.copy()
+                self.next_arrival_s(), self.peer.connection_closed, context=self.peer.process.context.copy()
             )
             self.lost = self._network.rng.random() < 0.5
 
@@ -86,7 +99,11 @@ class End(asyncio.Transport):
             self._network.connections.discard_end(self)
 
     def die(self, *, silently: bool) -> None:
-        """Close after a kill of the process; silently: its machine is lost too, so the peer gets no reset."""
+        """Close after a kill of the process.
+
+        Args:
+            silently: the process's machine is lost too, so the peer is not informed.
+        """
         if self.open:
             self.open = False
             if silently:
@@ -99,7 +116,7 @@ class _Connections(list[End]):
     """One end of each open connection."""
 
     def discard_end(self, end: End) -> None:
-        self[:] = [found for found in self if found is not end and found.peer is not end]
+        self[:] = [other for other in self if other is not end and other.peer is not end]
 
 
 class Network:
@@ -128,32 +145,43 @@ class Network:
     async def connect(self, factory: Callable[[], Any], host: str, port: int) -> tuple[End, Any]:
         """Do the work of `loop.create_connection`."""
         await asyncio.sleep(self.latency_s())
-        found = self._listeners.get((host, port))
-        if found is None:
+        listener = self._listeners.get((host, port))
+        if listener is None:
             raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
-        make, server = found
+        make_protocol, server = listener
         if not server.alive:  # its machine is gone
             await asyncio.sleep(_NEVER_S)
-        mine, other = End(self, current()), End(self, server)
-        mine.peer, other.peer = other, mine
-        mine.protocol = factory()
-        self.connections.append(mine)
+        client_end, server_end = End(self, current()), End(self, server)
+        client_end.peer, server_end.peer = server_end, client_end
+        client_end.protocol = factory()
+        self.connections.append(client_end)
         # Data that is written at once arrives after this call, in order.
-        self.loop.call_at(mine._arrives_at(), self._accept, other, make, context=server.context.copy())
-        mine.protocol.connection_made(mine)
-        return mine, mine.protocol
+        self.loop.call_at(
+            client_end.next_arrival_s(),
+            self._accept,
+            server_end,
+            make_protocol,
+            context=server.context.copy(),
+        )
+        client_end.protocol.connection_made(client_end)
+        return client_end, client_end.protocol
 
-    def _accept(self, end: End, make: Callable[[], Any]) -> None:
-        end.protocol = make()
+    def _accept(self, end: End, make_protocol: Callable[[], Any]) -> None:
+        end.protocol = make_protocol()
         end.protocol.connection_made(end)
 
     def ends_of(self, process: Process) -> list[End]:
         """Return the open ends of a process."""
-        ends = [end for mine in self.connections for end in (mine, mine.peer)]
+        ends = [end for connection in self.connections for end in (connection, connection.peer)]
         return [end for end in ends if end.process is process and end.protocol is not None and end.open]
 
     def cut(self, end: End, *, half: bool) -> None:
-        """Lose the connection; half: the other end is not informed and receives nothing more."""
+        """Lose the connection.
+
+        Args:
+            end: one of its ends, which is informed.
+            half: the other end is not informed, and receives nothing more.
+        """
         for side in (end, end.peer):
             side.lost = True
         end.process.soon(end.connection_closed)
@@ -166,6 +194,6 @@ class Network:
             end.die(silently=silently)
         if not silently:
             self._listeners = {
-                key: found for key, found in self._listeners.items() if found[1] is not process
+                key: listener for key, listener in self._listeners.items() if listener[1] is not process
             }
         self.connections[:] = [e for e in self.connections if e.open or e.peer.open]

@@ -1,8 +1,11 @@
 """An event loop on virtual time that runs several processes, which can be killed and stopped.
 
-A process is a context that its callbacks and tasks inherit. After a kill nothing of it runs again, not even a
-`finally`; while it is stopped, due callbacks wait. The seed determines which process runs next, so one seed
-gives one run.
+A process is a context variable that its callbacks and tasks inherit. After a kill nothing of the process runs
+again, not even a `finally`. While a process is stopped, its callbacks that are due wait.
+
+Time advances only when all processes wait: then it jumps to the next timer, so minutes of leases and silence
+cost milliseconds. A random generator chooses which of the ready processes runs next, so one seed gives one
+run.
 """
 
 from __future__ import annotations
@@ -37,8 +40,13 @@ class Process:
     """A unit that can be killed or stopped.
 
     Attributes:
+        name: role and number, such as "decode-2".
+        alive: whether it has not been killed.
+        stopped: whether it is stopped, as by SIGSTOP.
         servable_object: the deployment that runs in it; Ray Serve's context uses the same name.
-        steps: callbacks and task steps that it has run.
+        steps: number of callbacks, including steps of tasks, that it has run.
+        ready: callbacks that are due.
+        tasks: tasks that have not ended, in order of their creation.
     """
 
     def __init__(self, loop: VirtualLoop, name: str, number: int) -> None:
@@ -70,7 +78,8 @@ class Process:
         """Call `callback` after so many further steps of the process."""
         self._traps[self.steps + max(after_steps, 1)] = callback
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
+        """Count a step, and call what was to be called after it."""
         self.steps += 1
         if self._traps:
             callback = self._traps.pop(self.steps, None)
@@ -89,13 +98,15 @@ def current() -> Process:
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """The event loop; see the module.
+    """The event loop that the module's docstring describes.
 
     Attributes:
-        network: has `connect(factory, host, port)` and `listen(factory, host)`, see virtual_network.
+        processes: all processes, of which the first is that of `run`'s coroutine.
+        network: a `virtual_network.Network`, which carries all connections.
         thread_s: draws the duration of a call in a thread, s.
         in_thread: whether such a call is running.
         errors: uncaught exceptions, which asyncio would have logged, and blocked event loops.
+        trace: hash of the sequence of steps; equal for equal runs.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -112,14 +123,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.network: Any = None
         self.thread_s: Callable[[], float] = lambda: 0.001
         self.in_thread = False
-        self.trace = 0  # hash of the sequence of steps: equal for equal runs
+        self.trace = 0
 
     def process(self, name: str) -> Process:
+        """Create a process."""
         process = Process(self, name, len(self.processes))
         self.processes.append(process)
         return process
 
     def kill(self, process: Process) -> None:
+        """Kill a process, as SIGKILL does."""
         process.alive = False
         process.ready.clear()
         self._runnable.pop(process, None)
@@ -196,21 +209,21 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        done = self.create_future()
+        result = self.create_future()
 
         def run() -> None:
-            if done.done():
+            if result.done():
                 return
             self.in_thread = True
             try:
-                done.set_result(func(*args))
+                result.set_result(func(*args))
             except Exception as error:
-                done.set_exception(error)
+                result.set_exception(error)
             finally:
                 self.in_thread = False
 
         self.call_later(self.thread_s(), run)
-        return done
+        return result
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None) -> Any:  # type: ignore[override]
         return await self.network.connect(protocol_factory, host, port)
@@ -233,7 +246,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         hooks = sys.get_asyncgen_hooks()
         running = events._get_running_loop()
         events._set_running_loop(self)
-        sys.set_asyncgen_hooks(firstiter=self._began, finalizer=self._finalize)
+        sys.set_asyncgen_hooks(firstiter=self._register_generator, finalizer=self._close_generator)
         try:
             task = process.run(self.create_task, main)
             while not task.done():
@@ -247,7 +260,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _turn(self) -> None:
         """Run one turn of a random process that is ready; advance to the next timers if none is."""
         if not self._runnable:
-            self._wait()
+            self._advance_time()
             return
         runnable = list(self._runnable)
         process = runnable[int(self._rng.random() * len(runnable))]
@@ -262,14 +275,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 if time.thread_time() - start_s > STALL_S:
                     self.errors.append(f"the event loop of {process} was blocked in {handle}")
                 self._steps += 1
-                process.stepped()
+                process.count_step()
         if not ready or process.stopped:
             self._runnable.pop(process, None)
         self.trace = hash((self.trace, process.number, process.steps, self._now))
         if self._steps > _MAX_STEPS:
             raise LivelockError(f"{self._steps} steps, and {self._now:.1f} s of virtual time")
 
-    def _wait(self) -> None:
+    def _advance_time(self) -> None:
+        """Advance to the next timers and make their callbacks ready."""
         if not self._timers:
             raise LivelockError("all processes wait, and no timer is left")
         self._now = max(self._now, self._timers[0][0])
@@ -287,10 +301,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if not process.stopped:
                 self._runnable[process] = None
 
-    def _began(self, generator: AsyncGenerator[Any, Any]) -> None:
+    def _register_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
         self._generators[generator] = current()
 
-    def _finalize(self, generator: AsyncGenerator[Any, Any]) -> None:
+    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
         process = self._generators.get(generator)
         if process is not None and process.alive and not self._over:
             process.run(self.create_task, generator.aclose())

@@ -1,8 +1,20 @@
-"""The application on virtual time: real ingresses and a real router, each a process, over fake engines.
+"""The application of one simulated run: ingresses, a router and engines, each in a simulated process.
 
-Ray, the transport of HTTP and the engines are fake. The HTTP application, admission, request path, the
-router's client and link, its actor with state and placer, fleets, warm-up, and both ends of every channel are
-real.
+The code of the service is real: the ingress's HTTP application with admission, request path and warm-up; the
+router's actor with its state, policies and queue; the client that connects an ingress to the router; the
+servers around the engines; and both ends of every channel between these processes.
+
+Four things are fake, and `patch_serving_code` puts them into the modules of the service:
+
+- Ray starts no processes. `World` starts them, tells ingresses which replicas there are, and replaces those
+  that die. Calls of actors go through `fake_ray.Remote`.
+- vLLM's engines are `fake_engines`, which have no model and detect every wrong KV block.
+- HTTP has no bytes: `clients` call the ingress's ASGI application.
+- The clock, random numbers and the network are those of the run: `virtual_time`, `virtual_network`.
+
+The seed decides the settings of a world: the policy, the number of KV blocks, whether decode engines prefill
+too, whether clients need keys, and how long everything takes. `World.kill`, `stop` and `drain` inject faults;
+`schedule` decides when.
 """
 
 import random
@@ -52,7 +64,7 @@ CALL_S = 10.0
 QUEUE_S = 5.0
 WAIT_S = 2.0  # maximum wait of a tenant's request for admission
 RETRIES_AT_ONCE = (2, 64)
-LONG_AWAY_S = 12.0  # occasional downtime of the router, in which no request may wait for it
+LONG_DOWNTIME_S = 12.0  # occasional downtime of the router, in which no request may wait for it
 _MAX_UNREAD_BYTES = 40_000  # of an unread stream: more than 4 s of tokens
 SLOTS = (1, 2, 64)  # of a decode engine under a policy with a decode queue; few, so that requests wait
 POLICIES = ("round-robin", "marginal-cost", "balance-band", "locality-band")
@@ -65,32 +77,41 @@ class _Ingress(ingress.EldrIngress):
 
 
 class World:
-    """All processes, and the restarts of those that die.
+    """All processes of the application; it also does Ray's work of starting and replacing them.
 
     Args:
         rng: draws everything that the seed decides.
 
     Attributes:
-        whole: decode engines prefill too, and there are no prefill engines.
-        keyed: clients send their tenant's key.
+        engines: fake engines by the name of their process, including dead ones.
+        servers: the real servers around the engines, by the same names.
+        live: processes of each role that run or are stopped.
+        replicas: metadata of the replicas that Serve announces, by role and name of the process.
+        directories: the directories of each ingress, by role.
+        killed: processes that a fault has killed.
+        target_numbers: processes of each role; a dead one is replaced.
+        has_whole_engines: decode engines prefill too, and there are no prefill engines.
+        has_keys: clients send their tenant's key.
+        gcs_until_s: time at which an outage of Ray's GCS ends.
     """
 
     def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
         self.loop, self.rng = loop, rng
         self.network: Network = loop.network
-        self.engines: dict[str, BlockEngine] = {}  # including dead ones
-        self.servers: dict[str, servers.EngineServer] = {}  # of engines, by process name
+        self.engines: dict[str, BlockEngine] = {}
+        self.servers: dict[str, servers.EngineServer] = {}
         self.live: dict[str, list[Process]] = {role: [] for role in ROLES}
-        self.known: dict[str, dict[str, dict[str, Any]]] = {"prefill": {}, "decode": {}}  # to Serve
+        self.replicas: dict[str, dict[str, dict[str, Any]]] = {"prefill": {}, "decode": {}}
         self.directories: dict[Process, dict[str, ReplicaDirectory]] = {}
         self.killed: set[Process] = set()
-        self.gcs_until_s = 0.0  # end of the outage of GCS
+        self.target_numbers: dict[str, int] = {}
+        self.gcs_until_s = 0.0
         self.prefill_blocks = rng.choice([12, 24, 48])
         self.decode_blocks = rng.choice([192, 256, 384])
         self._numbers = dict.fromkeys(ROLES, 0)
-        self.whole, self.keyed = rng.random() < 0.25, rng.random() < 0.5
+        self.has_whole_engines, self.has_keys = rng.random() < 0.25, rng.random() < 0.5
         self.retries_at_once = rng.choice(RETRIES_AT_ONCE)
-        predicts = self.whole and rng.random() < 0.7
+        predicts = self.has_whole_engines and rng.random() < 0.7
         policy, self._slots = rng.choice(POLICIES), rng.choice(SLOTS)
         self.settings = RouterSettings(
             model_id=MODEL,
@@ -109,9 +130,9 @@ class World:
 
     async def start(self, *, prefills: int, decodes: int, ingresses: int) -> None:
         """Start all processes and the virtual threads."""
-        prefills = 0 if self.whole else prefills
-        self.wanted = {"router": 1, "prefill": prefills, "decode": decodes, "ingress": ingresses}
-        for role, number in self.wanted.items():
+        prefills = 0 if self.has_whole_engines else prefills
+        self.target_numbers = {"router": 1, "prefill": prefills, "decode": decodes, "ingress": ingresses}
+        for role, number in self.target_numbers.items():
             for _ in range(number):
                 self.start_one(role)
         self.loop.thread_s = self._thread_s
@@ -134,13 +155,13 @@ class World:
             process.run(self.loop.create_task, self._start_engine(role, process))
 
     async def _start_engine(self, role: str, process: Process) -> None:
-        made: dict[str, Any] = {"process": process, "time_s": self.time_s, "lease_s": LEASE_S}
+        shared: dict[str, Any] = {"process": process, "time_s": self.time_s, "lease_s": LEASE_S}
 
         async def prefill(config: Any) -> PrefillEngine:
-            return PrefillEngine(blocks=self.prefill_blocks, **made)
+            return PrefillEngine(blocks=self.prefill_blocks, **shared)
 
         async def decode(config: Any) -> DecodeEngine:
-            return DecodeEngine(blocks=self.decode_blocks, peers=self.engines, **made)
+            return DecodeEngine(blocks=self.decode_blocks, peers=self.engines, **shared)
 
         config: Any = SimpleNamespace(deployment_config={})
         server: servers.EngineServer
@@ -155,17 +176,17 @@ class World:
         process.servable_object = server
         self.engines[process.name] = server._engine  # type: ignore[assignment]
         self.servers[process.name] = server
-        self.known[role][process.name] = await server.record_replica_metadata()
+        self.replicas[role][process.name] = await server.record_replica_metadata()
         self._publish(role)
 
     def _start_router(self, process: Process) -> None:
         process.servable_object = DecodeRouter(self.settings)
 
     def _start_ingress(self, process: Process) -> None:
-        healthy: Any = SimpleNamespace(check_health=Remote(lambda: process, _healthy))
-        process.servable_object = made = _Ingress(
-            prefill=None if self.whole else healthy,
-            decode=healthy,
+        handle: Any = SimpleNamespace(check_health=Remote(lambda: process, _report_healthy))
+        process.servable_object = deployment = _Ingress(
+            prefill=None if self.has_whole_engines else handle,
+            decode=handle,
             model_card={"id": MODEL, "object": "model"},
             openapi={},
             application="world",
@@ -174,7 +195,7 @@ class World:
             options=IngressOptions(
                 max_in_flight=self.rng.choice([6, 64]),
                 max_wait_s=WAIT_S,
-                keys_file=Path("/nowhere/keys.json") if self.keyed else None,
+                keys_file=Path("/nowhere/keys.json") if self.has_keys else None,
             ),
             path_options=PathOptions(
                 kv_lease_s=LEASE_S,
@@ -189,16 +210,16 @@ class World:
         )
         for role in ("prefill", "decode"):
             self._publish(role)
-        self.loop.create_task(made.check_health())
+        self.loop.create_task(deployment.check_health())
 
     # -- what Ray does -----------------------------------------------------------------------------
 
     def directory(self, name: str) -> ReplicaDirectory:
         """Return the current process's directory of a deployment."""
         role = name.rpartition("/")[2]
-        found = ReplicaDirectory()
-        found.kv_usage = KvUsage(clock=self.loop.time)
-        return self.directories[current()].setdefault(role, found)
+        directory = ReplicaDirectory()
+        directory.kv_usage = KvUsage(clock=self.loop.time)
+        return self.directories[current()].setdefault(role, directory)
 
     def router(self) -> Process | None:
         """Return the actor's process, if it lives."""
@@ -207,8 +228,8 @@ class World:
     def _publish(self, role: str) -> None:
         """Send the replicas to every ingress, as Serve does."""
 
-        def publish(found: ReplicaDirectory) -> None:
-            found.publish(dict(self.known[role]))  # the newest state at delivery
+        def publish(directory: ReplicaDirectory) -> None:
+            directory.publish(dict(self.replicas[role]))  # the newest state at delivery
 
         for process, directories in self.directories.items():
             if role in directories:
@@ -232,16 +253,16 @@ class World:
         self._remove(role, process)
         if process in self.directories:
             del self.directories[process]
-        away_s = self.rng.uniform(0.3, 3)
+        downtime_s = self.rng.uniform(0.3, 3)
         if role == "router" and self.rng.random() < 0.3:
-            away_s += LONG_AWAY_S
-        self.loop.processes[0].soon(self.start_one, role, after_s=away_s)
+            downtime_s += LONG_DOWNTIME_S
+        self.loop.processes[0].soon(self.start_one, role, after_s=downtime_s)
 
     def _remove(self, role: str, process: Process) -> None:
         if process in self.live[role]:
             self.live[role].remove(process)
-        if role in self.known:
-            self.known[role].pop(process.name, None)
+        if role in self.replicas:
+            self.replicas[role].pop(process.name, None)
             self.loop.processes[0].soon(self._publish, role, after_s=self.rng.uniform(0, 1.5))
 
     def stop(self, process: Process, seconds: float) -> None:
@@ -271,8 +292,8 @@ class World:
         self.network.kill(process)
 
 
-async def _healthy(process: Process) -> None:
-    """Report a healthy replica."""
+async def _report_healthy(process: Process) -> None:
+    """Do nothing, as the health check of a healthy replica does."""
 
 
 async def _router_address(process: Process) -> Any:
@@ -288,32 +309,35 @@ async def _observe_steps(process: Process, *args: Any) -> Any:
 
 
 @contextmanager
-def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[None]:
-    """Replace Ray, clocks and random numbers of the serving code by this world's within the block."""
+def patch_serving_code(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[None]:
+    """Let the serving code use this world's Ray, clocks and random numbers within the block.
+
+    An event loop that looks something up in Ray's GCS, outside of a thread, is recorded as an error.
+    """
 
     def connect(name: str, settings: RouterSettings) -> Any:
-        in_thread()
+        require_thread()
         return SimpleNamespace(
             address=Remote(world.router, _router_address), configure=Remote(world.router, _configure)
         )
 
-    def in_thread() -> None:
+    def require_thread() -> None:
         if not loop.in_thread:
             loop.errors.append(f"the event loop of {current()} waits for GCS")
 
     def find(name: str) -> Any:
-        in_thread()
+        require_thread()
         if world.router() is None:
-            raise ValueError("the actor is away")
+            raise ValueError("the actor is unreachable")
         return SimpleNamespace(observe_steps=Remote(world.router, _observe_steps))
 
     def context() -> Any:
         return SimpleNamespace(replica_id=SimpleNamespace(unique_id=current().name))
 
-    chance = random.getstate()
+    state_of_random = random.getstate()
     random.seed(rng.random())
     with ExitStack() as patches:
-        for owner, name, other in (
+        for owner, name, substitute in (
             (ingress, "connect", connect),
             (ingress, "directory", world.directory),
             (http_application, "serve", SimpleNamespace(get_replica_context=current)),
@@ -331,7 +355,7 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
             (channel_calls, "MAX_UNREAD_BYTES", _MAX_UNREAD_BYTES),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
         ):
-            patches.enter_context(patch.object(owner, name, other))
+            patches.enter_context(patch.object(owner, name, substitute))
         patches.enter_context(patch("time.monotonic", loop.time))
         patches.enter_context(patch("time.time_ns", lambda: int(1e9 * loop.time())))
         for init in (RouterState.__init__, OutlierDetector.__init__):
@@ -341,4 +365,4 @@ def virtual(loop: VirtualLoop, world: World, rng: random.Random) -> Iterator[Non
         try:
             yield
         finally:
-            random.setstate(chance)
+            random.setstate(state_of_random)

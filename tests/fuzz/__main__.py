@@ -29,7 +29,7 @@ from eldr_serve.commands.client import Client, ServiceError
 from eldr_serve.commands.errors import UserInputError, run
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
-from tests.fuzz.cases import Case, by_hand, known
+from tests.fuzz.cases import Case, by_hand, known_cases
 from tests.fuzz.connections import occupied, slow_request
 from tests.fuzz.generated_cases import from_openapi, mutations
 
@@ -40,7 +40,12 @@ _STREAMED_ERROR = re.compile(rb'data: (\{"error".*\})')
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a case; `status` is 0 if the connection ended without an answer."""
+    """The result of a case.
+
+    Attributes:
+        status: HTTP status; 0 if the connection ended without an answer.
+        problem: what the service did wrong; None if nothing.
+    """
 
     case: Case
     status: int
@@ -59,7 +64,7 @@ async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
     """Send one case on its own connection and check the answer."""
     start = time.perf_counter()
     answer = bytearray()
-    late = False
+    is_late = False
     try:
         async with asyncio.timeout(limit_s):
             reader, writer = await asyncio.open_connection(host, port)
@@ -72,17 +77,18 @@ async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
             finally:
                 writer.close()
     except TimeoutError:
-        late = True
+        is_late = True
     except OSError:
         pass  # closed before everything was sent, as for a body that is too large
-    found = _STATUS.match(answer)
-    status = int(found.group(1)) if found else 0
-    problem = _problem(case, status, bytes(answer), late, limit_s)
+    status_line = _STATUS.match(answer)
+    status = int(status_line.group(1)) if status_line else 0
+    problem = _find_problem(case, status, bytes(answer), is_late, limit_s)
     return Outcome(case, status, time.perf_counter() - start, problem)
 
 
-def _problem(case: Case, status: int, answer: bytes, late: bool, limit_s: float) -> str | None:
-    if late and (case.complete or status):
+def _find_problem(case: Case, status: int, answer: bytes, is_late: bool, limit_s: float) -> str | None:
+    """Return what is wrong with an answer; None if nothing."""
+    if is_late and (case.complete or status):
         return f"the answer did not end within {limit_s:g} s"
     if status >= 500 and status != 503:
         return f"status {status}"
@@ -105,32 +111,38 @@ async def send_all(
     with progress_bar() as progress:
         task = progress.add_task("hostile requests", total=len(cases))
 
-        async def one_after_another() -> None:
+        async def send_in_turn() -> None:
             for case in pending:
                 outcome = await send(case, host, port, limit_s)
                 outcomes.append(outcome)
                 progress.advance(task)
                 if outcome.problem:
-                    shown = case.raw.partition(b"\r\n\r\n")[2][:100]
-                    console.print(f"{outcome.problem}: {case.label} {shown!r}", markup=False, soft_wrap=True)
+                    beginning = case.raw.partition(b"\r\n\r\n")[2][:100]
+                    console.print(
+                        f"{outcome.problem}: {case.label} {beginning!r}", markup=False, soft_wrap=True
+                    )
 
-        await asyncio.gather(*(one_after_another() for _ in range(in_flight)))
+        await asyncio.gather(*(send_in_turn() for _ in range(in_flight)))
     return outcomes
 
 
 def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
-    """Return `count` cases: those that once broke the service, and of the rest a fifth from OpenAPI."""
+    """Return `count` cases: those that once broke the service, and others.
+
+    A fifth of the others is generated from the service's OpenAPI document, up to two fifths are written by
+    hand, and the rest are mutations of valid requests.
+    """
     document = httpx.get(f"{url}/openapi.json", timeout=30).raise_for_status().json()
     return _corpus(document, model, count, seed, admin_key)
 
 
 def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
-    found = known(model)[:count]
-    share = (count - len(found)) // 5  # generating cases from the document is slow
-    written = by_hand(model, admin_key)
-    found += random.Random(seed).sample(written, min(len(written), 2 * share))
-    found += from_openapi(document, model, admin_key, share, seed)
-    return found + mutations(model, count - len(found), seed)
+    cases = known_cases(model)[:count]
+    share = (count - len(cases)) // 5  # generating cases from the document is slow
+    handwritten = by_hand(model, admin_key)
+    cases += random.Random(seed).sample(handwritten, min(len(handwritten), 2 * share))
+    cases += from_openapi(document, model, admin_key, share, seed)
+    return cases + mutations(model, count - len(cases), seed)
 
 
 def _read(path: Path) -> list[Case]:
@@ -162,28 +174,30 @@ def hostile(
         served = model or Client(url, timeout_s=30).model()
         with Console(stderr=True).status(f"generating {cases} requests; thousands take minutes"):
             todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
-        where = address.hostname, address.port or 80
+        host_and_port = address.hostname, address.port or 80
 
-        async def sending() -> list[Outcome]:
-            async with occupied(*where, idle=idle, slow=slow, request=slow_request(served, _SLOW_TOKENS)):
-                return await send_all(todo, *where, in_flight=in_flight, limit_s=limit_s)
+        async def send_while_occupied() -> list[Outcome]:
+            async with occupied(
+                *host_and_port, idle=idle, slow=slow, request=slow_request(served, _SLOW_TOKENS)
+            ):
+                return await send_all(todo, *host_and_port, in_flight=in_flight, limit_s=limit_s)
 
-        outcomes = asyncio.run(sending())
-        wrong = settle(url, served, admin_key)
+        outcomes = asyncio.run(send_while_occupied())
+        problems = settle(url, served, admin_key)
     except (httpx.HTTPError, ServiceError) as error:
         raise UserInputError(f"{url} does not answer as eldr-serve: {error}") from error
     violations = [outcome for outcome in outcomes if outcome.problem]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(f"{outcome.line}\n" for outcome in violations))
-    counted = ", ".join(
+    statuses = ", ".join(
         f"{n} x {status or 'closed'}" for status, n in sorted(Counter(o.status for o in outcomes).items())
     )
     slowest = max(outcomes, key=lambda outcome: outcome.seconds)
-    print(f"{len(outcomes)} requests: {counted}; slowest {slowest.seconds:.2f} s ({slowest.case.label})")
-    for what in wrong:
-        print(what)
+    print(f"{len(outcomes)} requests: {statuses}; slowest {slowest.seconds:.2f} s ({slowest.case.label})")
+    for problem in problems:
+        print(problem)
     print(f"{len(violations)} violations" + (f"; resend them with --replay {out}" if violations else ""))
-    if violations or wrong:
+    if violations or problems:
         raise typer.Exit(1)
 
 

@@ -42,15 +42,15 @@ def case(
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
         body = text.encode(errors="surrogatepass")
-    said = {"host": "eldr", "connection": "close"} | (JSON if headers is None else headers)
-    if "transfer-encoding" not in said:
-        said["content-length"] = str(len(body) if length is None else length)
-    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+    fields = {"host": "eldr", "connection": "close"} | (JSON if headers is None else headers)
+    if "transfer-encoding" not in fields:
+        fields["content-length"] = str(len(body) if length is None else length)
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     raw = f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1", "replace") + body
     return Case(label, raw, complete)
 
 
-def known(model: str) -> list[Case]:
+def known_cases(model: str) -> list[Case]:
     """Return requests that once broke this service."""
     surrogate = r'{"model": "MODEL", "prompt": "a\ud800b", "max_tokens": 2}'.replace("MODEL", model)
     return [
@@ -77,22 +77,22 @@ def by_hand(model: str, admin_key: str | None) -> list[Case]:
 def tables_for(model: str) -> dict[str, list[Any]]:
     """Return lists of values and parts of bodies, for a model with that id."""
     text = Path(__file__).with_suffix(".json").read_text().replace("MODEL", json.dumps(model)[1:-1])
-    tables: dict[str, list[Any]] = _expanded(json.loads(text))
+    tables: dict[str, list[Any]] = expand(json.loads(text))
     return tables
 
 
-def _expanded(value: Any) -> Any:
+def expand(value: Any) -> Any:
     """Expand values that are repeated `times`, follow `after`, or are `nested` in levels."""
     if isinstance(value, list):
-        return [_expanded(part) for part in value]
+        return [expand(part) for part in value]
     if not isinstance(value, dict):
         return value
     if "times" in value:
         repeated = value["repeat"] * value["times"]
         return value["after"] + repeated if "after" in value else repeated
     if "nested" in value:
-        return _nested(value["nested"])
-    return {key: _expanded(part) for key, part in value.items()}
+        return nested_schema(value["nested"])
+    return {key: expand(part) for key, part in value.items()}
 
 
 def completion(model: str, /, **fields: Any) -> dict[str, Any]:
@@ -160,11 +160,11 @@ def _messages(model: str) -> Iterator[Case]:
         )
 
 
-def _nested(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "string"}
+def nested_schema(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
     for _ in range(levels // 2):
-        found = {"type": "object", "properties": {"x": found}}
-    return found
+        schema = {"type": "object", "properties": {"x": schema}}
+    return schema
 
 
 def _other_endpoints(model: str) -> Iterator[Case]:
@@ -207,8 +207,8 @@ def _transport(model: str) -> Iterator[Case]:
         headers = JSON | {f"x-{number}": "y" for number in range(many)}
         yield case("headers", COMPLETIONS, body, headers=headers, complete=many < 100)
     text = json.dumps(body).encode()
-    for said in (len(text) + 10, 10**6, 10**18, 10**30, -1, 0, 5):
-        yield case("length", COMPLETIONS, text, length=said, complete=False)
+    for length in (len(text) + 10, 10**6, 10**18, 10**30, -1, 0, 5):
+        yield case("length", COMPLETIONS, text, length=length, complete=False)
     large = 17 * 2**20
     yield case("large", COMPLETIONS, b'{"prompt": "' + b"x" * large + b'"}', complete=False)
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(text), text)

@@ -30,21 +30,26 @@ def slow_request(model: str, max_tokens: int) -> bytes:
 
 @asynccontextmanager
 async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes) -> AsyncIterator[None]:
-    """Hold connections: half of the idle ones send nothing, half a partial request; slow ones send `request`.
+    """Hold connections to a service during the block.
+
+    Args:
+        idle: number of connections that get no answer: half of them send nothing, half a part of a request.
+        slow: number of connections that send `request` and never read the answer.
+        request: bytes of a request for a long stream.
 
     Raises:
         OSError: the connections cannot be opened.
     """
-    wanted = idle + slow + _SPARE_DESCRIPTORS
+    descriptors = idle + slow + _SPARE_DESCRIPTORS
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, most)))
-    loop, held, turn = asyncio.get_running_loop(), [], asyncio.Semaphore(_MAX_CONCURRENT)
+    if allowed != resource.RLIM_INFINITY and allowed < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, max(descriptors, most)))
+    loop, connections, turn = asyncio.get_running_loop(), [], asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def hold(data: bytes, *, small: bool) -> None:
         async with turn:
             connection = socket.socket()
-            held.append(connection)
+            connections.append(connection)
             if small:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
             connection.setblocking(False)
@@ -58,5 +63,5 @@ async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes
         )
         yield
     finally:
-        for connection in held:
+        for connection in connections:
             connection.close()

@@ -23,9 +23,9 @@ from tests.fuzz.cases import CHAT, COMPLETIONS, Case, case, chat, completion, ta
 
 def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
     """Return `count` examples of the strategy; the same number gives the same examples."""
-    found: list[Any] = []
+    examples: list[Any] = []
     if count < 1:
-        return found
+        return examples
 
     @seed(number)
     @settings(
@@ -37,11 +37,11 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
     )
     @given(strategy)
     def take(example: Any) -> None:
-        found.append(example)
+        examples.append(example)
 
     with suppress(Unsatisfiable):  # raised if nothing can be invalid, as in a call without parameters
         take()
-    return found[:count]
+    return examples[:count]
 
 
 _SCALARS = st.one_of(
@@ -86,31 +86,31 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
     ]
 
     @st.composite
-    def mutated(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
+    def mutated_case(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         path, valid = draw(st.sampled_from(bodies))
         body = json.loads(json.dumps(valid))
         for _ in range(draw(st.integers(1, 3))):
-            body = _mutated(body, draw)
+            body = _mutate(body, draw)
         raw = json.dumps(body).encode(errors="surrogatepass")
         if draw(st.integers(0, 9)) == 9:
             at = draw(st.integers(0, len(raw)))
             raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
         return case(f"mutation:{path}", path, raw)
 
-    found: dict[Case, None] = {}
-    while len(found) < count:  # examples may repeat
+    cases: dict[Case, None] = {}
+    while len(cases) < count:  # examples may repeat
         number += 1
-        found |= dict.fromkeys(_collect(mutated(), max(count - len(found), 50), number))
-    return list(found)[:count]
+        cases |= dict.fromkeys(_collect(mutated_case(), max(count - len(cases), 50), number))
+    return list(cases)[:count]
 
 
-def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
+def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
     """Return the body with one value replaced, removed or added."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
         return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
     if isinstance(body, list):
         at = draw(st.integers(0, len(body) - 1))
-        body[at] = _mutated(body[at], draw)
+        body[at] = _mutate(body[at], draw)
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:
@@ -120,7 +120,7 @@ def _mutated(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
     if kind == 2:
         del body[key]
     else:
-        body[key] = _mutated(body[key], draw)
+        body[key] = _mutate(body[key], draw)
     return body
 
 
@@ -138,18 +138,18 @@ def from_openapi(
     operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
     modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
     plans = [(operation, mode) for mode in modes for operation in operations]
-    found: list[Case] = []
+    cases: list[Case] = []
     for index, (operation, mode) in enumerate(plans):
-        share = (count - len(found)) // (len(plans) - index)
+        share = (count - len(cases)) // (len(plans) - index)
         strategy = operation.as_strategy(generation_mode=mode)
         for generated in _collect(strategy, share, number + index):
             if isinstance(generated.body, dict) and "model" in generated.body:
                 generated.body["model"] = model
-            found.append(_sent(generated, admin_key))
-    return found
+            cases.append(_case_of(generated, admin_key))
+    return cases
 
 
-def _sent(generated: Any, admin_key: str | None) -> Case:
+def _case_of(generated: Any, admin_key: str | None) -> Case:
     arguments = generated.as_transport_kwargs(base_url="http://eldr")
     prepared = requests.Request(**arguments).prepare()
     url = urlsplit(prepared.url or "/")

@@ -14,7 +14,7 @@ class Rendered(NamedTuple):
     picture: bytes
 
 
-async def rendered(file: Path) -> Rendered:
+async def render(file: Path) -> Rendered:
     """Open a report, which may request nothing."""
     requested: list[str] = []
     async with browser() as chromium:

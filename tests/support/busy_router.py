@@ -49,7 +49,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
 
 
 @asynccontextmanager
-async def served(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
+async def running_live_page(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
     """Run the application; yield it and the address of its live page."""
     async with running_app(actor=actor, **{"decode": stream_answer} | options) as app:
         server = HttpServer(app.http, IngressOptions(port=0))

@@ -62,7 +62,8 @@ class Engine:
 
 
 @asynccontextmanager
-async def listening(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
+async def listening_engine(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
+    """Run an engine behind a channel; yield it and its port."""
     engine = Engine(**options)
     port = await engine.server.start("127.0.0.1")
     try:
@@ -72,8 +73,9 @@ async def listening(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
 
 
 @asynccontextmanager
-async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
-    async with listening(**options) as (engine, port):
+async def connected_engine(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
+    """Run an engine behind a channel; yield it and a client of the channel."""
+    async with listening_engine(**options) as (engine, port):
         channel = await Channel.connect("127.0.0.1", port, SECRET)
         try:
             yield engine, channel
@@ -82,12 +84,14 @@ async def connected(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
 
 
 async def until(condition: Any) -> None:
+    """Poll until the condition holds; raise TimeoutError if it does not within 5 s."""
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages that the service has logged."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("eldr_serve")]
 
 

@@ -71,19 +71,27 @@ def request(
     *,
     tokens: int = 4,
     stream: bool = True,
-    held: Prefilled | None = None,
+    prefilled: Prefilled | None = None,
     generated: bytes = b"",
     sampled: bool = False,
 ) -> EngineRequest:
-    """Return a completion request for PROMPT with this number of tokens."""
+    """Return a completion request for PROMPT.
+
+    Args:
+        name: the request's id.
+        tokens: number of tokens of its answer.
+        prefilled: the prompt as another engine has computed it; None: the engine computes it.
+        generated: ids of the tokens that an engine which was lost has sent.
+        sampled: whether the engine returns a sample.
+    """
     body = {"model": "m", "prompt": PROMPT, "max_tokens": tokens, "stream": stream}
     body |= {"ignore_eos": True, "temperature": 0}
-    ids = b"" if held is None else held.token_ids.tobytes()
+    ids = b"" if prefilled is None else prefilled.token_ids.tobytes()
     return EngineRequest(
         "completions",
         json.dumps(body).encode(),
         name,
-        kv=held and held.kv,
+        kv=prefilled and prefilled.kv,
         token_ids=ids,
         generated=generated,
         sampled=sampled,
@@ -91,7 +99,7 @@ def request(
     )
 
 
-def _of_prompt(subject: Subject, packed: str, tokens: int) -> None:
+def _check_counts_of_prompt(subject: Subject, packed: str, tokens: int) -> None:
     """Check that each of `tokens` tokens has chosen its experts in each layer."""
     counts: Counts = unpack_counts(packed)
     assert counts.shape == subject.shape, counts.shape
@@ -99,11 +107,11 @@ def _of_prompt(subject: Subject, packed: str, tokens: int) -> None:
 
 
 async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) -> None:
-    found = await subject.prefills.prefill(request("prefill"))
-    assert found.token_ids.dtype == np.uint32
-    assert found.token_ids.tolist() == subject.ids, found.token_ids
-    assert found.kv.keys() - {EXPERT_COUNTS}  # location of the blocks
-    _of_prompt(subject, found.kv[EXPERT_COUNTS], len(subject.ids))
+    prefilled = await subject.prefills.prefill(request("prefill"))
+    assert prefilled.token_ids.dtype == np.uint32
+    assert prefilled.token_ids.tolist() == subject.ids, prefilled.token_ids
+    assert prefilled.kv.keys() - {EXPERT_COUNTS}  # location of the blocks
+    _check_counts_of_prompt(subject, prefilled.kv[EXPERT_COUNTS], len(subject.ids))
     await subject.prefills.release("prefill")
 
 
@@ -121,9 +129,9 @@ async def an_answer_is_a_stream_that_ends(subject: Subject) -> None:
 
 
 async def an_answer_of_a_prompt_that_another_engine_holds_is_the_same(subject: Subject) -> None:
-    held = await subject.prefills.prefill(request("held"))
+    prefilled = await subject.prefills.prefill(request("held"))
     sent, alone = Sent(), Sent()
-    await subject.generates.generate(request("held", held=held), sent)
+    await subject.generates.generate(request("held", prefilled=prefilled), sent)
     await subject.generates.generate(request("alone"), alone)
     assert sent.ids == alone.ids, (sent.parts, alone.parts)
     assert sent.tokens == 4, sent.parts
@@ -146,16 +154,16 @@ async def what_an_engine_that_was_lost_has_sent_is_not_sent_again(subject: Subje
 
 
 async def a_call_that_is_cancelled_ends_in_the_engine(subject: Subject) -> None:
-    left, other = Sent(), Sent()
-    call = asyncio.create_task(subject.generates.generate(request("left", tokens=LONG), left))
-    await left.begun.wait()
+    abandoned, other = Sent(), Sent()
+    call = asyncio.create_task(subject.generates.generate(request("left", tokens=LONG), abandoned))
+    await abandoned.begun.wait()
     call.cancel()
     await asyncio.wait([call])
     assert call.cancelled()
-    seen = len(left.parts)
+    seen = len(abandoned.parts)
     subject.generates.take_steps()
     await subject.generates.generate(request("other", tokens=32), other)
-    assert len(left.parts) == seen, left.parts
+    assert len(abandoned.parts) == seen, abandoned.parts
     sums = subject.generates.take_steps()  # if it were still running, there would be twice as many
     assert sums.requests <= 1.5 * sums.steps, sums
 
@@ -172,20 +180,20 @@ async def a_prompt_may_be_released_twice_and_one_that_was_never_there(subject: S
 async def an_engine_says_how_full_it_is(subject: Subject) -> None:
     for engine in (subject.prefills, subject.generates):
         assert 0 <= engine.kv_usage() <= 1
-        block, held = engine.prefix_cache()
-        assert 0 < block <= held or (block, held) == (0, 0), (block, held)
+        block_tokens, capacity = engine.prefix_cache()
+        assert 0 < block_tokens <= capacity or (block_tokens, capacity) == (0, 0), (block_tokens, capacity)
     sums = subject.generates.take_steps()
     assert sums.steps >= 0
     assert sums.seconds >= 0
 
 
 async def a_signature_is_that_of_the_prompt(subject: Subject) -> None:
-    asked = asyncio.create_task(subject.generates.wait_for_counts("whole prompt"))
+    counting = asyncio.create_task(subject.generates.wait_for_counts("whole prompt"))
     await asyncio.sleep(0)  # requested before the engine gets the prompt
     await subject.generates.generate(request("whole prompt"), Sent())
-    tokens, packed = await asked
+    tokens, packed = await counting
     assert tokens == len(subject.ids), tokens
-    _of_prompt(subject, packed, tokens)
+    _check_counts_of_prompt(subject, packed, tokens)
 
 
 async def a_sampled_request_gives_a_sample_once(subject: Subject) -> None:
@@ -229,7 +237,7 @@ async def a_sampled_request_that_is_cancelled_gives_no_sample(subject: Subject) 
 
 async def a_request_is_refused_by_prefill_as_by_generate(subject: Subject) -> None:
     broken = EngineRequest("completions", b"[", "broken")
-    told = []
+    answers = []
     for engine, call in (
         (subject.prefills, subject.prefills.prefill(broken)),
         (subject.generates, subject.generates.generate(broken, Sent())),
@@ -237,10 +245,10 @@ async def a_request_is_refused_by_prefill_as_by_generate(subject: Subject) -> No
         try:
             await call
         except Exception as error:  # each engine has its own error messages
-            told.append((engine.status_of(error), str(error)))
-    assert len(told) == 2, told
-    assert told[0] == told[1], told
-    assert 400 <= told[0][0] < 500, told
+            answers.append((engine.status_of(error), str(error)))
+    assert len(answers) == 2, answers
+    assert answers[0] == answers[1], answers
+    assert 400 <= answers[0][0] < 500, answers
 
 
 async def an_endpoint_that_is_not_there_is_refused(subject: Subject) -> None:
@@ -290,17 +298,17 @@ def a_calibration_engine_counts_prefill_and_decode_separately(
     """Prompts of 8 tokens are counted together, with 5 generated tokens each."""
     prompts = [list(engine.tokenizer.encode(text)) for text in CALIBRATED]
     assert engine.max_model_len > max(map(len, prompts)) + 5
-    found = engine.calibrate(prompts, [Sampling(5, 0.0, ignore_eos=True, routes=routes)] * len(prompts))
-    assert [counted["token_ids"] for counted in found] == prompts
-    for prompt, counted in zip(prompts, found, strict=True):
-        prefill, decode = unpack_counts(counted["eldr_prefill"]), unpack_counts(counted["eldr_decode"])
+    records = engine.calibrate(prompts, [Sampling(5, 0.0, ignore_eos=True, routes=routes)] * len(prompts))
+    assert [record["token_ids"] for record in records] == prompts
+    for prompt, record in zip(prompts, records, strict=True):
+        prefill, decode = unpack_counts(record["eldr_prefill"]), unpack_counts(record["eldr_decode"])
         assert prefill.shape == decode.shape == shape, (prefill.shape, decode.shape)
         assert (prefill.sum(axis=1) == len(prompt) * top_k).all(), prefill
-        assert counted["eldr_decode_steps"] == 4, counted["eldr_decode_steps"]
+        assert record["eldr_decode_steps"] == 4, record["eldr_decode_steps"]
         assert (decode.sum(axis=1) == 4 * top_k).all(), decode
-        assert (counted["eldr_routes"] is not None) == routes
+        assert (record["eldr_routes"] is not None) == routes
         if routes:
-            taken = unpack_routes(counted["eldr_routes"])
-            assert taken.shape == (4, shape[0], top_k), taken.shape
-            counted = (taken[..., None] == np.arange(shape[1])).sum(axis=(0, 2))
+            routes_of_prompt = unpack_routes(record["eldr_routes"])
+            assert routes_of_prompt.shape == (4, shape[0], top_k), routes_of_prompt.shape
+            counted = (routes_of_prompt[..., None] == np.arange(shape[1])).sum(axis=(0, 2))
             np.testing.assert_array_equal(counted, decode)

@@ -1,4 +1,9 @@
-"""A router's state, a fake actor of it, clients over a channel without a network, and a queued policy."""
+"""A router without Ray and without a network: its real state, a fake actor around it, and real clients.
+
+`router_state` and `place` test the state alone. `FakeActor` also has the real sessions and channel server; a
+`RouterClient` talks to it through connections within this process, which the test can delay or cut.
+`SlotPolicy` is a policy with a decode queue.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +63,7 @@ def place_one(state: RouterState, name: str, centroid: int | None = None, **fiel
 
 
 def release(state: RouterState, *names: str) -> None:
+    """End requests, and place those that wait for their room."""
     for name in names:
         state.finish(name)
     state.place([])  # as an iteration of the event loop does
@@ -160,11 +166,12 @@ class FakeActor(RouterCalls):
             self.disconnect()
 
     def disconnect(self) -> None:
+        """Close the connections of all clients."""
         for connection in list(self.server.connections):
             connection.close("it is lost")
 
     def restart(self) -> None:
-        """Lose all state."""
+        """Begin with a new state and no connections, as after the actor's death."""
         self.disconnect()
         self.state = RouterState(**self.options)
         self.sessions = Sessions(self.state, Mock(), self.sessions.grace_s)
@@ -172,14 +179,14 @@ class FakeActor(RouterCalls):
 
     def _subscribe(self, body: bytes, answer: Answer) -> Any:
         handler = self.sessions.open_methods["subscribe"](body, answer)
-        return self._recorded(handler, decoder(Any))
+        return self._record_notes(handler, decoder(Any))
 
     def _place(self, body: bytes, answer: Answer) -> Any:
         handler = self.sessions.open_methods["place"](body, answer)
         self.messages.append(decoder(Place)(body))
-        return self._recorded(handler, decoder(Place | Counted))
+        return self._record_notes(handler, decoder(Place | Counted))
 
-    def _recorded(self, handler: Any, decode: Callable[[bytes], Any]) -> Any:
+    def _record_notes(self, handler: Any, decode: Callable[[bytes], Any]) -> Any:
         def on_note(payload: bytes, tokens: int) -> None:
             self.messages.append(decode(payload) if payload else tokens)
             handler.on_note(payload, tokens)
@@ -231,16 +238,16 @@ class FakeActor(RouterCalls):
         if not self.alive:
             raise ChannelLostError("the actor is dead")
         channel = Channel("secret", lambda: None)
-        here, there = _End(self, channel), _End(self, _Connection(self.server))
-        here.other, there.other = there, here
-        there.protocol.connection_made(there)
-        channel.connection_made(here)
+        client_end, server_end = _End(self, channel), _End(self, _Connection(self.server))
+        client_end.other, server_end.other = server_end, client_end
+        server_end.protocol.connection_made(server_end)
+        channel.connection_made(client_end)
         await channel.welcome
         return channel
 
 
 @asynccontextmanager
-async def connected(
+async def connected_client(
     actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
 ) -> AsyncIterator[RouterClient]:
     """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
@@ -264,11 +271,12 @@ async def router_and_client(
 ) -> AsyncIterator[tuple[FakeActor, RouterClient]]:
     """Run an actor with these options and a client of it."""
     actor = FakeActor(**options)
-    async with connected(actor, *replicas, timeout_s=timeout_s) as client:
+    async with connected_client(actor, *replicas, timeout_s=timeout_s) as client:
         yield actor, client
 
 
 async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Poll until the condition holds; raise TimeoutError if it does not in time."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)

@@ -98,8 +98,8 @@ class FakeService:
         if self.fail_every and len(self.bodies) % self.fail_every == 0:
             return _refusal(503, "overloaded")
         if not body.get("stream"):
-            said = self.says(self.policy["name"], body["messages"][0]["content"])
-            return web.json_response({"choices": [{"message": {"content": said}}]})
+            content = self.says(self.policy["name"], body["messages"][0]["content"])
+            return web.json_response({"choices": [{"message": {"content": content}}]})
         self.in_flight += 1
         try:
             return await self._stream(request, body["max_tokens"])
@@ -108,8 +108,8 @@ class FakeService:
 
     async def _stream(self, request: web.Request, tokens: int) -> web.StreamResponse:
         await asyncio.sleep(self.first_s)
-        told = {"decode-worker": REPLICAS[0], "policy": self.policy["name"], "handover-ms": "12.5"}
-        headers = {"content-type": "text/event-stream"} | {f"x-eldr-{k}": v for k, v in told.items()}
+        values = {"decode-worker": REPLICAS[0], "policy": self.policy["name"], "handover-ms": "12.5"}
+        headers = {"content-type": "text/event-stream"} | {f"x-eldr-{k}": v for k, v in values.items()}
         stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
         events = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]

@@ -54,19 +54,19 @@ class Client:
         self.prompts.append(request.prompt_token_ids or [])
         processor = OutputProcessor(TOKENIZER, log_stats=False)
         processor.add_request(request, prompt.get("prompt"))
-        made: list[int] = []
+        token_ids: list[int] = []
         self.open += 1
         try:
             while True:
-                if len(made) == self._dies_after:
+                if len(token_ids) == self._dies_after:
                     raise RuntimeError("the engine is gone")
-                made.append(self._token([*self.prompts[-1], *made]))
-                core = EngineCoreOutput(request_id, made[-1:])
+                token_ids.append(self._token([*self.prompts[-1], *token_ids]))
+                core = EngineCoreOutput(request_id, token_ids[-1:])
                 if params.logprobs is not None:
-                    core.new_logprobs = _logprobs(made[-1], params.logprobs)
-                if made[-1] == EOS and len(made) > params.min_tokens:
+                    core.new_logprobs = _logprobs(token_ids[-1], params.logprobs)
+                if token_ids[-1] == EOS and len(token_ids) > params.min_tokens:
                     core.finish_reason = FinishReason.STOP
-                elif len(made) == params.max_tokens:
+                elif len(token_ids) == params.max_tokens:
                     core.finish_reason = FinishReason.LENGTH
                 for output in processor.process_outputs([core]).request_outputs:
                     yield output

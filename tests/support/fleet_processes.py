@@ -64,18 +64,18 @@ def process(*arguments: Any) -> Iterator[tuple[subprocess.Popen[bytes], ReadLine
     """Run this module with these arguments; yield the process and a function that reads its next line."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-m", "tests.support.fleet_processes", *map(json.dumps, arguments)]
-    started = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
-    output = started.stdout
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
+    output = child.stdout
     assert output is not None
 
     async def read_line() -> Any:
         return json.loads(await asyncio.to_thread(output.readline))
 
     try:
-        yield started, read_line
+        yield child, read_line
     finally:
-        started.kill()
-        started.wait()
+        child.kill()
+        child.wait()
         output.close()
 
 
@@ -102,7 +102,7 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
         patch.object(ingress, "RouterCalls", lambda find: actor),
         patch.object(serve, "get_replica_context", lambda: holder),
     ):
-        holder.servable_object = made = _Ingress(
+        holder.servable_object = deployment = _Ingress(
             prefill=Mock(),
             decode=Mock(),
             tokenizer="/nowhere",
@@ -114,18 +114,18 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
             path_options=PathOptions(retry_backoff_s=0.0),
             prefill_options=PrefillRouterOptions(),
         )
-        made._prefill.start()
-        made._decode.start()
-        made._client.start()
-        server = HttpServer(application(), made.gate.options)
-        holder.port, holder.ingress = server.port, made
+        deployment._prefill.start()
+        deployment._decode.start()
+        deployment._client.start()
+        server = HttpServer(application(), deployment.gate.options)
+        holder.port, holder.ingress = server.port, deployment
         await wait_until(lambda: server._server.started, 30)
-        await wait_until(lambda: len(made._prefill.live) == len(prefill), 30)
-        await wait_until(lambda: len(made._decode.live) == len(decode), 30)
+        await wait_until(lambda: len(deployment._prefill.live) == len(prefill), 30)
+        await wait_until(lambda: len(deployment._decode.live) == len(decode), 30)
         try:
             yield holder
         finally:
-            await made.stop()
+            await deployment.stop()
             await server.drain()
 
 
@@ -147,17 +147,17 @@ async def _engine(role: str, config: dict[str, float]) -> None:
                 await super().answer(method, header, body, answer)
 
     server = object.__new__(Server)
-    named = {"router_name": "router"} if role == "decode" else {}
+    router = {"router_name": "router"} if role == "decode" else {}
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
-        quick = FakeConfig(COUNTS, **config)  # type: ignore[arg-type]
-        await server.__init__(quick, engine=FakeEngine.start, stall_timeout_s=60.0, **named)
+        config_of_engine = FakeConfig(COUNTS, **config)  # type: ignore[arg-type]
+        await server.__init__(config_of_engine, engine=FakeEngine.start, stall_timeout_s=60.0, **router)
     _print(await server.record_replica_metadata())
     await asyncio.Event().wait()
 
 
 async def _ingress(prefill: Fleet, decode: Fleet) -> None:
-    async with running_ingress(prefill, decode) as found:
-        _print(found.port)
+    async with running_ingress(prefill, decode) as holder:
+        _print(holder.port)
         await asyncio.Event().wait()
 
 

@@ -22,5 +22,5 @@ def command(entry: str | Callable[..., None], *arguments: object, **options: obj
 def sentence(done: Any) -> str:
     """Check that a command has refused bad input with status 2, and return its only line."""
     assert 2 in (getattr(done, "exit_code", None), getattr(done, "returncode", None)), done.stderr
-    (said,) = done.stderr.strip().splitlines()
-    return str(said)
+    (line,) = done.stderr.strip().splitlines()
+    return str(line)

@@ -42,24 +42,33 @@ class _Ingress(ingress.EldrIngress):
 
 
 class App:
-    """A running ingress with an HTTP client. Its engines validate a request as vLLM does, then answer."""
+    """A running ingress and an HTTP client of it.
+
+    Args:
+        prefill: answers the calls of prefill engines.
+        decode: answers the calls of decode engines.
+        options: the ingress's options.
+        validated: whether engines validate a request, as vLLM does, before they answer it.
+    """
 
     def __init__(self, prefill: Any, decode: Any, options: IngressOptions, validated: bool = True) -> None:
-        answers = (self._validated(a) if validated else a for a in (prefill, decode))
+        answers = (self._validate_first(a) if validated else a for a in (prefill, decode))
         self.prefill, self.decode = (FakeFleet(answer, "r0", "r1") for answer in answers)
         self.valid_calls: list[Sent] = []  # calls of valid requests
         self.ingress: Any = None
         self.http = application(options.cors_origins)
         self.client: Any = None
 
-    def _validated(self, answer: Callable[[Sent], AsyncIterator[Any]]) -> Any:
-        async def validated(sent: Sent) -> AsyncIterator[Any]:
+    def _validate_first(self, answer: Callable[[Sent], AsyncIterator[Any]]) -> Any:
+        """Return engines that validate a request before they answer it."""
+
+        async def validate_and_answer(sent: Sent) -> AsyncIterator[Any]:
             parse_request(EngineRequest(**{"method": sent.method} | sent.header, body=sent.body))
             self.valid_calls.append(sent)
             async for chunk in answer(sent):
                 yield chunk
 
-        return validated
+        return validate_and_answer
 
     async def post(self, path: str, body: Any, key: str | None = None, **headers: str) -> httpx.Response:
         """Post JSON text, or a value as JSON, with an inference key."""
@@ -67,15 +76,15 @@ class App:
         headers |= {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         return await self.client.post(path, content=content, headers=headers)
 
-    async def stream(self, send: Callable[[Any], Awaitable[None]], left: asyncio.Event) -> None:
-        """Post a streamed completion by ASGI; the client disconnects when `left` is set."""
+    async def stream(self, send: Callable[[Any], Awaitable[None]], disconnected: asyncio.Event) -> None:
+        """Post a streamed completion by ASGI; the client disconnects when `disconnected` is set."""
         body = json.dumps(HELLO | {"stream": True}).encode()
         received = [{"type": "http.request", "body": body}]
 
         async def receive() -> Any:
             if received:
                 return received.pop()
-            await left.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "query_string": b"", "headers": []}
@@ -110,15 +119,15 @@ async def running_app(
     ingress_options = IngressOptions(**options)
     app = App(prefill, decode, ingress_options, validated)
     fleets = iter((app.prefill, app.decode))
-    healthy: Any = Mock(check_health=Mock(remote=AsyncMock()))
+    handle: Any = Mock(check_health=Mock(remote=AsyncMock()))
     with (
         patch.object(ingress, "RouterCalls", lambda find: actor),
         patch.object(ingress, "Fleet", lambda directory: next(fleets)),
         patch.object(serve, "get_replica_context", lambda: SimpleNamespace(servable_object=app.ingress)),
     ):
         app.ingress = _Ingress(
-            prefill=healthy,
-            decode=healthy,
+            prefill=handle,
+            decode=handle,
             tokenizer="/nowhere",
             model_card={"id": model_id, "object": "model"},
             openapi=_OPENAPI,

@@ -46,15 +46,17 @@ _EVERYWHERE = {"instance", "job", "WorkerId"}  # labels that Prometheus and Ray 
 
 def series() -> dict[str, tuple[str, set[str]]]:
     """Return kind and labels of every series that our expressions may use; a histogram's are counters."""
-    found = {name: (foreign.kind, {*foreign.labels} | _EVERYWHERE) for name, foreign in FOREIGN.items()}
+    labels_by_series = {
+        name: (foreign.kind, {*foreign.labels} | _EVERYWHERE) for name, foreign in FOREIGN.items()
+    }
     for name, metric in METRICS.items():
         labels = {*metric.labels} | _EVERYWHERE | (set() if name in ENGINE else {APPLICATION})
         if metric.kind == HISTOGRAM:
-            found |= {f"{PREFIX}{name}{part}": (COUNTER, labels) for part in ("_count", "_sum")}
-            found[f"{PREFIX}{name}_bucket"] = COUNTER, labels | {"le"}
+            labels_by_series |= {f"{PREFIX}{name}{part}": (COUNTER, labels) for part in ("_count", "_sum")}
+            labels_by_series[f"{PREFIX}{name}_bucket"] = COUNTER, labels | {"le"}
         else:
-            found[f"{PREFIX}{name}"] = metric.kind, labels
-    return found
+            labels_by_series[f"{PREFIX}{name}"] = metric.kind, labels
+    return labels_by_series
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.shipped import ROOT
 
 
-def finished(
+def run_command(
     *command: object, timeout_s: float = 120, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; return its status and its output as text."""
@@ -21,8 +21,8 @@ def finished(
 
 
 def output(*command: object, **options: Any) -> str:
-    """Run a command like `finished`, check that it succeeds, and return its standard output."""
-    done = finished(*command, **options)
+    """Run a command like `run_command`, check that it succeeds, and return its standard output."""
+    done = run_command(*command, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -30,5 +30,5 @@ def output(*command: object, **options: Any) -> str:
 def python(
     *arguments: object, timeout_s: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python like `finished`, with additional variables of the environment."""
-    return finished(sys.executable, *arguments, timeout_s=timeout_s, env=os.environ | environment)
+    """Run Python like `run_command`, with additional variables of the environment."""
+    return run_command(sys.executable, *arguments, timeout_s=timeout_s, env=os.environ | environment)

@@ -35,7 +35,7 @@ EVENTS = [b'data: {"created":77,"text":"%d"}\n\n' % number for number in range(T
 WHOLE = b"".join(EVENTS)
 
 
-def packed(*ids: int) -> bytes:
+def pack_ids(*ids: int) -> bytes:
     """Return token ids as they are sent."""
     return np.asarray(ids, np.uint32).tobytes()
 

@@ -138,7 +138,7 @@ def observed_experts(
     return Experts(counts, prompt, bits, offsets, domains)
 
 
-def saved(trace: CalibrationTrace, folders: pytest.TempPathFactory) -> Path:
+def save_trace(trace: CalibrationTrace, folders: pytest.TempPathFactory) -> Path:
     path = folders.mktemp("trace") / "trace.safetensors"
     trace.save(path)
     return path

@@ -79,7 +79,7 @@ def test_the_graph_matches_the_file(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "executor"),
+    ("name", "settings", "executor"),
     [
         ("cpu_demo", {}, "uni"),
         ("cpu_demo", {"tensor_parallel_size": 2}, "mp"),
@@ -89,11 +89,11 @@ def test_the_graph_matches_the_file(name: str, monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_one_rank_engine_is_one_process_on_cpu_and_optionally_on_a_gpu(
-    name: str, asked: dict[str, Any], executor: str, monkeypatch: pytest.MonkeyPatch
+    name: str, settings: dict[str, Any], executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     args = arguments(name)
-    args["decode_config"]["engine_kwargs"] |= asked
+    args["decode_config"]["engine_kwargs"] |= settings
     config = engines(build_app(args))[1].init_kwargs["llm_config"]
     there = pickle.loads(pickle.dumps(config)).get_engine_config()  # as in the replica
     assert there.get_initialization_kwargs()["distributed_executor_backend"] == executor

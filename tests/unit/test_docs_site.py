@@ -127,9 +127,9 @@ def _has_target(words: list[str]) -> bool:
 def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
     group: Any = get_command(app)
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    wrong, seen = [], 0
+    wrong, num_commands = [], 0
     for page, words in _shown_commands():
-        shown = f"{page}: {shlex.join(words)}"
+        line = f"{page}: {shlex.join(words)}"
         options = {word.partition("=")[0] for word in words if word.startswith("--")} - {"--help"}
         if words[0] == "make":
             ok = all(word in targets for word in words[1:] if re.fullmatch("[a-z-]+", word))
@@ -146,9 +146,9 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
             command = getattr(command, "commands", {}).get(words[2] if words[2:] else "", command)
             known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
             ok = options <= known and (words[1] not in ("bench", "reproduce") or _has_target(words))
-        seen += 1
-        wrong += [] if ok or page.startswith("008-") else [shown]  # 008 lists what was removed
-    assert seen > 50
+        num_commands += 1
+        wrong += [] if ok or page.startswith("008-") else [line]  # 008 lists what was removed
+    assert num_commands > 50
     assert not wrong
 
 

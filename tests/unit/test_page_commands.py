@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from eldr_serve.cli import app
 from eldr_serve.router.messages import NamedPolicy
 from eldr_serve.scheduling import StepCost
-from tests.support.busy_router import E, L, busy_actor, served
+from tests.support.busy_router import E, L, busy_actor, running_live_page
 from tests.support.ingress_app import KEY
 from tests.support.pages import PAGES, code_lines
 from tests.support.processes import output
@@ -251,7 +251,7 @@ def test_rays_token_is_created_where_the_page_says(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) -> None:
     actor = busy_actor()
-    async with served(actor) as (_, url):
+    async with running_live_page(actor) as (_, url):
         root = url.removesuffix("/eldr/")
         for line in lines_of("eldr status", "eldr policy", "eldr table"):
             if "my_package" in line:
@@ -268,7 +268,7 @@ async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) ->
             curl = await asyncio.create_subprocess_shell(
                 command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment
             )
-            said, _ = await curl.communicate()
-            assert curl.returncode == 0, said
+            output, _ = await curl.communicate()
+            assert curl.returncode == 0, output
             wanted = NamedPolicy("shortest-queue") if "PUT" in line else None
             assert actor.state.settings.shadow == wanted

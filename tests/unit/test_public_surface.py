@@ -90,12 +90,12 @@ def test_a_subcommand_has_the_help_of_its_command(name: str) -> None:
 
 
 def test_a_subcommand_outside_a_checkout_explains_where_it_is() -> None:
-    said = in_a_process(
+    output = in_a_process(
         "import sys, eldr_serve.cli as c\nsys.modules['benchmarks'] = None\n"
         "sys.argv[1:] = ['reproduce']\nc.main()"
     )
-    assert said.startswith("eldr reproduce: it is part of the repository")
-    assert len(said.strip().splitlines()) == 1
+    assert output.startswith("eldr reproduce: it is part of the repository")
+    assert len(output.strip().splitlines()) == 1
 
 
 def test_a_service_is_shown_and_changed(service: FakeService) -> None:
@@ -111,17 +111,17 @@ def test_a_service_is_shown_and_changed(service: FakeService) -> None:
 def test_the_status_shows_the_decode_queue_and_the_live_policys_saving(service: FakeService) -> None:
     state = busy_actor().state
     service.more_status = router_status(state)
-    said = " ".join(eldr("status", "--url", service.url).stdout.split())
+    output = " ".join(eldr("status", "--url", service.url).stdout.split())
     now = service.more_status["comparison"]["now"]
-    assert "decode queue size 0, oldest_wait_s 0 " in said
-    assert f"{now['change_pct']:+.1f} % [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}], over" in said
-    assert f"over {now['tokens']} tokens" in said
+    assert "decode queue size 0, oldest_wait_s 0 " in output
+    assert f"{now['change_pct']:+.1f} % [{now['low_pct']:+.1f}, {now['high_pct']:+.1f}], over" in output
+    assert f"over {now['tokens']} tokens" in output
     now["tokens"] = None
     assert "no token has been priced yet" in " ".join(eldr("status", "--url", service.url).stdout.split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["policy", "random"], "admin key"),
         (["policy", "nosuch", "--admin-key", KEY], "unknown policy"),
@@ -130,8 +130,10 @@ def test_the_status_shows_the_decode_queue_and_the_live_policys_saving(service: 
         (["table", "nowhere"], "nowhere"),
     ],
 )
-def test_refusals_are_reported_in_one_sentence(arguments: list[str], said: str, service: FakeService) -> None:
-    assert said in sentence(eldr(*arguments, "--url", service.url))
+def test_refusals_are_reported_in_one_sentence(
+    arguments: list[str], words: str, service: FakeService
+) -> None:
+    assert words in sentence(eldr(*arguments, "--url", service.url))
 
 
 def test_a_fault_of_the_program_is_not_reported_as_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

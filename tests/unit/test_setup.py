@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import finished
+from tests.support.processes import run_command
 
 PIP_ERROR = "ERROR: No matching distribution found for torch==2.13.0+cpu"
 
@@ -23,7 +23,7 @@ def make_setup(
             f'case "$*" in {refused}) {"exit 0" if can else f"echo {PIP_ERROR!r} >&2; exit 1"};; esac\n'
         )
         stand_in.chmod(0o755)
-    done = finished("make", "setup", "PYTHON=true", f"VENV={venv}", f"EXTRA={extra}", timeout_s=60)
+    done = run_command("make", "setup", "PYTHON=true", f"VENV={venv}", f"EXTRA={extra}", timeout_s=60)
     return done, calls.read_text().splitlines()
 
 

@@ -26,11 +26,11 @@ def test_all_parts_run_and_the_last_lines_name_failures(
     parts: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert suite.run(parts, tmp_path / "out") == 1
-    said = capsys.readouterr().out.partition("##### all parts\n")[2].splitlines()
+    output = capsys.readouterr().out.partition("##### all parts\n")[2].splitlines()
     words = {name: f"{name}: {'passed' if name == 'passes' else 'failed'} in " for name in parts}
-    starts = [next(n for n, line in enumerate(said) if line.startswith(words[name])) for name in parts]
+    starts = [next(n for n, line in enumerate(output) if line.startswith(words[name])) for name in parts]
     fails, cannot, dies, passes = (
-        said[start + 1 : end] for start, end in zip(starts, [*starts[1:], len(said)], strict=True)
+        output[start + 1 : end] for start, end in zip(starts, [*starts[1:], len(output)], strict=True)
     )
     assert fails[0].startswith("FAILED ")
     assert "::test_bad" in fails[0]

@@ -160,13 +160,13 @@ def test_rounds_become_one_row_with_their_median_and_its_interval() -> None:
         for step in (0, 1, 5)
         for way, base in (("b", 10.0), ("a", 20.0))
     ]
-    found = medians(rows, keys=("way",), with_interval=("took_ms",), summed=("failures",))
-    assert [(row["way"], row["rounds"], row["took_ms"], row["failures"]) for row in found] == [
+    summaries = medians(rows, keys=("way",), with_interval=("took_ms",), summed=("failures",))
+    assert [(row["way"], row["rounds"], row["took_ms"], row["failures"]) for row in summaries] == [
         ("b", 3, 11.0, 6),
         ("a", 3, 21.0, 6),
     ]
-    assert all(row["took_ms_low"] < row["took_ms"] < row["took_ms_high"] for row in found)
-    assert all("errors" not in row for row in found)
+    assert all(row["took_ms_low"] < row["took_ms"] < row["took_ms_high"] for row in summaries)
+    assert all("errors" not in row for row in summaries)
 
 
 def test_a_settings_saving_is_relative_to_the_plain_start_of_its_round() -> None:

@@ -39,16 +39,16 @@ async def test_a_stream_that_nobody_reads_is_bounded(way: str, monkeypatch: pyte
     monkeypatch.setattr(channel_ways, "_SLOW_S", 0.001)
     async with serving(way) as port, connected(way, port) as link:
         slow = link.stream({"stream": 0, "slow": True})
-        sent, still = -1, 0
+        sent_bytes, unchanged_polls = -1, 0
         async with asyncio.timeout(20):
-            while still < 3:
+            while unchanged_polls < 3:
                 await asyncio.sleep(0.1)
                 now = await link.command("stats", {})
-                still = still + 1 if now["slow_bytes"] == sent > 0 else 0
-                sent = now["slow_bytes"]
+                unchanged_polls = unchanged_polls + 1 if now["slow_bytes"] == sent_bytes > 0 else 0
+                sent_bytes = now["slow_bytes"]
         # How much is sent before the end of the stream reaches its handler depends on the machine; the server
         # aborts a connection with more unsent bytes than this.
-        assert sent < MAX_UNREAD_BYTES + _MAX_UNSENT_BYTES + _SOCKET_BYTES
+        assert sent_bytes < MAX_UNREAD_BYTES + _MAX_UNSENT_BYTES + _SOCKET_BYTES
         assert now["open"] == (way == "grpc")
         slow.cancel()
 
@@ -62,9 +62,9 @@ def test_rows_are_compared_within_their_round() -> None:
     ]
 
 
-@pytest.mark.parametrize(("ways", "said"), [("nobody", "nobody"), ("grpc", "must include channel")])
-def test_bad_ways_are_a_sentence(ways: str, said: str) -> None:
-    assert said in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
+@pytest.mark.parametrize(("ways", "words"), [("nobody", "nobody"), ("grpc", "must include channel")])
+def test_bad_ways_are_a_sentence(ways: str, words: str) -> None:
+    assert words in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
 
 
 @pytest.mark.slow

@@ -17,7 +17,9 @@ from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
 
 
-def measured(step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float) -> dict[str, Any]:
+def measurement(
+    step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float
+) -> dict[str, Any]:
     figures = {"experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0, "moved_a_token": 0.9}
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 
@@ -36,12 +38,12 @@ class Engine:
 def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: Path) -> None:
     engine: Any = Engine()
     keys = [(turn, name) for turn in range(2) for name in ("a", "b")]
-    asked: list[tuple[int, str]] = []
+    measured: list[tuple[int, str]] = []
 
     def measure(running: Any, key: tuple[int, str]) -> str:
         assert running is engine
-        asked.append(key)
-        if len(asked) == 3:
+        measured.append(key)
+        if len(measured) == 3:
             raise UserInputError("the engine died")
         return f"{key[1]}{key[0]}"
 
@@ -52,12 +54,12 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
 
     with pytest.raises(UserInputError, match="died"):
         turns(None)
-    assert asked == keys[:3]
+    assert measured == keys[:3]
     assert list(Journal.read(tmp_path / "j.jsonl")) == ["0/a", "0/b"]
     with pytest.raises(UserInputError, match="time is up"):
         turns(0.0)
     assert turns(None) == {(0, "a"): "a0", (0, "b"): "b0", (1, "a"): "a1", (1, "b"): "b1"}
-    assert asked == [*keys[:3], *keys[2:]]
+    assert measured == [*keys[:3], *keys[2:]]
     assert engine.started == 3
     turns(0.0)  # nothing is left to measure
     assert engine.started == 3
@@ -70,10 +72,22 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     log[:, :SKIPPED] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])
     answers = np.arange(10).reshape(2, 5)
-    found = summary(Decoded(answers, seconds, 0, 0, 0, 0, log, answers, answers))
-    hashes = found.pop("answers")
+    figures = summary(
+        Decoded(
+            answers,
+            seconds,
+            move_s=0,
+            experts_moved=0,
+            slices=0,
+            slices_left=0,
+            log=log,
+            routed=answers,
+            placement=answers,
+        )
+    )
+    hashes = figures.pop("answers")
     assert len(set(hashes)) == 2
-    assert found == pytest.approx(
+    assert figures == pytest.approx(
         {
             "step_ms": 20,
             "steps": 4,
@@ -104,9 +118,9 @@ def test_a_placement_in_more_slots_is_the_same_placement() -> None:
 
 def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:
     arms = {
-        (1.0, "linear, none"): [measured(10), measured(20), measured(30)],
-        (1.5, "eplb, even"): [measured(12, 13), measured(24, 13), measured(36, 13)],
-        (1.5, "eplb, metro"): [measured(9, 9), measured(18, 9), measured(27, 9, "ax")],
+        (1.0, "linear, none"): [measurement(10), measurement(20), measurement(30)],
+        (1.5, "eplb, even"): [measurement(12, 13), measurement(24, 13), measurement(36, 13)],
+        (1.5, "eplb, metro"): [measurement(9, 9), measurement(18, 9), measurement(27, 9, "ax")],
     }
     base, even, metro = choice_rows(arms, 8, 0)
     assert [row["step_ms"] for row in (base, even, metro)] == [20, 24, 18]
@@ -125,7 +139,7 @@ def test_a_shift_is_summarised_by_phase_including_moves() -> None:
     moves = {"plan_ms": 5.0, "migration_ms": 40.0, "experts_moved": 8, "slices": 4, "slices_left": 1}
 
     def windows(step: float, moved: float) -> list[dict[str, Any]]:
-        return [measured(step + n, **moves, with_moves_ms=step + n + moved) for n in range(4)]
+        return [measurement(step + n, **moves, with_moves_ms=step + n + moved) for n in range(4)]
 
     rows = list(shift_rows({"offline": [windows(10, 0)] * 2, "proactive": [windows(8, 4), windows(8, 4)]}, 0))
     assert [(row["placement"], row["phase"], row["windows"]) for row in rows] == [

@@ -14,7 +14,7 @@ from tests.support.in_process import command, sentence
 
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text('{}')"
 CRASHES = "print('before'); raise SystemExit('no kernel for this card')"
-# Ignores SIGTERM, as does its child in a session of its own.
+# A program that ignores SIGTERM, and so does its child, which has a session of its own.
 HANGS = """
 import os, pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -72,8 +72,8 @@ def test_a_step_is_a_benchmark_with_these_options(step: Step) -> None:
     module, *words = step.command[1:]
     stem = module.rpartition(".")[2]
     name = words[0] if words and stem != words[0] and not words[0].startswith("-") else stem
-    said = command(getattr(importlib.import_module(module), name), "--help").stdout
-    assert not [word for word in words if word.startswith("--") and word not in said]
+    help_text = command(getattr(importlib.import_module(module), name), "--help").stdout
+    assert not [word for word in words if word.startswith("--") and word not in help_text]
 
 
 def test_the_command_writes_states_and_fails_with_a_step(

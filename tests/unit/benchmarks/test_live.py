@@ -49,20 +49,20 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     table, _ = fit_table(synthetic_trace(), 2)
     file = tmp_path / "table.safetensors"
 
-    def asked(rate: str) -> live.Comparison:
+    def comparison_at(rate: str) -> live.Comparison:
         return live.Comparison(tmp_path, {"rate": rate, "folder": tmp_path})
 
-    assert asked("2").result is None  # nothing was measured
+    assert comparison_at("2").result is None  # nothing was measured
     with pytest.raises(UserInputError, match="status 130"):
-        asked("4").measure(table, {"rate": "stop"}, port=1)
-    assert asked("4").result is None
+        comparison_at("4").measure(table, {"rate": "stop"}, port=1)
+    assert comparison_at("4").result is None
     with pytest.raises(UserInputError, match="another rate"):
-        asked("8")
+        comparison_at("8")
     (tmp_path / "comparison" / JOURNAL).unlink()
-    asked("4").measure(table, {"rate": "4"}, port=1)
-    assert asked("4").result == {"rate": "4"}
-    asked("4").finish()
-    assert asked("8").result is None
+    comparison_at("4").measure(table, {"rate": "4"}, port=1)
+    assert comparison_at("4").result == {"rate": "4"}
+    comparison_at("4").finish()
+    assert comparison_at("8").result is None
     assert json.loads((tmp_path / "published" / "compare.json").read_text()) == {"rate": "4"}
     assert len(tables) == 2
     assert tables[-1] == file.read_bytes()

@@ -53,11 +53,11 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
         model_families, "Reference", lambda checkpoint: SimpleNamespace(route=lambda tokens: CHOSEN)
     )
 
-    def made(one: dict[str, Any]) -> dict[str, Any]:
+    def row_of(one: dict[str, Any]) -> dict[str, Any]:
         report = {"records": [one], "groups": [], "step_tokens": CHUNK, "preemptions": 0}
         return row("Mixtral", "V1", None, report)
 
-    return made
+    return row_of
 
 
 def with_one_choice_moved(counts: Counts) -> Counts:
@@ -142,12 +142,11 @@ def test_a_gap_is_the_difference_between_their_score_and_ours() -> None:
 
 def test_a_gap_of_groups_is_between_the_groups() -> None:
     score = np.array([5.0, 4.0, 4.9, 4.0, 0.0, 1.0, 0.0, 0.0], np.float32)  # of groups: 9, 8.9, 1, 0
-    mine, theirs = np.array([2, 3]), np.array([0, 1])
-    assert gap(mine, theirs, score, (4, 1)) == pytest.approx(0.1 / 9, rel=1e-4)
-    assert gap(np.array([4, 5]), theirs, score, (4, 1)) == pytest.approx(8 / 9, rel=1e-4)
-    assert (
-        gap(np.array([0, 2]), np.array([0, 1]), score, (4, 2)) < 0
-    )  # theirs was not the best choice of its groups
+    counted, best = np.array([2, 3]), np.array([0, 1])
+    assert gap(counted, best, score, (4, 1)) == pytest.approx(0.1 / 9, rel=1e-4)
+    assert gap(np.array([4, 5]), best, score, (4, 1)) == pytest.approx(8 / 9, rel=1e-4)
+    # With two groups, [0, 1] is not the best choice.
+    assert gap(np.array([0, 2]), np.array([0, 1]), score, (4, 2)) < 0
 
 
 def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:

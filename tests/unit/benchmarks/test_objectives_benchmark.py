@@ -47,11 +47,11 @@ def test_a_row_separates_refused_late_and_failed_requests() -> None:
 async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_objective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sent: list[dict[str, str] | None] = []
+    headers_sent: list[dict[str, str] | None] = []
     complete = objectives.complete
 
     async def recorded(*args: object, headers: dict[str, str] | None) -> Answer:
-        sent.append(headers)
+        headers_sent.append(headers)
         return await complete(*args, headers=headers)
 
     monkeypatch.setattr(objectives, "complete", recorded)
@@ -63,5 +63,5 @@ async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_object
     assert len(by_count) == len(by_prediction) > 3
     assert [answer.error for answer in by_count].count(None) == 2
     assert all(answer.error is None for answer in by_prediction)
-    assert sent[:2] == [None, None]
-    assert sent[2:] == [{TTFT_HEADER: "200.000", TPOT_HEADER: "20.000"}] * len(by_prediction)
+    assert headers_sent[:2] == [None, None]
+    assert headers_sent[2:] == [{TTFT_HEADER: "200.000", TPOT_HEADER: "20.000"}] * len(by_prediction)

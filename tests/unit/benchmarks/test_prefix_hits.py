@@ -45,5 +45,5 @@ def test_a_row_compares_the_counts_of_its_own_requests() -> None:
 
 
 def test_an_unknown_map_is_refused_before_anything_starts() -> None:
-    said = sentence(command("benchmarks.serving.prefix_hits", trace="none.jsonl", maps="nobody"))
-    assert "there is no map 'nobody'; there are events, estimate" in said
+    message = sentence(command("benchmarks.serving.prefix_hits", trace="none.jsonl", maps="nobody"))
+    assert "there is no map 'nobody'; there are events, estimate" in message

@@ -126,7 +126,7 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
     pools: list[_EnginePool] = []
 
-    def compared(runs: int, fit_requests: int = FIT_REQUESTS) -> list[Case]:
+    def compare(runs: int, fit_requests: int = FIT_REQUESTS) -> list[Case]:
         pools.append(_EnginePool(runs))
         bench = Bench(
             tmp_path,
@@ -144,14 +144,14 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     needed = 16 + 3 * 2 * 2  # batches of the fit; workers x arms x repeats
     for runs in (7, 20):
         with pytest.raises(KeyboardInterrupt):
-            compared(runs)
+            compare(runs)
     # The interrupted fit begins again; later measurements are kept.
-    (done,) = compared(100)
+    (done,) = compare(100)
     assert [pool.runs for pool in pools] == [7, 20, needed - 20]
     assert all((times > 0).all() for times in done.replayed_tpot_s.values())
-    (read,) = compared(0)
+    (read,) = compare(0)
     for label in done.steps:
         assert np.array_equal(done.replayed_tpot_s[label], read.replayed_tpot_s[label])
         assert done.steps[label] == read.steps[label]
-    compared(100, fit_requests=24)
+    compare(100, fit_requests=24)
     assert pools[-1].runs == needed - 4

@@ -14,7 +14,18 @@ from eldr_serve.commands.errors import UserInputError
 from tests.support.fake_service import KEY, fake_service
 
 # 100 steps of 4 requests, 10 ms each; tokens at the client take twice as long.
-PART = Part(400, 4.4, 5.5, 100, 400, 2000, 1.0, 4.0, 0.02, {"steps": 100.0})
+PART = Part(
+    tokens=400,
+    live=4.4,
+    shadow=5.5,
+    steps=100,
+    requests=400,
+    active_experts=2000,
+    seconds=1.0,
+    token_seconds=4.0,
+    tpot=0.02,
+    step_cost={"steps": 100.0},
+)
 
 
 def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:
@@ -22,18 +33,18 @@ def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:
         PART, live=5.5, shadow=4.4, seconds=1.2, token_seconds=5.0, tpot=0.019, active_experts=2500
     )
     parts = {"marginal-cost": [PART, PART], "random": [other, other]}
-    found = {row["figure"]: row for row in rows(("marginal-cost", "random"), parts, seed=0)}
+    by_figure = {row["figure"]: row for row in rows(("marginal-cost", "random"), parts, seed=0)}
     for live in parts:
-        row = found[f"priced, {live} live"]
+        row = by_figure[f"priced, {live} live"]
         assert (row["marginal-cost"], row["random"]) == pytest.approx((11.0, 13.75))
         assert row["change_pct"] == pytest.approx(-20)
         assert [row[f"off{end}_pct"] for end in ("", "_low", "_high")] == pytest.approx([0, 0, 0])
-    assert (found["step"]["marginal-cost"], found["step"]["random"]) == pytest.approx((10.0, 12.5))
-    assert found["step"]["off_pct"] is None
-    assert found["engine"]["change_pct"] == pytest.approx(100 / 1.2 - 100)
-    assert found["tpot"]["change_pct"] == pytest.approx(100 * (20 / 19 - 1))
-    assert found["tpot"]["off_pct"] == pytest.approx(found["tpot"]["change_pct"] + 20)
-    assert (found["experts"]["marginal-cost"], found["experts"]["random"]) == (20, 25)
+    assert (by_figure["step"]["marginal-cost"], by_figure["step"]["random"]) == pytest.approx((10.0, 12.5))
+    assert by_figure["step"]["off_pct"] is None
+    assert by_figure["engine"]["change_pct"] == pytest.approx(100 / 1.2 - 100)
+    assert by_figure["tpot"]["change_pct"] == pytest.approx(100 * (20 / 19 - 1))
+    assert by_figure["tpot"]["off_pct"] == pytest.approx(by_figure["tpot"]["change_pct"] + 20)
+    assert (by_figure["experts"]["marginal-cost"], by_figure["experts"]["random"]) == (20, 25)
 
 
 def test_rounds_that_differ_give_an_interval() -> None:
@@ -74,10 +85,10 @@ def test_each_policy_is_live_once_in_each_round_with_the_other_as_shadow(
         shadow(policies=",".join(policies), intermediate="32", work=tmp_path, out=out, **load)
     assert sorted(service.policies_set) == sorted(service.shadows) == policies
     assert service.policies_set != service.shadows
-    found = {row["figure"]: row for row in json.loads(out.read_text())["rows"]}
+    by_figure = {row["figure"]: row for row in json.loads(out.read_text())["rows"]}
     # Both policies are equal here, so each prices its shadow at 10 of its own 11 ms.
-    assert found["priced, random live"]["change_pct"] == pytest.approx(10, abs=0.1)
-    assert found["priced, shortest-queue live"]["change_pct"] == pytest.approx(-100 / 11, abs=0.1)
-    assert found["step"]["random"] == pytest.approx(10, abs=0.1)
-    assert found["tpot"]["random"] > 10
+    assert by_figure["priced, random live"]["change_pct"] == pytest.approx(10, abs=0.1)
+    assert by_figure["priced, shortest-queue live"]["change_pct"] == pytest.approx(-100 / 11, abs=0.1)
+    assert by_figure["step"]["random"] == pytest.approx(10, abs=0.1)
+    assert by_figure["tpot"]["random"] > 10
     assert not (tmp_path / "shadow.jsonl").exists()

@@ -82,7 +82,7 @@ def test_the_packages_figures_stand_beside_the_measured_batches() -> None:
 
 
 def test_impossible_options_are_refused_in_one_sentence() -> None:
-    said = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
-    assert "8 to 8 experts" in said
+    message = sentence(command("benchmarks.engine.step_cost", device="cpu", batches="1", active="16,32"))
+    assert "8 to 8 experts" in message
     assert "--active" in sentence(command("benchmarks.engine.step_cost", device="cpu", active="many"))
     assert "use cpu" in sentence(command("benchmarks.engine.step_cost"))

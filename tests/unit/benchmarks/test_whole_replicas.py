@@ -160,14 +160,14 @@ def test_a_system_is_not_charged_for_slow_cores() -> None:
         span = [100.0 * n + 10.0, 100.0 * n + 90.0]
         trials[f"{n // 3}/sessions/{system}"] = times | {"span": span, "cpu_ms": cpu}
     even = whole_report.at_mean_speed(trials, NormalisedTime([of_core]))
-    ratio = {k: found["tpot_p50_ms"] / 10.0 for k, found in even.items()}
+    ratio = {k: figures["tpot_p50_ms"] / 10.0 for k, figures in even.items()}
     same = next(iter(ratio.values()))
-    for key, found in even.items():
+    for key, figures in even.items():
         share = 0.75 if key.endswith(whole_report.OURS) else 1.0
         assert ratio[key] == pytest.approx(share * same, rel=0.05)
-        assert 1 / found["requests_per_s"] == pytest.approx(found["tpot_p50_ms"])
-        assert found["cpu_ms"]["engines"] == pytest.approx(2 * found["engine_ms_per_token"], rel=1e-6)
-        assert trials[key]["tpot_p50_ms"] == pytest.approx(found["slow"] * found["tpot_p50_ms"])
+        assert 1 / figures["requests_per_s"] == pytest.approx(figures["tpot_p50_ms"])
+        assert figures["cpu_ms"]["engines"] == pytest.approx(2 * figures["engine_ms_per_token"], rel=1e-6)
+        assert trials[key]["tpot_p50_ms"] == pytest.approx(figures["slow"] * figures["tpot_p50_ms"])
 
 
 def test_plain_whole_servers_differ_only_in_the_missing_transfer() -> None:
@@ -179,12 +179,12 @@ def test_plain_whole_servers_differ_only_in_the_missing_transfer() -> None:
 
 
 def test_impossible_options_are_refused_before_anything_starts() -> None:
-    for asked, said in (
+    for options, words in (
         ({"systems": "nobody"}, "there is no system 'nobody'"),
         ({"systems": "vllm-router/cache_aware"}, "'vllm-router/cache_aware' needs an option"),
         ({"workloads": "sessions"}, "'sessions' needs an option"),
     ):
-        assert said in sentence(command("benchmarks.serving.whole_replicas", **asked))
+        assert words in sentence(command("benchmarks.serving.whole_replicas", **options))
     assert whole_replicas._choose("workload", "", whole_replicas.WORKLOADS, "sessions", None) == [
         "many domains",
         "system prompts",

@@ -22,13 +22,21 @@ from eldr_serve.channel import peer as peer_module
 from eldr_serve.channel.client import SILENT_S
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, VERSION, BrokenFrameError, Frames, Kind, frame
 from tests.faults.virtual_time import VirtualLoop
-from tests.support.channel_calls import HELLO, SECRET, connected, lines, listening, read_all, until
+from tests.support.channel_calls import (
+    HELLO,
+    SECRET,
+    connected_engine,
+    lines,
+    listening_engine,
+    read_all,
+    until,
+)
 
 
 async def test_pings_carry_the_report_to_authenticated_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_module, "PING_S", 0.02)
     numbers = iter(range(1000))
-    async with connected(report=lambda: {"number": next(numbers)}) as (engine, channel):
+    async with connected_engine(report=lambda: {"number": next(numbers)}) as (engine, channel):
         reports: list[Any] = []
         channel.on_report = reports.append
         reader, writer = await asyncio.open_connection("127.0.0.1", engine.server.address[1])
@@ -39,7 +47,7 @@ async def test_pings_carry_the_report_to_authenticated_peers(monkeypatch: pytest
 
 
 async def test_many_calls_share_a_connection_and_each_gets_its_own_answer() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         calls = [channel.call("echo", {"parts": [b"a", b"b"]}, b"%d" % n) for n in range(200)]
         answers = await asyncio.gather(*(read_all(call) for call in calls))
         assert answers == [(b"a%db%d" % (n, n), 2) for n in range(200)]
@@ -47,7 +55,7 @@ async def test_many_calls_share_a_connection_and_each_gets_its_own_answer() -> N
 
 
 async def test_a_refused_call_raises_the_status_and_body_of_the_engine() -> None:
-    async with connected(limit=1) as (engine, channel):
+    async with connected_engine(limit=1) as (engine, channel):
         with pytest.raises(CallFailedError) as refused:
             await channel.call("refuse", {}).read()
         assert (refused.value.status, refused.value.body) == (400, b"this is wrong")
@@ -60,7 +68,7 @@ async def test_a_refused_call_raises_the_status_and_body_of_the_engine() -> None
 
 
 async def test_a_cancelled_call_ends_in_the_engine_first() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         unread = channel.call("wait", {})
         unread.cancel()  # the engine may not have begun it
         await unread.wait_until_ended()
@@ -75,7 +83,7 @@ async def test_a_cancelled_call_ends_in_the_engine_first() -> None:
 
 
 async def test_a_reader_that_reads_nothing_is_disconnected_and_disturbs_no_other_call() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         flood = channel.call("flood", {})
         await until(lambda: engine.begun and not engine.running)
         assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
@@ -84,7 +92,7 @@ async def test_a_reader_that_reads_nothing_is_disconnected_and_disturbs_no_other
 
 
 async def test_a_slow_reader_does_not_wait_for_an_engine_that_is_stuck() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         engine.stops = False
         flood = channel.call("flood", {})
         flood.expect(0.05, 0.05)
@@ -96,7 +104,7 @@ async def test_a_slow_reader_does_not_wait_for_an_engine_that_is_stuck() -> None
 
 
 async def test_draining_survives_a_peer_that_is_closed_meanwhile() -> None:
-    async with listening() as (engine, port):
+    async with listening_engine() as (engine, port):
         peers = [await Channel.connect("127.0.0.1", port, SECRET) for _ in range(3)]
         assert engine.server.num_peers == 3
         for connection in list(engine.server.connections)[:2]:
@@ -107,7 +115,7 @@ async def test_draining_survives_a_peer_that_is_closed_meanwhile() -> None:
 
 
 async def test_calls_end_in_the_engine_when_the_ingress_disconnects() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         calls = [channel.call("wait", {}) for _ in range(3)]
         await until(lambda: len(engine.running) == 3)
         channel.close("test")
@@ -120,7 +128,7 @@ async def test_calls_end_in_the_engine_when_the_ingress_disconnects() -> None:
 
 
 async def test_all_calls_are_lost_at_once_when_the_engine_stops() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
         await engine.server.stop()
@@ -133,7 +141,7 @@ async def test_all_calls_are_lost_at_once_when_the_engine_stops() -> None:
 
 
 async def test_a_draining_engine_refuses_new_calls_and_finishes_the_running_ones() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
         draining = asyncio.create_task(engine.server.drain())
@@ -145,7 +153,7 @@ async def test_a_draining_engine_refuses_new_calls_and_finishes_the_running_ones
 
 
 async def test_an_engine_that_leaves_says_so_on_open_and_on_later_connections() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
         assert not call.leaving
@@ -160,7 +168,7 @@ async def test_an_engine_that_leaves_says_so_on_open_and_on_later_connections() 
 
 
 async def test_a_call_in_transit_to_a_draining_engine_is_answered() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         draining = asyncio.create_task(engine.server.drain())
         await asyncio.sleep(0)
         call = channel.call("wait", {})  # the idle engine drains, but the notice has not arrived yet
@@ -191,7 +199,7 @@ async def test_a_call_in_transit_to_a_draining_engine_is_answered() -> None:
 async def test_an_unauthenticated_peer_or_a_malformed_frame_closes_only_its_own_connection(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
         with caplog.at_level(logging.WARNING):
@@ -210,7 +218,7 @@ async def test_a_connection_without_a_hello_is_closed_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("eldr_serve.channel.server._HELLO_S", 0.05)
-    async with listening() as (_, port):
+    async with listening_engine() as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.wait_for(reader.read(), 5)
         writer.close()
@@ -236,7 +244,7 @@ async def test_a_silent_peer_is_disconnected(silent: str, monkeypatch: pytest.Mo
         assert lost.value.silent
         server.close()
         return
-    async with listening() as (engine, port):
+    async with listening_engine() as (engine, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HELLO + frame(Kind.CALL, 1, b"\x93\xa4wait\x80\xc4\x00"))
         await until(lambda: engine.running)
@@ -264,7 +272,7 @@ async def test_a_cancelled_connect_leaves_no_connection() -> None:
 
 
 async def test_connecting_fails_with_a_wrong_secret_or_without_a_server() -> None:
-    async with listening() as (engine, port):
+    async with listening_engine() as (engine, port):
         with pytest.raises(ChannelLostError):
             await Channel.connect("127.0.0.1", port, "wrong")
         await engine.server.stop()
@@ -290,7 +298,7 @@ def test_a_silent_engine_is_noticed_right_after_the_limit(last_frame_s: float) -
 
 
 async def test_an_engine_writes_all_streams_at_once_in_each_iteration_of_the_loop() -> None:
-    async with connected() as (engine, channel):
+    async with connected_engine() as (engine, channel):
         (connection,) = engine.server.connections
         written: list[int] = []
         transport: Any = connection._transport
@@ -313,10 +321,10 @@ async def test_an_engine_writes_all_streams_at_once_in_each_iteration_of_the_loo
 def test_frames_are_parsed_however_the_stream_is_split(sent: Any, data: st.DataObject) -> None:
     stream = b"".join(frame(kind, call, payload, 7) for kind, call, payload in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    frames, found = Frames(40), []
+    frames, parsed = Frames(40), []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        found += list(frames.feed(stream[start:end]))
-    assert found == [(kind, call, 7, payload) for kind, call, payload in sent]
+        parsed += list(frames.feed(stream[start:end]))
+    assert parsed == [(kind, call, 7, payload) for kind, call, payload in sent]
 
 
 def test_a_frame_that_is_too_long_is_refused_by_its_header() -> None:

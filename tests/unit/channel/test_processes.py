@@ -13,7 +13,7 @@ import pytest
 
 from eldr_serve.channel import Channel, ChannelLostError, Chunk
 from eldr_serve.channel.frames import HEAD, MAX_FRAME_BYTES, Kind, frame
-from tests.support.channel_calls import HELLO, SECRET, Engine, connected, lines, read_all, until
+from tests.support.channel_calls import HELLO, SECRET, Engine, connected_engine, lines, read_all, until
 
 _ENGINE = """
 import asyncio, sys
@@ -66,16 +66,16 @@ async def process(
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """Run the code in a process; yield it and its first line of output."""
     code = code.format(path=sys.path, **values)
-    started = await asyncio.create_subprocess_exec(
+    child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=stderr
     )
-    assert started.stdout is not None
+    assert child.stdout is not None
     try:
-        yield started, (await started.stdout.readline()).decode().strip()
+        yield child, (await child.stdout.readline()).decode().strip()
     finally:
         with suppress(ProcessLookupError):
-            started.kill()
-        await started.wait()
+            child.kill()
+        await child.wait()
 
 
 @pytest.mark.parametrize(("how", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.5)])
@@ -171,7 +171,7 @@ async def test_an_ingress_closes_the_channel_to_a_faulty_engine_process_with_one
     cut = sent.startswith(frame(Kind.DATA, 1, b"x" * 10)[:4])
     async with (
         process(_WRONG_ENGINE, sent=frame(Kind.WELCOME) + sent, cut=cut) as (_, port),
-        connected() as (_, other),
+        connected_engine() as (_, other),
     ):
         channel = await Channel.connect("127.0.0.1", int(port), SECRET)
         with caplog.at_level(logging.WARNING), pytest.raises(ChannelLostError):

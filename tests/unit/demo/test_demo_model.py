@@ -134,10 +134,10 @@ def test_training_has_the_loss_and_gradients_of_the_reference_implementation(sma
     logits = small(tokens[:, :-1]).logits
     expected = gradients(small, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
     loss, terms = train.loss_of(small, tokens, torch.float32)
-    found = gradients(small, loss)
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    loss_and_gradients = gradients(small, loss)
+    assert loss_and_gradients[0] == pytest.approx(expected[0], rel=1e-6)
     for name, gradient in expected[1].items():
-        assert (found[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+        assert (loss_and_gradients[1][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
     assert terms[0] >= 1
     assert 0 < terms[1] <= np.log(64)
 
@@ -238,13 +238,13 @@ def test_encoded_documents_begin_at_their_start_and_end_with_the_end_token(token
 
 
 @pytest.mark.parametrize(
-    ("entry", "arguments", "said"),
+    ("entry", "arguments", "words"),
     [
         (train.train, "--corpus {tmp} --out {tmp}/m", "has no corpus"),
         (evaluate.evaluate, "--corpus {tmp} --out {tmp}/e.json", "has no corpus"),
         (widen.widen_experts, "--out {tmp}/w --intermediate 33", "multiple of 32"),
     ],
 )
-def test_bad_input_is_reported_in_one_sentence(tmp_path: Path, entry, arguments: str, said: str):
-    assert said in sentence(command(entry, *arguments.format(tmp=tmp_path).split()))
+def test_bad_input_is_reported_in_one_sentence(tmp_path: Path, entry, arguments: str, words: str):
+    assert words in sentence(command(entry, *arguments.format(tmp=tmp_path).split()))
     assert not list(tmp_path.iterdir())

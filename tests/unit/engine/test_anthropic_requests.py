@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.anthropic.make_serving import AnthropicServingMessages
 
 from eldr_serve.engine.calls import error_event, is_end
 from eldr_serve.engine.protocol import EngineRequest
@@ -21,23 +21,23 @@ TOOL = {"name": "look_up", "description": "Look up.", "input_schema": {"type": "
 HI = {"role": "user", "content": "hi"}
 
 
-def serving() -> Any:
+def make_serving() -> Any:
     """Return vLLM's serving object without its engine."""
-    made = object.__new__(AnthropicServingMessages)
-    made._merge_inline_system = False
-    made._disabled_thinking_effort = "low"
-    return made
+    serving_object = object.__new__(AnthropicServingMessages)
+    serving_object._merge_inline_system = False
+    serving_object._disabled_thinking_effort = "low"
+    return serving_object
 
 
 def parse(**fields: Any) -> Any:
     body = {"model": "m", "max_tokens": 5, "messages": [HI]} | fields
-    engine: Any = SimpleNamespace(_app_state=SimpleNamespace(anthropic_serving_messages=serving()))
+    engine: Any = SimpleNamespace(_app_state=SimpleNamespace(anthropic_serving_messages=make_serving()))
     request = EngineRequest("messages", json.dumps(body).encode(), "id", kv={"held": 1}, cache_salt="salt")
     return parse_generation(request, engine)
 
 
 def test_vllms_serving_object_has_the_names_that_are_used() -> None:
-    assert [name for name in SERVING_NAMES if not hasattr(serving(), name)] == []
+    assert [name for name in SERVING_NAMES if not hasattr(make_serving(), name)] == []
 
 
 async def test_a_request_becomes_a_chat() -> None:
@@ -87,7 +87,7 @@ async def test_the_last_event_of_a_message_ends_its_stream() -> None:
         yield chunk(choices=[], usage=usage)
         yield "data: [DONE]\n\n"
 
-    events = [event.encode() async for event in to_message_events(serving(), chat())]
+    events = [event.encode() async for event in to_message_events(make_serving(), chat())]
     assert events[0].startswith(b"event: message_start\n")
     assert [is_end(event) for event in events] == [False] * (len(events) - 1) + [True]
 

@@ -39,14 +39,14 @@ def test_parsers_of_plugins_are_accepted(role: str) -> None:
         check_arguments(f"{role}_config.engine_kwargs", {"tool_call_parser": "mine"})
 
 
-def configured(**model: Any) -> SimpleNamespace:
+def config_of(**model: Any) -> SimpleNamespace:
     return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=SimpleNamespace(block_size=32))
 
 
 def test_differences_between_resolved_values_are_listed_by_field() -> None:
-    one = resolve_shared_arguments(configured(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
+    one = resolve_shared_arguments(config_of(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
     other = resolve_shared_arguments(
-        configured(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8")
+        config_of(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8")
     )
     assert one == {"max_model_len": 2048, "dtype": "torch.bfloat16", "block_size": 32, "quantization": None}
     assert not list(differences(one, dict(one)))
@@ -58,16 +58,16 @@ def test_differences_between_resolved_values_are_listed_by_field() -> None:
 
 
 def test_own_settings_of_the_transfer_keep_the_lease() -> None:
-    ours = engine_kwargs("prefill", kv_lease_s=45.0)["kv_transfer_config"]
-    assert ours["kv_connector_extra_config"] == {"kv_lease_duration": 45}
-    assert engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=None)["kv_transfer_config"] == ours
+    default = engine_kwargs("prefill", kv_lease_s=45.0)["kv_transfer_config"]
+    assert default["kv_connector_extra_config"] == {"kv_lease_duration": 45}
+    assert engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=None)["kv_transfer_config"] == default
     own: dict[str, Any] = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"backends": ["UCX"]}}
-    found = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
     extra = {"backends": ["UCX"], "kv_lease_duration": 45}
-    assert found == ours | {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
+    assert merged == default | {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
     own["kv_connector_extra_config"] = None
-    found = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
-    assert found == ours | {"kv_buffer_device": "cpu"}
+    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    assert merged == default | {"kv_buffer_device": "cpu"}
     own["kv_connector_extra_config"] = {"kv_lease_duration": 9}
     with pytest.raises(ConfigurationError, match=r"kv_lease_duration is 9: set path\.kv_lease_s instead"):
         engine_kwargs("prefill", kv_transfer_config=own)

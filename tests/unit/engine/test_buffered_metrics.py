@@ -45,15 +45,15 @@ Sent = dict[tuple[Any, ...], list[float]]
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """Return the values sent to Ray, by (kind, name, labels); the clock of vLLM's metrics is stopped."""
-    found: Sent = defaultdict(list)
+    values: Sent = defaultdict(list)
 
     def record(self: Any, value: float, tags: dict[str, str]) -> None:
-        found[type(self).__name__, self._name, *sorted(tags.items())].append(value)
+        values[type(self).__name__, self._name, *sorted(tags.items())].append(value)
 
     monkeypatch.setattr(ray_metrics.Metric, "_record", record)
     monkeypatch.setattr(ray_wrappers, "time", SimpleNamespace(time=lambda: 1.0))
     monkeypatch.setattr(buffered_metrics, "_pending", buffered_metrics._Pending())
-    return found
+    return values
 
 
 def _config() -> Any:
@@ -149,7 +149,7 @@ def _step(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def _held(sent: Sent) -> dict[tuple[Any, ...], Any]:
+def values_of_metrics(sent: Sent) -> dict[tuple[Any, ...], Any]:
     """Return what the metrics hold: a gauge its last value, a counter the sum, a histogram all values."""
     kept = {"Gauge": lambda values: values[-1], "Counter": sum, "Histogram": list}
     return {key: kept[key[0]](values) for key, values in sent.items()}
@@ -163,7 +163,7 @@ async def test_batched_metrics_equal_those_recorded_in_each_step(sent: Sent, see
     sequence = [_step(draw) for _ in range(40)]
     for stats in sequence:
         each_step.record(**stats)
-    expected = _held(sent)
+    expected = values_of_metrics(sent)
     assert {key[0] for key in expected} == {"Gauge", "Counter", "Histogram"}
     assert len(expected) > 60
     sent.clear()
@@ -174,7 +174,7 @@ async def test_batched_metrics_equal_those_recorded_in_each_step(sent: Sent, see
         if draw.random() < 0.1:
             buffered_metrics.flush()
     buffered_metrics.flush()
-    assert _held(sent) == expected
+    assert values_of_metrics(sent) == expected
 
 
 async def test_ray_gets_one_update_for_many_steps_and_gauges_also_between_updates(
@@ -259,10 +259,10 @@ async def test_it_replaces_rays_logger_and_the_unread_text_log(sent: Sent, detai
 
 async def test_engines_that_do_not_report_to_ray_keep_their_loggers() -> None:
     replace_ray_logger(SimpleNamespace(logger_manager=None), BufferedStatLogger)
-    kept = MagicMock(spec=PrometheusStatLogger)
-    client = SimpleNamespace(vllm_config=_config(), logger_manager=SimpleNamespace(stat_loggers=[kept]))
+    logger = MagicMock(spec=PrometheusStatLogger)
+    client = SimpleNamespace(vllm_config=_config(), logger_manager=SimpleNamespace(stat_loggers=[logger]))
     replace_ray_logger(client, BufferedStatLogger)
-    assert client.logger_manager.stat_loggers == [kept]
+    assert client.logger_manager.stat_loggers == [logger]
 
 
 def test_another_vllm_is_refused() -> None:

@@ -42,7 +42,7 @@ class Frames:
         return ids, b"".join(payload for _, payload in self.sent[:cut])
 
 
-def scripted(before: list[int]) -> int:
+def next_token(before: list[int]) -> int:
     return SCRIPT[len(before) - len(PROMPT)]
 
 
@@ -72,7 +72,7 @@ async def answer(
     request = EngineRequest(method, body, "r", generated=ids, created=created)
     frames = Frames()
     with patch("time.time", lambda: float(now)):
-        report = await engine(client or Client(scripted), now).generate(request, frames.send)
+        report = await engine(client or Client(next_token), now).generate(request, frames.send)
     frames.transport_s, frames.cached_tokens = report.get(TRANSPORT_S), report[CACHED_TOKENS]
     return frames
 
@@ -104,7 +104,7 @@ async def test_a_stream_that_is_cut_anywhere_continues_with_the_same_bytes(
     undisturbed = await answer(method, fields)
     cut = data.draw(st.integers(0, len(undisturbed.sent) - 1))
     ids, begun = undisturbed.up_to(cut)
-    client = Client(scripted)
+    client = Client(next_token)
     created, now = (100, 999) if begun else (None, 100)
     rest = await answer(method, fields, generated=ids, created=created, client=client, now=now)
     whole_ids, whole = undisturbed.up_to(None)
@@ -134,7 +134,7 @@ async def test_a_message_that_is_cut_anywhere_continues_with_the_same_bytes(
 async def test_answers_with_random_ids_send_no_ids_of_tokens() -> None:
     frames = Frames()
     request = parse_request(EngineRequest("completions", b'{"model": "m", "prompt": "hi"}', "r"))
-    client = Continuation(Client(scripted), frames.send, request, [], None, random_ids=True)
+    client = Continuation(Client(next_token), frames.send, request, [], None, random_ids=True)
     async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=4), "r"):
         client.write(b"x")
     client.end()
@@ -195,7 +195,7 @@ async def test_a_death_of_the_engine_core_during_an_answer_is_an_engine_error(
 ) -> None:
     fields = {"stream": stream, "max_tokens": 30}
     with pytest.raises(RuntimeError, match="the engine is gone"):
-        await answer(method, fields, client=Client(scripted, dies_after=20))
+        await answer(method, fields, client=Client(next_token, dies_after=20))
 
 
 @pytest.mark.parametrize("method", ["chat", "completions"])
@@ -204,7 +204,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step_and_cached_tokens(
     method: str, stream: bool
 ) -> None:
     fields = {"stream": stream, "max_tokens": 4}
-    frames = await answer(method, fields, client=Stamped(scripted))
+    frames = await answer(method, fields, client=Stamped(next_token))
     assert frames.transport_s is not None
     assert 0 < frames.transport_s - 1000 < 100  # the time before the last output counts
     assert frames.cached_tokens == 3
@@ -216,7 +216,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step_and_cached_tokens(
 
 async def test_usage_counts_tokens_that_prefill_wrote_and_a_disconnect_frees_blocks_once() -> None:
     """The engine frees the blocks of its request; vLLM's server would free them a second time."""
-    client = Client(scripted)
+    client = Client(next_token)
     transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED: 736}
     params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})
     request: Any = SimpleNamespace(stream=True)
@@ -240,7 +240,7 @@ async def test_the_usage_of_a_chat_reports_tokens_that_prefill_cached(
     kv = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 32, CREATED: 736}
     request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv=kv)
     frames = Frames()
-    await engine(Client(scripted), 100).generate(request, frames.send)
-    _, said = frames.up_to(None)
-    last = said.split(b"data: ")[-2] if stream else said
+    await engine(Client(next_token), 100).generate(request, frames.send)
+    _, answer = frames.up_to(None)
+    last = answer.split(b"data: ")[-2] if stream else answer
     assert json.loads(last)["usage"]["prompt_tokens_details"]["created_cache_tokens"] == 736

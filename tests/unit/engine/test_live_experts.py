@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eldr_serve.engine.vllm.ep.live_experts import LiveExperts
 from torch import distributed as dist
 
 from benchmarks.lib.ep.ranks import on_ranks
-from eldr_serve.engine.vllm.ep import live as live_module
+from eldr_serve.engine.vllm.ep import live_experts as live_module
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
-from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import EngineExperts, PlacementError, swap_placement
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import Topology, placement_id
@@ -22,7 +22,7 @@ from eldr_serve.experts.routing_table import ExpertPlacement
 LAYERS, EXPERTS, SLOTS, MAX_MOVED = 2, 6, 8, 2
 
 
-def live(rank: int = 0, ranks: int = 1) -> LiveExperts:
+def live_experts(rank: int = 0, ranks: int = 1) -> LiveExperts:
     """Return experts with two weights each: 100 times the layer plus the expert's id, and half of that."""
     layers = []
     for layer in range(LAYERS):
@@ -52,7 +52,7 @@ def placements(seed: int) -> list[np.ndarray]:
 
 def move_through_placements(rank: int, ranks: int) -> int:
     """Move through several placements, and return the bytes received from other ranks."""
-    experts = live(rank, ranks)
+    experts = live_experts(rank, ranks)
     for placement in placements(3):
         slices = experts.begin(placement, ranks)
         for left in range(slices - 1, -1, -1):
@@ -69,10 +69,10 @@ def move_through_placements(rank: int, ranks: int) -> int:
 def check_weights(experts: LiveExperts, rank: int, ranks: int) -> None:
     local = experts.placement().reshape(LAYERS, ranks, -1)[:, rank]
     for number, layer in enumerate(experts._layers.values()):
-        held = local[number] >= 0
-        wanted = torch.from_numpy(100.0 * number + local[number][held])
-        assert torch.equal(layer.weights[0][held, 1, 2].double(), wanted)
-        assert torch.equal(layer.weights[1][held, 0], (wanted / 2).bfloat16())
+        is_filled = local[number] >= 0
+        weights = torch.from_numpy(100.0 * number + local[number][is_filled])
+        assert torch.equal(layer.weights[0][is_filled, 1, 2].double(), weights)
+        assert torch.equal(layer.weights[1][is_filled, 0], (weights / 2).bfloat16())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -123,16 +123,18 @@ def single_rank(tmp_path: Any) -> Any:
 
 
 async def test_a_swap_returns_its_cost_to_the_client(single_rank: None) -> None:
-    experts, wanted = live(), placements(5)[0]
-    swapped = await swap_placement(call_on(experts), placement_of(wanted))
+    experts, target = live_experts(), placements(5)[0]
+    swapped = await swap_placement(call_on(experts), placement_of(target))
     assert swapped.experts == experts.status()["experts_moved"] > 0
     assert swapped.slices >= swapped.experts / MAX_MOVED
     assert swapped.received_bytes == 0
-    assert np.array_equal(np.sort(experts.placement()), np.sort(wanted))
+    assert np.array_equal(np.sort(experts.placement()), np.sort(target))
 
 
 def test_ranks_that_are_not_called_together_refuse_changes(single_rank: None) -> None:
-    experts = LiveExperts([*live()._layers.values()], MAX_MOVED, dist.group.WORLD, called_together=False)
+    experts = LiveExperts(
+        [*live_experts()._layers.values()], MAX_MOVED, dist.group.WORLD, called_together=False
+    )
     for change in (lambda: experts.begin(placements(5)[0], 1), lambda: experts.choose("metro")):
         with pytest.raises(ValueError, match="cannot change their experts while they serve"):
             change()
@@ -140,7 +142,7 @@ def test_ranks_that_are_not_called_together_refuse_changes(single_rank: None) ->
 
 
 async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) -> None:
-    experts = live()
+    experts = live_experts()
     before = experts.status()
     good = placements(5)[0]
     for placement, sentence in (
@@ -161,7 +163,7 @@ async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) 
 
 
 async def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(single_rank: None) -> None:
-    experts, moved = live(), asyncio.Event()
+    experts, moved = live_experts(), asyncio.Event()
     call = call_on(experts)
     first = asyncio.create_task(swap_placement(held_up(call, moved), placement_of(placements(5)[0])))
     await moved.wait()
@@ -179,13 +181,13 @@ async def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(sin
 
 
 async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(single_rank: None) -> None:
-    experts, asked, go_on = live(), asyncio.Event(), asyncio.Event()
+    experts, begun, go_on = live_experts(), asyncio.Event(), asyncio.Event()
     before, call = experts.placement(), call_on(experts)
     calls: list[asyncio.Future[list[Any]]] = []
 
     async def answered(method: str, args: tuple[Any, ...]) -> list[Any]:
         if args[0] == "begin":
-            asked.set()
+            begun.set()
             await go_on.wait()
         return await call(method, args)
 
@@ -195,7 +197,7 @@ async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(s
         return await asyncio.shield(calls[-1])
 
     swap = asyncio.create_task(swap_placement(slow, placement_of(placements(5)[0])))
-    await asked.wait()
+    await begun.wait()
     swap.cancel()
     asyncio.get_running_loop().call_soon(go_on.set)
     with pytest.raises(asyncio.CancelledError):
@@ -207,17 +209,17 @@ async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(s
 
 
 async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(single_rank: None) -> None:
-    experts, began, go_on = live(), asyncio.Event(), asyncio.Event()
-    engine, wanted = EngineExperts(held_up(call_on(experts), began, go_on)), placement_of(placements(5)[0])
+    experts, began, go_on = live_experts(), asyncio.Event(), asyncio.Event()
+    engine, target = EngineExperts(held_up(call_on(experts), began, go_on)), placement_of(placements(5)[0])
     await engine.refresh()
     before = engine.status
-    assert before["placement"] == placement_id(experts.placement(), 1) != wanted.id
+    assert before["placement"] == placement_id(experts.placement(), 1) != target.id
     assert before["replica_bytes"] * EXPERTS == before["weight_bytes"] * (SLOTS - EXPERTS)
     with pytest.raises(RequestRefusedError, match="for 2 ranks") as refused:
         await engine.place(placement_of(placements(5)[0], ranks=2))
     assert refused.value.status == 400
     assert engine.status == before
-    swap = asyncio.create_task(engine.place(wanted))
+    swap = asyncio.create_task(engine.place(target))
     await began.wait()
     with pytest.raises(RequestRefusedError, match=r"under way: \d+ slices to come") as refused:
         await engine.place(placement_of(placements(5)[1]))
@@ -225,22 +227,22 @@ async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(
     go_on.set()
     took = await swap
     assert engine.status["slices_left"] == 0
-    assert engine.status["placement"] == took["placement"] == wanted.id
+    assert engine.status["placement"] == took["placement"] == target.id
     assert engine.status["experts_moved"] == took["experts"] > 0
 
 
 async def test_an_engine_reports_its_experts_after_a_cancelled_swap(single_rank: None) -> None:
-    experts, moved = live(), asyncio.Event()
-    engine, wanted = EngineExperts(held_up(call_on(experts), moved)), placement_of(placements(5)[0])
+    experts, moved = live_experts(), asyncio.Event()
+    engine, target = EngineExperts(held_up(call_on(experts), moved)), placement_of(placements(5)[0])
     await engine.refresh()
     before = engine.status["placement"]
-    swap = asyncio.create_task(engine.place(wanted))
+    swap = asyncio.create_task(engine.place(target))
     await moved.wait()
     swap.cancel()
     with pytest.raises(asyncio.CancelledError):
         await swap
     assert engine.status["placement"] == placement_id(experts.placement(), 1)
-    assert engine.status["placement"] not in (before, wanted.id)
+    assert engine.status["placement"] not in (before, target.id)
     assert engine.status["slices_left"] == 0
     assert engine.status["experts_moved"] == MAX_MOVED
 
@@ -254,7 +256,7 @@ async def test_an_engine_without_our_ranks_refuses_swaps() -> None:
 
 
 def test_slots_can_be_left_empty(single_rank: None) -> None:
-    experts = live()
+    experts = live_experts()
     full, bare = (
         np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1)),
         np.tile([5, 4, 3, -1, 2, 1, -1, 0], (LAYERS, 1)),
@@ -271,7 +273,7 @@ def test_slots_can_be_left_empty(single_rank: None) -> None:
 
 
 async def test_a_swap_without_loads_keeps_the_previous_loads(single_rank: None) -> None:
-    experts, load = live(), np.arange(12.0).reshape(LAYERS, EXPERTS)
+    experts, load = live_experts(), np.arange(12.0).reshape(LAYERS, EXPERTS)
     await swap_placement(call_on(experts), placement_of(placements(5)[0]), load)
     await swap_placement(call_on(experts), placement_of(placements(5)[1]))
     for number, layer in experts._layers.items():
@@ -279,7 +281,7 @@ async def test_a_swap_without_loads_keeps_the_previous_loads(single_rank: None) 
 
 
 def test_a_rank_that_cannot_move_exits(single_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = live()
+    experts = live_experts()
     before = experts.placement()
     monkeypatch.setattr(live_module, "transfer", lambda *_: 1 / 0)
     experts.begin(placements(5)[0], 1)
@@ -317,15 +319,15 @@ def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int, sizes: list[int
 
 
 async def test_batches_are_reported_once_and_the_oldest_are_dropped(single_rank: None) -> None:
-    experts = live()
+    experts = live_experts()
     await swap_placement(call_on(experts), placement_of(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1))))
     for layer in experts._layers.values():
         for tokens in range(1, LOG_SIZE + 3):
             layer.local_slots(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))
-    end, found = experts.batches(0)
-    assert (end, len(found)) == (LOG_SIZE + 2, LOG_SIZE)
+    end, batches = experts.batches(0)
+    assert (end, len(batches)) == (LOG_SIZE + 2, LOG_SIZE)
     # 4 tokens, both replicas of expert 0, 8 pairs, all at home
-    assert found[-1] == [[4, 2, 8, 8, 0]] * LAYERS
+    assert batches[-1] == [[4, 2, 8, 8, 0]] * LAYERS
     assert experts.routed() == [[2 * (1 + 2 + 3) + 8 * (LOG_SIZE - 1), 0, 0, 0, 0, 0]] * LAYERS
     assert experts.batches(end) == (end, [])
     assert len(experts.batches(end - 2)[1]) == 2

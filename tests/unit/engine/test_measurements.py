@@ -33,15 +33,15 @@ def sums(record: dict[str, Any]) -> StepSums:
 
 @given(st.lists(records(), max_size=20), st.randoms())
 def test_each_ranks_steps_are_taken_once(history: list[tuple[int, dict[str, Any]]], order: Any) -> None:
-    measured, expected, taken = EngineMeasurements(), [StepSums()] * 3, [StepSums()] * 3
+    measured, expected, sums_by_rank = EngineMeasurements(), [StepSums()] * 3, [StepSums()] * 3
     for rank, record in history:
         expected[rank] += sums(record)
         is_prompt = "prompt_tokens" in record
         measured.add_steps([] if is_prompt else [record], [record] if is_prompt else [], rank)
         if order.random() < 0.3:
-            taken[rank] += measured.take_steps(rank)
+            sums_by_rank[rank] += measured.take_steps(rank)
     for rank in range(3):
-        taken[rank] += measured.take_steps(rank)
+        sums_by_rank[rank] += measured.take_steps(rank)
         for name in ("steps", "requests", "active_experts", "seconds", "token_seconds"):
-            assert getattr(taken[rank], name) == pytest.approx(getattr(expected[rank], name))
-        assert taken[rank].prompts.tolist() == pytest.approx(expected[rank].prompts.tolist())
+            assert getattr(sums_by_rank[rank], name) == pytest.approx(getattr(expected[rank], name))
+        assert sums_by_rank[rank].prompts.tolist() == pytest.approx(expected[rank].prompts.tolist())

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.chat_completion.serving_of import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving_of import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from eldr_serve.engine.vllm.compat.serve_llm import ChatCompletionRequest, CompletionRequest
@@ -22,11 +22,11 @@ outputs = st.lists(
 )
 
 
-def serving(kind: Any) -> Any:
+def serving_of(kind: Any) -> Any:
     """Return vLLM's serving object without an engine, with the attributes that its stream generator reads."""
-    found = object.__new__(kind)
+    serving_object = object.__new__(kind)
     off = ("force_include_usage", "per_request_metrics", "log_outputs")
-    found.__dict__ |= {f"enable_{name}": False for name in off} | {
+    serving_object.__dict__ |= {f"enable_{name}": False for name in off} | {
         "enable_prompt_tokens_details": True,
         "_include_reasoning_tokens_details": False,
         "log_error_stack": False,
@@ -35,7 +35,7 @@ def serving(kind: Any) -> Any:
         "response_role": "assistant",
         "system_fingerprint": "vllm-test",
     }
-    return found
+    return serving_object
 
 
 def results(made: list[tuple[str, list[int]]], finish: tuple[str, Any], fails: bool) -> Any:
@@ -57,13 +57,13 @@ async def numbered(found: Any) -> AsyncIterator[Any]:
         yield 0, result
 
 
-def stream(of: Any, request: Any, found: Any, generator: Any) -> Any:
-    if isinstance(of, OpenAIServingChat):
-        return generator(request, found, "chatcmpl-1", "m", request.messages, object(), Metadata())
+def stream(serving_object: Any, request: Any, outputs: Any, generator: Any) -> Any:
+    if isinstance(serving_object, OpenAIServingChat):
+        return generator(request, outputs, "chatcmpl-1", "m", request.messages, object(), Metadata())
     return generator(
         request,
         [],
-        numbered(found),
+        numbered(outputs),
         "cmpl-1",
         5,
         "m",
@@ -77,11 +77,13 @@ class Metadata:
     final_usage_info: Any = None
 
 
-def requested(method: str, **fields: Any) -> tuple[Any, Any]:
+def make_request(method: str, **fields: Any) -> tuple[Any, Any]:
     if method == "chat":
         messages = [{"role": "user", "content": "hi"}]
-        return serving(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
-    return serving(OpenAIServingCompletion), CompletionRequest(model="m", prompt="p", max_tokens=9, **fields)
+        return serving_of(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
+    return serving_of(OpenAIServingCompletion), CompletionRequest(
+        model="m", prompt="p", max_tokens=9, **fields
+    )
 
 
 @given(
@@ -94,24 +96,24 @@ def requested(method: str, **fields: Any) -> tuple[Any, Any]:
 )
 async def test_a_plain_stream_equals_vllms(
     method: str,
-    made: list[tuple[str, list[int]]],
+    choices: list[tuple[str, list[int]]],
     finish: tuple[str, Any],
     usage: bool,
     echo: bool,
     fails: bool,
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
-    of, request = requested(method, stream=True, echo=echo, **options)
+    of, request = make_request(method, stream=True, echo=echo, **options)
     assert is_plain(of, request)
     name = "chat_completion_stream_generator" if method == "chat" else "completion_stream_generator"
     generator = getattr(of, name)
     with patch("time.time", lambda: 1.0):
-        expected = [c async for c in stream(of, request, results(made, finish, fails), generator)]
-        got: list[str] = []
-        plain = PlainStream(generator, lambda chunk: got.append(chunk.decode()))
-        async for chunk in stream(of, request, results(made, finish, fails), plain):
-            got.append(chunk)
-    assert got == expected
+        expected = [c async for c in stream(of, request, results(choices, finish, fails), generator)]
+        chunks: list[str] = []
+        plain = PlainStream(generator, lambda chunk: chunks.append(chunk.decode()))
+        async for chunk in stream(of, request, results(choices, finish, fails), plain):
+            chunks.append(chunk)
+    assert chunks == expected
 
 
 @pytest.mark.parametrize(
@@ -125,12 +127,12 @@ async def test_a_plain_stream_equals_vllms(
 )
 @pytest.mark.parametrize("method", ["chat", "completions"])
 def test_chunks_that_differ_in_more_than_text_are_made_by_vllm(method: str, fields: dict[str, Any]) -> None:
-    of, request = requested(method, stream=True, **fields)
+    of, request = make_request(method, stream=True, **fields)
     assert not is_plain(of, request)
 
 
 def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() -> None:
-    of, request = requested("completions", stream=True)
+    of, request = make_request("completions", stream=True)
     assert not is_plain(of, request.model_copy(update={"prompt": ["a", "b"]}))
     assert not is_plain(of, request.model_copy(update={"logprobs": 0}))
     assert is_plain(of, request.model_copy(update={"prompt": [1, 2]}))
@@ -139,19 +141,19 @@ def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() ->
 
 
 async def test_chunks_in_the_middle_do_not_call_vllms_generator() -> None:
-    of, request = requested("completions", stream=True)
-    seen = 0
+    of, request = make_request("completions", stream=True)
+    num_calls = 0
 
     async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
-        nonlocal seen
+        nonlocal num_calls
         async for chunk in of.completion_stream_generator(*args, **kwargs):
-            seen += 1
+            num_calls += 1
             yield chunk
 
     sent: list[bytes] = []
     plain = PlainStream(watched, sent.append)
-    made = [("a", [1])] * 50
-    async for _ in stream(of, request, results(made, FINISHES[0], False), plain):
+    choices = [("a", [1])] * 50
+    async for _ in stream(of, request, results(choices, FINISHES[0], False), plain):
         pass
     assert len(sent) == 48
-    assert seen == 4  # the first, one to learn the format, the last, [DONE]
+    assert num_calls == 4  # the first, one to learn the format, the last, [DONE]

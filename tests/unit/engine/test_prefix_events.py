@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,7 +107,7 @@ Fate = st.sampled_from(["sent", "sent", "later", "lost", "router restarts", "rep
 @settings(max_examples=150, deadline=None)
 @given(steps=st.lists(st.tuples(Step, Fate), max_size=25), probes=st.lists(Prompt, min_size=3, max_size=3))
 def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[list[int]]) -> None:
-    cache, replica, router, known = Cache(), TrackedBlocks(), PrefixMap(), False
+    cache, replica, router, is_known = Cache(), TrackedBlocks(), PrefixMap(), False
     for (name, *arguments), fate in steps:
         getattr(cache, name)(*arguments)
         if (changes := cache.changes()) is not None:
@@ -116,16 +115,16 @@ def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[li
         if fate == "later":
             continue
         if fate == "lost":  # the replica does not know whether the router got it
-            replica.take(whole=not known)
-            known = False
+            replica.take(whole=not is_known)
+            is_known = False
             continue
         if fate == "router restarts":
             router = PrefixMap()
         elif fate == "replica restarts":
-            cache, replica, known = Cache(), TrackedBlocks(), False
+            cache, replica, is_known = Cache(), TrackedBlocks(), False
             router.keep([])
-        known = router.report("w", replica.take(whole=not known))
-        if not known:
+        is_known = router.report("w", replica.take(whole=not is_known))
+        if not is_known:
             continue
         for ids in (*probes, *(list(one.all_token_ids) for one in cache.running)):
             for kind, salt in SALTS.items():
@@ -155,9 +154,23 @@ def test_blocks_with_other_extra_keys_have_no_id(kind: str) -> None:
     assert changes is None
 
 
+def block_stored(*, parent: bytes | None, token_ids: list[int], group: int) -> BlockStored:
+    """Return vLLM's event of a stored block with the hash `h`, after the block with the hash `parent`."""
+    return BlockStored(
+        block_hashes=[b"h"],
+        parent_block_hash=parent,
+        token_ids=token_ids,
+        block_size=len(token_ids),
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        group_idx=group,
+    )
+
+
 def test_equal_blocks_are_cached_until_the_last_is_evicted() -> None:
     cache = PrefixEvents(0, SIZE)
-    stored = BlockStored([b"h"], None, [1, 2, 3, 4], SIZE, None, "GPU", None, None, 0)
+    stored = block_stored(parent=None, token_ids=[1, 2, 3, 4], group=0)
 
     def publish(*events: Any) -> bool:
         cache.publish(KVEventBatch(0.0, [*events]))
@@ -172,14 +185,16 @@ def test_equal_blocks_are_cached_until_the_last_is_evicted() -> None:
 
 def test_parts_of_blocks_other_groups_and_unknown_parents_have_no_id() -> None:
     cache = PrefixEvents(1, SIZE)
-    for parent, tokens, group in ((None, 3, 1), (None, 4, 0), (b"unknown", 4, 1)):
-        stored = BlockStored([b"h"], parent, [1] * tokens, tokens, None, "GPU", None, None, group)
+    part_of_a_block = block_stored(parent=None, token_ids=[1] * (SIZE - 1), group=1)
+    block_of_another_group = block_stored(parent=None, token_ids=[1] * SIZE, group=0)
+    block_after_an_unknown_one = block_stored(parent=b"unknown", token_ids=[1] * SIZE, group=1)
+    for stored in (part_of_a_block, block_of_another_group, block_after_an_unknown_one):
         cache.publish(KVEventBatch(0.0, [stored]))
         assert cache.take() is None
 
 
-def configuration(**changes: Any) -> Iterator[Any]:
-    """Yield the arguments of `prefix_events` for a whole engine, with these changes."""
+def configurations(**changes: Any) -> tuple[Any, Any]:
+    """Return the configurations of a whole engine and of its KV cache, with these changes."""
     values = {"role": "kv_both", "events": None, "ranks": 1, "caching": True, "blocks": 9, "size": SIZE}
     values |= changes
     config = SimpleNamespace(
@@ -191,15 +206,12 @@ def configuration(**changes: Any) -> Iterator[Any]:
         parallel_config=SimpleNamespace(data_parallel_size=values["ranks"]),
     )
     spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    yield config
-    yield SimpleNamespace(
-        num_blocks=values["blocks"],
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, host_resident=False, layer_names=["layer"])],
-    )
+    group = SimpleNamespace(kv_cache_spec=spec, host_resident=False, layer_names=["layer"])
+    return config, SimpleNamespace(num_blocks=values["blocks"], kv_cache_groups=[group])
 
 
 def test_a_whole_engine_collects_events() -> None:
-    config, kv_cache_config = configuration()
+    config, kv_cache_config = configurations()
     assert prefix_events(config, kv_cache_config, log_stats=True) is not None
     assert config.kv_events_config.enable_kv_cache_events
     assert config.kv_events_config.publisher == "null"
@@ -219,7 +231,7 @@ def test_a_whole_engine_collects_events() -> None:
 )
 def test_other_engines_are_left_to_the_estimate(changes: dict[str, Any]) -> None:
     log_stats = changes.pop("log_stats", True)
-    config, kv_cache_config = configuration(**changes)
+    config, kv_cache_config = configurations(**changes)
     before = config.kv_events_config
     assert prefix_events(config, kv_cache_config, log_stats=log_stats) is None
     assert config.kv_events_config is before

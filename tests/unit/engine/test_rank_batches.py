@@ -18,10 +18,10 @@ SIZES = [[3, 1], [0, 4], [2, 2], [1, 0], [1, 1]]
 
 def tokens_of(rank: int, step: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states, weights and ids of a rank's tokens; equal in every process."""
-    made = torch.Generator().manual_seed(100 * step + rank)
-    hidden = torch.randn(tokens, HIDDEN, generator=made).bfloat16()
-    weights = torch.rand(tokens, TOP_K, generator=made)
-    return hidden, weights, torch.randint(64, (tokens, TOP_K), generator=made)
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    weights = torch.rand(tokens, TOP_K, generator=generator)
+    return hidden, weights, torch.randint(64, (tokens, TOP_K), generator=generator)
 
 
 def exchange(rank: int, steps: list[list[int]]) -> None:
@@ -32,14 +32,14 @@ def exchange(rank: int, steps: list[list[int]]) -> None:
         padded = [
             torch.cat([part, part.new_zeros(2, part.shape[1])]) for part in tokens_of(rank, step, sizes[rank])
         ]
-        found = batches.gather(*padded)
+        gathered = batches.gather(*padded)
         by_rank = [tokens_of(other, step, tokens) for other, tokens in enumerate(sizes)]
         expected = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine.dtype == theirs.dtype
-            assert torch.equal(mine, theirs)
+        for part_of_batch, expected_part in zip(gathered, expected, strict=True):
+            assert part_of_batch.dtype == expected_part.dtype
+            assert torch.equal(part_of_batch, expected_part)
         total = len(sizes) * (len(sizes) + 1) / 2
-        combined = batches.combine(found[0].float() * (rank + 1))
+        combined = batches.combine(gathered[0].float() * (rank + 1))
         assert torch.allclose(combined, total * tokens_of(rank, step, sizes[rank])[0].float())
 
 

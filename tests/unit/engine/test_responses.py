@@ -84,10 +84,10 @@ async def test_the_completed_response_ends_its_stream() -> None:
         for kind in ("response.created", "response.output_text.delta", "response.completed"):
             yield SimpleNamespace(type=kind, model_dump_json=lambda **_: '{"x":"event: response.completed"}')
 
-    found = [event.encode() async for event in to_events("responses", None, answer())]
-    assert [is_end(event) for event in found] == [False, False, True]
-    assert is_end(b"".join(found))
-    assert not is_end(b"".join(found[:2]))
+    events = [event.encode() async for event in to_events("responses", None, answer())]
+    assert [is_end(event) for event in events] == [False, False, True]
+    assert is_end(b"".join(events))
+    assert not is_end(b"".join(events[:2]))
 
 
 def test_whole_answers_are_serialized_as_vllm_does() -> None:

@@ -23,28 +23,28 @@ def test_the_newest_samples_are_kept_and_returned_once() -> None:
     samples = SampleBuffer(size=3)
     for name in "abcde":
         put(samples, name)
-    taken = samples.take()
-    assert [sample.request_id for sample in taken] == ["c", "d", "e"]
+    newest = samples.take()
+    assert [sample.request_id for sample in newest] == ["c", "d", "e"]
     assert samples.dropped == 2
-    assert (taken[0].domain, taken[0].token_ids.tolist(), taken[0].decode_steps) == ("d", [0, 1, 2], 3)
+    assert (newest[0].domain, newest[0].token_ids.tolist(), newest[0].decode_steps) == ("d", [0, 1, 2], 3)
     assert samples.take() == []
 
 
 @pytest.mark.parametrize(
-    ("prefill", "said"),
+    ("prefill", "words"),
     [
         (pack_counts(np.ones((2, 5), np.uint32)), "its prefill counts have shape (2, 5), this engine counts"),
         ("no counts", "no sample of request r: not packed counts"),
     ],
 )
 def test_counts_of_another_model_give_no_sample(
-    prefill: str, said: str, caplog: pytest.LogCaptureFixture
+    prefill: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     samples = SampleBuffer()
     with caplog.at_level(logging.WARNING):
         put(samples, "r", prefill=prefill)
     assert samples.take() == []
-    assert said in caplog.text
+    assert words in caplog.text
 
 
 def test_a_request_without_decode_steps_or_prefill_counts_gives_no_sample(

@@ -26,10 +26,10 @@ class Counting(Client):
     counted = 0
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
-        asked = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CALIBRATE)
-        self.counted += bool(asked)
+        calibrates = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CALIBRATE)
+        self.counted += bool(calibrates)
         async for output in super().generate(prompt, params, request_id, **more):
-            if asked and output.finished:
+            if calibrates and output.finished:
                 output.kv_transfer_params = {
                     "eldr_prefill": pack_counts(COUNTS),
                     "eldr_decode": pack_counts(COUNTS + 1),
@@ -39,7 +39,7 @@ class Counting(Client):
             yield output
 
 
-async def answered(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
+async def serve(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
     """Serve a request; return the engine core, the bytes that the client got, and the samples."""
     client = Counting(lambda before: 300 + len(before))
     ours, sent = engine(client, 100), bytearray()
@@ -48,7 +48,7 @@ async def answered(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
     return client, bytes(sent), ours.take_samples()
 
 
-def asking(method: str, **fields: Any) -> EngineRequest:
+def request_of(method: str, **fields: Any) -> EngineRequest:
     """Return a request for TOKENS tokens."""
     asked = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
     body = {"model": "m", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **asked, **fields}
@@ -58,9 +58,9 @@ def asking(method: str, **fields: Any) -> EngineRequest:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("method", ["chat", "completions"])
 async def test_an_answer_is_the_same_with_and_without_a_sample(method: str, stream: bool) -> None:
-    request = asking(method, stream=stream)
-    plain, expected, none = await answered(request)
-    counting, sent, (sample,) = await answered(replace(request, sampled=True))
+    request = request_of(method, stream=stream)
+    plain, expected, none = await serve(request)
+    counting, sent, (sample,) = await serve(replace(request, sampled=True))
     assert (plain.counted, counting.counted, none) == (0, 1, [])
     assert sent == expected
     assert (sample.request_id, sample.domain, sample.decode_steps) == ("r", "poems", TOKENS - 1)
@@ -71,12 +71,14 @@ async def test_an_answer_is_the_same_with_and_without_a_sample(method: str, stre
 
 async def test_the_prefill_engines_counts_have_precedence() -> None:
     signature = pack_counts(COUNTS + 7)
-    _, _, (sample,) = await answered(replace(asking("chat"), sampled=True, expert_counts=signature))
+    _, _, (sample,) = await serve(replace(request_of("chat"), sampled=True, expert_counts=signature))
     np.testing.assert_array_equal(sample.prefill_counts, COUNTS + 7)
 
 
 async def test_several_answers_give_no_sample() -> None:
     client = Counting(lambda before: 300 + len(before))
     ours = engine(client, 100)
-    await ours.generate(replace(asking("completions", n=2, temperature=1.0), sampled=True), lambda *_: None)
+    await ours.generate(
+        replace(request_of("completions", n=2, temperature=1.0), sampled=True), lambda *_: None
+    )
     assert (client.counted, ours.take_samples()) == (0, [])

@@ -53,10 +53,10 @@ def test_a_malformed_packet_stops_the_listener_and_the_next_request_starts_it(
         first.join(20)
         assert not first.is_alive()
         client.setsockopt(zmq.LINGER, 0)
-    taken = socket.create_server(("127.0.0.1", scheduler.side_channel_port), reuse_port=False)
+    other_process = socket.create_server(("127.0.0.1", scheduler.side_channel_port), reuse_port=False)
     channel.reopen_if_stopped()  # another process has the port
     assert "does not start" in caplog.text
-    taken.close()
+    other_process.close()
     deadline = time.monotonic() + 20
     while scheduler._nixl_handshake_listener_t is None and time.monotonic() < deadline:
         channel.reopen_if_stopped()

@@ -19,7 +19,7 @@ ROUTES = np.argsort(np.random.default_rng(0).random((STEPS, LAYERS, EXPERTS)), a
 COUNTS = (ROUTES[..., None] == np.arange(EXPERTS)).sum(axis=(0, 2))
 
 
-def tracked(*, routes: bool = False) -> TrackedRequest:
+def tracked_request(*, routes: bool = False) -> TrackedRequest:
     """Return a finished request with STEPS decode steps."""
     request: Any = SimpleNamespace(num_tokens=PROMPT + STEPS + 1)
     prompt_counts = np.ones((LAYERS, EXPERTS), np.int32)
@@ -33,7 +33,7 @@ def add(one: TrackedRequest, first: int, end: int) -> None:
 
 @pytest.mark.parametrize("routes", [False, True])
 def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
-    one = tracked(routes=routes)
+    one = tracked_request(routes=routes)
     for step in range(STEPS):
         add(one, step, step + 1)
     answer = one.decode_answer(prefilled_here=True)
@@ -48,7 +48,7 @@ def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
 
 @pytest.mark.parametrize("again", [0, 7, 30])
 def test_steps_that_a_preempted_request_computes_again_count_once(again: int) -> None:
-    one = tracked()
+    one = tracked_request()
     for step in range(30):
         add(one, step, step + 1)
     add(one, again, 40)  # in one chunk with new tokens
@@ -59,11 +59,11 @@ def test_steps_that_a_preempted_request_computes_again_count_once(again: int) ->
 
 
 def test_incomplete_counts_are_not_reported() -> None:
-    cut, gap = tracked(), tracked()
+    cut, gap = tracked_request(), tracked_request()
     add(cut, 0, STEPS - 1)
     add(gap, 0, 10)
     add(gap, 11, STEPS)
-    without_prompt = tracked()
+    without_prompt = tracked_request()
     without_prompt.prompt_counts = None
     add(without_prompt, 0, STEPS)
     assert cut.decode_answer(prefilled_here=True) == {}
@@ -73,14 +73,14 @@ def test_incomplete_counts_are_not_reported() -> None:
 
 
 def test_counts_beyond_the_answer_are_not_reported() -> None:
-    one = tracked()
+    one = tracked_request()
     add(one, 0, STEPS)
     one.request.num_tokens -= 1
     assert one.decode_answer(prefilled_here=True) == {}
 
 
 def test_an_answer_of_one_token_has_no_decode_steps() -> None:
-    one = tracked(routes=True)
+    one = tracked_request(routes=True)
     one.request.num_tokens = PROMPT + 1
     answer = one.decode_answer(prefilled_here=True)
     assert answer["eldr_decode_steps"] == 0

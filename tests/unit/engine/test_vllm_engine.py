@@ -103,11 +103,11 @@ async def prefill(response: Any, **fields: Any) -> tuple[Serving, Any]:
     body = json.dumps({"model": "m", "prompt": "hello", **fields}).encode()
     engine = vllm_engine(openai_serving_completion=serving)
     try:
-        found: Any = await engine.prefill(EngineRequest("completions", body, "id"))
+        prefilled: Any = await engine.prefill(EngineRequest("completions", body, "id"))
     except Exception as failure:
-        found = answer_to(failure)
+        prefilled = answer_to(failure)
     assert not serving.begun
-    return serving, found
+    return serving, prefilled
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -128,7 +128,7 @@ def test_slots_and_caches_are_those_of_a_rank(monkeypatch: pytest.MonkeyPatch, r
 
 
 async def test_prefill_generates_one_token_for_every_request() -> None:
-    serving, found = await prefill(
+    serving, prefilled = await prefill(
         {"handed": "over"},
         max_tokens=50,
         min_tokens=5,
@@ -142,9 +142,9 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert (request_id, params.max_tokens, params.min_tokens, params.temperature) == ("id", 1, 0, 0.0)
     assert (params.seed, params.stop, params.logprobs, params.ignore_eos) == (None, [], None, True)
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
-    assert isinstance(found, Prefilled)
-    assert (found.token_ids.dtype, found.token_ids.tolist()) == (np.uint32, [1, 2, 3])
-    assert found.kv == {"handed": "over"}
+    assert isinstance(prefilled, Prefilled)
+    assert (prefilled.token_ids.dtype, prefilled.token_ids.tolist()) == (np.uint32, [1, 2, 3])
+    assert prefilled.kv == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST] == "id"
     assert serving.seen[0].max_tokens == 50  # as decode gets it
 
@@ -162,8 +162,8 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
 async def test_requests_that_decode_would_refuse_are_not_prefilled(
     fields: dict[str, Any], response: Any, status: int
 ) -> None:
-    serving, (said, body) = await prefill(response, **fields)
-    assert said == json.loads(body)["error"]["code"] == status
+    serving, (code, body) = await prefill(response, **fields)
+    assert code == json.loads(body)["error"]["code"] == status
     assert not serving.generated
 
 
@@ -171,8 +171,8 @@ async def test_requests_that_decode_would_refuse_are_not_prefilled(
     ("failure", "status"), [(TypeError("a list"), 400), (ValueError("x"), 400), (RuntimeError("x"), 500)]
 )
 def test_only_errors_that_vllm_blames_on_the_client_are_refusals(failure: Exception, status: int) -> None:
-    said, body = answer_to(failure)
-    assert said == status
+    code, body = answer_to(failure)
+    assert code == status
     assert str(failure) in json.loads(body)["error"]["message"]
 
 
@@ -439,15 +439,15 @@ async def answer_of(engine: VllmEngine, method: str, **body: Any) -> list[bytes]
 
 
 async def test_documents_are_ranked_by_vllms_serving_object() -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     async def scores(request: Any, raw_request: Any) -> Any:
-        asked.append(request)
+        requests.append(request)
         return SimpleNamespace(body=b'{"results": []}')
 
     engine = vllm_engine(serving_scores=scores)
     assert await answer_of(engine, "rerank", query="x", documents=["y"], top_n=1) == [b'{"results": []}']
-    assert (asked[0].query, asked[0].documents, asked[0].top_n) == ("x", ["y"], 1)
+    assert (requests[0].query, requests[0].documents, requests[0].top_n) == ("x", ["y"], 1)
 
 
 @pytest.mark.parametrize("state", [{}, {"serving_scores": None}])

@@ -73,13 +73,13 @@ def test_the_optimum_equals_brute_force_and_greedy_is_feasible(seed: int) -> Non
     active = np.flatnonzero(tokens)
     choices = itertools.product(*(np.flatnonzero(hosts[e]) for e in active))
     best = min(max(map(choice.count, range(3))) for choice in choices)
-    found = []
+    most_experts = []
     for route in (route_optimal, route_metro):
         rank = route(tokens, hosts)
         assert np.array_equal(rank >= 0, tokens > 0)
         assert hosts[active, rank[active]].all()
-        found.append(np.bincount(rank[rank >= 0], minlength=3).max())  # of the worst rank
-    assert found[0] == best <= found[1] <= max(best + 1, 2 * best)
+        most_experts.append(np.bincount(rank[rank >= 0], minlength=3).max())  # of the worst rank
+    assert most_experts[0] == best <= most_experts[1] <= max(best + 1, 2 * best)
 
 
 @given(seed=st.integers(0, 9999))

@@ -32,28 +32,28 @@ def changes(draw: Any) -> Change:
 @given(changes(), st.integers(1, 6))
 def test_every_step_is_a_valid_placement_and_the_last_is_the_new_one(change: Change, most: int) -> None:
     old, new, ranks = change
-    target, held = keep_slots(old, new, ranks), old.copy()
+    target, placement = keep_slots(old, new, ranks), old.copy()
     for moves in slice_moves(old, target, ranks, most):
-        before = held.copy()
+        before = placement.copy()
         for move in moves:
             assert move.expert < 0 or before[move.layer, move.source] == move.expert
             assert before[move.layer, move.slot] != move.expert
-            held[move.layer, move.slot] = move.expert
+            placement[move.layer, move.slot] = move.expert
         assert len(moves) <= most or all((np.bincount(row[row >= 0]) == 1).any() for row in before)
-        for row in held:
+        for row in placement:
             assert set(row[row >= 0]) == set(range(int(new.max()) + 1))
-    assert np.array_equal(held, target)
+    assert np.array_equal(placement, target)
 
 
 @given(changes())
 def test_alignment_keeps_each_ranks_experts_and_minimises_moves(change: Change) -> None:
     old, new, ranks = change
-    found = keep_slots(old, new, ranks)
-    for before, after, wanted in zip(
-        *(x.reshape(len(old) * ranks, -1) for x in (old, found, new)), strict=True
+    aligned = keep_slots(old, new, ranks)
+    for before, after, desired in zip(
+        *(x.reshape(len(old) * ranks, -1) for x in (old, aligned, new)), strict=True
     ):
-        assert Counter(after.tolist()) == Counter(wanted.tolist())
-        assert (before != after).sum() == (Counter(wanted.tolist()) - Counter(before.tolist())).total()
+        assert Counter(after.tolist()) == Counter(desired.tolist())
+        assert (before != after).sum() == (Counter(desired.tolist()) - Counter(before.tolist())).total()
 
 
 @given(changes())

@@ -59,10 +59,10 @@ def test_metro_is_greedy_over_the_whole_batch(case: Case) -> None:
 
 @given(cases())
 def test_metro_paper_is_algorithm_1_over_the_whole_batch(case: Case) -> None:
-    found = make_choice("metro-paper", case.row, case.experts, case.topology).slots(case.batch).numpy()
+    slots = make_choice("metro-paper", case.row, case.experts, case.topology).slots(case.batch).numpy()
     tokens = np.bincount(case.batch.numpy().ravel(), minlength=case.experts)
     ranks = MetroPlan.as_written(case.slots >= 0).route(tokens)
-    assert np.array_equal(found // case.size, ranks[case.batch.numpy()])
+    assert np.array_equal(slots // case.size, ranks[case.batch.numpy()])
 
 
 @pytest.mark.parametrize(("rule", "plans"), [("metro", ["from_hosts"]), ("metro-paper", ["as_written"])])
@@ -91,11 +91,11 @@ def test_each_form_of_metro_is_called_by_its_name(
 
 @given(cases())
 def test_even_is_vllms_hash_of_the_position_over_all_slots(case: Case) -> None:
-    found = make_choice("even", case.row, case.experts, case.topology).slots(case.batch).numpy()
+    slots = make_choice("even", case.row, case.experts, case.topology).slots(case.batch).numpy()
     for place, experts in enumerate(case.batch.tolist()):
         for column, expert in enumerate(experts):
-            held = np.flatnonzero(case.row == expert)
-            assert found[place, column] == held[place * 2654435769 % 2**32 % len(held)]
+            replicas = np.flatnonzero(case.row == expert)
+            assert slots[place, column] == replicas[place * 2654435769 % 2**32 % len(replicas)]
 
 
 @given(cases(), st.booleans())
@@ -105,7 +105,7 @@ def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case, given_
     if given_homes:  # such as those of data-parallel ranks, whose batches differ in size
         homes = [ranks - 1 if place < tokens // 3 else 0 for place in range(tokens)]
     choice = make_choice("local", case.row, case.experts, case.topology)
-    found = choice.slots(case.batch, torch.tensor(homes, dtype=torch.int64) if given_homes else None).numpy()
+    slots = choice.slots(case.batch, torch.tensor(homes, dtype=torch.int64) if given_homes else None).numpy()
     for place, experts in enumerate(case.batch.tolist()):
         home = homes[place]
         for column, expert in enumerate(experts):
@@ -113,16 +113,16 @@ def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case, given_
             own = hosts[hosts == home]
             near = hosts[node[hosts] == node[home]]
             nearest = own if len(own) else near if len(near) else hosts
-            assert found[place, column] // case.size in nearest
+            assert slots[place, column] // case.size in nearest
 
 
 @given(cases())
 def test_a_rank_that_routes_alone_chooses_its_nearest_replica(case: Case) -> None:
     for rank in range(case.topology.ranks):
-        found = Nearest(case.slots, case.topology, rank).slots(case.batch).numpy()
-        assert np.array_equal(case.row[found], case.batch.numpy())
-        held = case.slots[case.batch.numpy(), rank] >= 0
-        assert (found[held] // case.size == rank).all()
+        slots = Nearest(case.slots, case.topology, rank).slots(case.batch).numpy()
+        assert np.array_equal(case.row[slots], case.batch.numpy())
+        is_local = case.slots[case.batch.numpy(), rank] >= 0
+        assert (slots[is_local] // case.size == rank).all()
 
 
 def test_weighted_is_proportional_to_the_inverse_load() -> None:

@@ -56,7 +56,7 @@ def test_a_loaded_table_equals_the_saved_one(tmp_path: Path) -> None:
             loaded.similarity(wrong)
 
 
-def refused(kind: Any, data: bytes) -> str:
+def refusal_of(kind: Any, data: bytes) -> str:
     with pytest.raises(ArtifactError) as refusal:
         kind.from_bytes(data)
     (sentence,) = str(refusal.value).splitlines()
@@ -67,13 +67,13 @@ def refused(kind: Any, data: bytes) -> str:
 def test_truncated_files_are_refused(artifact: Any, kind: Any) -> None:
     data = artifact.to_bytes()
     for length in (0, 4, 8, 60, len(data) // 2, len(data) - 1):
-        refused(kind, data[:length])
+        refusal_of(kind, data[:length])
 
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused(data: bytes) -> None:
     for _, kind in KINDS:
-        refused(kind, data)
+        refusal_of(kind, data)
 
 
 class Bomb:
@@ -83,13 +83,13 @@ class Bomb:
 
 @pytest.mark.parametrize(("artifact", "kind"), KINDS)
 def test_foreign_files_are_refused_and_never_unpickled(artifact: Any, kind: Any, tmp_path: Path) -> None:
-    refused(kind, pickle.dumps(Bomb()))
-    refused(kind, save_tensors({"a": np.zeros(3)}))
-    refused(kind, save_tensors({"a": np.zeros(3)}, metadata={"eldr": "{}"}))
-    refused(kind, save_tensors({"a": np.zeros(3)}, metadata={"eldr": "not json"}))
+    refusal_of(kind, pickle.dumps(Bomb()))
+    refusal_of(kind, save_tensors({"a": np.zeros(3)}))
+    refusal_of(kind, save_tensors({"a": np.zeros(3)}, metadata={"eldr": "{}"}))
+    refusal_of(kind, save_tensors({"a": np.zeros(3)}, metadata={"eldr": "not json"}))
     for other, _ in KINDS:
         if other is not artifact:
-            assert "schema" in refused(kind, other.to_bytes())
+            assert "schema" in refusal_of(kind, other.to_bytes())
     with pytest.raises(ArtifactError, match="nowhere"):
         kind.load(tmp_path / "nowhere")
 
@@ -128,7 +128,7 @@ def with_array(artifact: Any, name: str, value: Any) -> bytes:
     ],
 )
 def test_a_file_with_impossible_values_is_refused(artifact: Any, name: str, value: Any, word: str) -> None:
-    assert word in refused(type(artifact), with_array(artifact, name, value))
+    assert word in refusal_of(type(artifact), with_array(artifact, name, value))
 
 
 def test_a_trace_without_routes_can_be_loaded() -> None:

@@ -100,7 +100,7 @@ def test_quality_needs_the_same_requests() -> None:
 def test_layer_selection_equals_a_greedy_search_from_scratch() -> None:
     trace = synthetic_trace()
     pairs = 400
-    found = select_layers(trace.prefill_counts, trace.decode_probability, pairs=pairs, seed=5)
+    selection = select_layers(trace.prefill_counts, trace.decode_probability, pairs=pairs, seed=5)
     rng = np.random.default_rng(5)
     i = rng.integers(60, size=pairs)
     j = (i + rng.integers(1, 60, size=pairs)) % 60
@@ -111,15 +111,15 @@ def test_layer_selection_equals_a_greedy_search_from_scratch() -> None:
         left, right = ([_distance(x[p], x[q]) for p, q in zip(i, j, strict=True)] for x in (a, b))
         return float(stats.spearmanr(left, right).statistic)
 
-    kept: list[int] = []
+    chosen: list[int] = []
     for step in range(4):
-        scores = {layer: rho([*kept, layer]) for layer in range(4) if layer not in kept}
+        scores = {layer: rho([*chosen, layer]) for layer in range(4) if layer not in chosen}
         best = max(scores, key=lambda layer: scores[layer])
-        kept.append(best)
-        assert found.order[step] == best
-        assert found.rho[step] == pytest.approx(scores[best], abs=1e-3)
-    assert set(found.best_layers) == set(found.order[: int(np.argmax(found.rho)) + 1])
-    assert 0 not in found.best_layers  # the layer of noise
+        chosen.append(best)
+        assert selection.order[step] == best
+        assert selection.rho[step] == pytest.approx(scores[best], abs=1e-3)
+    assert set(selection.best_layers) == set(selection.order[: int(np.argmax(selection.rho)) + 1])
+    assert 0 not in selection.best_layers  # the layer of noise
 
 
 def test_every_transform_can_be_fitted_and_predicts() -> None:

@@ -17,7 +17,7 @@ from tests.support.predictors import PREDICTOR, E, K, L, R, V, predictor
 
 def expected_counts(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
     """Compute the prediction token by token and cell by cell."""
-    found = np.zeros((L, E))
+    counts = np.zeros((L, E))
     for layer in range(L):
         for expert in range(E):
             added = [
@@ -25,18 +25,18 @@ def expected_counts(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
                 for t in ids
                 if 0 <= t < V
             ]
-            found[layer, expert] = min(max(p.mean[layer, expert] + sum(added) / len(ids), 0), 1)
-        found[layer] *= K * len(ids) / found[layer].sum()
-    return found
+            counts[layer, expert] = min(max(p.mean[layer, expert] + sum(added) / len(ids), 0), 1)
+        counts[layer] *= K * len(ids) / counts[layer].sum()
+    return counts
 
 
 @given(st.lists(st.integers(-3, V + 3), min_size=1, max_size=20), st.integers(0, 5))
 def test_a_prediction_is_the_mean_plus_a_term_for_each_token(ids: list[int], seed: int) -> None:
     p = predictor(seed)
-    found = p.predict(ids)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected_counts(p, ids), rtol=2e-4, atol=1e-4)
-    np.testing.assert_allclose(found.sum(axis=1), K * len(ids), rtol=1e-4)  # as a prompt's counts do
+    counts = p.predict(ids)
+    assert counts.dtype == np.float32
+    np.testing.assert_allclose(counts, expected_counts(p, ids), rtol=2e-4, atol=1e-4)
+    np.testing.assert_allclose(counts.sum(axis=1), K * len(ids), rtol=1e-4)  # as a prompt's counts do
 
 
 def test_a_prompt_without_known_tokens_gets_the_mean() -> None:
@@ -52,10 +52,10 @@ def test_predicted_counts_are_valid_counts(added: np.ndarray) -> None:
     one = np.ones(1, np.float32)
     tokens, experts = one[None] * np.float32(length), direction[None].astype(np.float32)
     p = replace(PREDICTOR, tokens=tokens, experts=experts, variance=one)
-    found = p.predict([0, 0, 0])
-    assert np.isfinite(found).all()
-    assert (found >= 0).all()
-    np.testing.assert_allclose(found.sum(axis=1), 3 * K, rtol=1e-4)
+    counts = p.predict([0, 0, 0])
+    assert np.isfinite(counts).all()
+    assert (counts >= 0).all()
+    np.testing.assert_allclose(counts.sum(axis=1), 3 * K, rtol=1e-4)
 
 
 def test_a_loaded_predictor_equals_the_saved_one(tmp_path: Path) -> None:

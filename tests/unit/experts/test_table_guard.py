@@ -52,7 +52,7 @@ def test_a_full_fit_keeps_the_worker_order_of_the_live_table() -> None:
         cluster_sizes=live.cluster_sizes[order],
         domains=[live.domains[slot] for slot in order],
     )
-    kept = keep_positions(fitted, live, trace.prefill_counts)
-    np.testing.assert_array_equal(kept.centroids, live.centroids)
-    assert kept.domains == live.domains
-    assert kept.version == live.version + 1
+    table = keep_positions(fitted, live, trace.prefill_counts)
+    np.testing.assert_array_equal(table.centroids, live.centroids)
+    assert table.domains == live.domains
+    assert table.version == live.version + 1

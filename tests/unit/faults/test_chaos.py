@@ -19,7 +19,7 @@ from loadgen import application, processes
 from loadgen.workload import Prompt
 from tests.faults import chaos, operations
 from tests.faults.operations import InjectedFault, Operator, Run, explained_by_fault
-from tests.faults.record import Record, rows, wrong
+from tests.faults.record import Record, find_problems, rows
 from tests.faults.traffic import Answer, Sent, bodies, check_answer
 
 ANSWER = Answer(text="one two three", finish="length", usage=(5, 3), done=True)
@@ -104,10 +104,10 @@ def test_a_whole_answer_must_equal_the_answer_or_be_an_error(kind: str, status: 
 
 def test_the_load_has_requests_of_every_kind() -> None:
     prompts = [Prompt(f"{number}", "a", "some text") for number in range(16)]
-    asked = bodies(prompts, "m", 16, seed=0)
-    assert sum(path.endswith("chat/completions") for path, _ in asked) == 4
-    assert sum("logprobs" in body for _, body in asked) == 2
-    assert sum("stop" in body for _, body in asked) == 2
+    requests = bodies(prompts, "m", 16, seed=0)
+    assert sum(path.endswith("chat/completions") for path, _ in requests) == 4
+    assert sum("logprobs" in body for _, body in requests) == 2
+    assert sum("stop" in body for _, body in requests) == 2
 
 
 class UnreachableRouter:
@@ -158,7 +158,7 @@ async def test_no_fault_is_injected_into_a_recovering_role(operator: Operator) -
         operator._recovering[task] = operations.affected_roles(fault)
 
     operator._inject = happen
-    operator._counts_shape = lambda: (1, 1)
+    operator._read_shape = lambda: (1, 1)
     faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
     working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
     async with asyncio.timeout(30):
@@ -188,8 +188,8 @@ async def test_an_operation_that_fails_while_the_router_is_unreachable_is_counte
 
 
 KILLED = [
-    InjectedFault("kill ingress", 10.0, 4.0, {77}, done_s=10.2),
-    InjectedFault("kill proxy", 20.0, 4.0, {88}, done_s=20.2),
+    InjectedFault("kill ingress", 10.0, 4.0, {77}, died_s=10.2),
+    InjectedFault("kill proxy", 20.0, 4.0, {88}, died_s=20.2),
 ]
 
 
@@ -218,7 +218,7 @@ def test_a_kill_explains_only_failures_of_its_own_connections(
     apart: str | None, kind: str, fields: dict[str, Any]
 ) -> None:
     sent = Sent(**{"stream": True, "by_proxy": False, "kind": kind} | fields)
-    faults = [happened for happened in KILLED if happened.at_s <= sent.ended_s]
+    faults = [injected for injected in KILLED if injected.at_s <= sent.ended_s]
     assert explained_by_fault(sent, faults) == apart
 
 
@@ -233,11 +233,11 @@ def test_a_kill_returns_the_client_ports_of_the_killed_process() -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
         port = int(server.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port)) as taken:
+        with socket.create_connection(("127.0.0.1", port)) as accepted:
             assert server.stdout.readline() == "taken\n"
             with socket.create_connection(("127.0.0.1", port)) as waiting:
-                held = processes.kill(psutil.Process(server.pid))
-                assert {taken.getsockname()[1], waiting.getsockname()[1]} <= held
+                ports = processes.kill(psutil.Process(server.pid))
+                assert {accepted.getsockname()[1], waiting.getsockname()[1]} <= ports
                 assert psutil.Process(server.pid).status() == psutil.STATUS_ZOMBIE
         assert server.wait() == -signal.SIGKILL
 
@@ -248,18 +248,18 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
         record = Record(file)
         record.add("run", seed=number)
         run = Run(record)
-        run.ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
+        run.record_request(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
         run.faults.append(InjectedFault("kill decode", 10.0, 4.0 + number))
-        run.ended(Sent(9.0, stream=True, by_proxy=False, kind="ok", ended_s=11.0, gap_s=2.0))
-        run.ended(Sent(9.0, stream=True, by_proxy=False, kind="left", ended_s=12.0))
-        run.over(run.faults[-1])
+        run.record_request(Sent(9.0, stream=True, by_proxy=False, kind="ok", ended_s=11.0, gap_s=2.0))
+        run.record_request(Sent(9.0, stream=True, by_proxy=False, kind="left", ended_s=12.0))
+        run.record_recovery(run.faults[-1])
         if number:
             stopped = InjectedFault("stop router", 20.0)
             run.faults.append(stopped)
-            run.ended(
+            run.record_request(
                 Sent(9.0, stream=True, by_proxy=False, kind="engine lost", ended_s=21.0, silence_s=16.0)
             )
-            run.over(stopped)
+            run.record_recovery(stopped)
         record.add(
             "end",
             settled_s=1.0 + number,
@@ -268,25 +268,29 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
             processes=[{"process": "decode", "stalls": 1, "memory_mib": 10.0 * number}],
             unsteady=[],
         )
-    found = {row["fault"]: row for row in rows(Record(file))}
-    assert list(found) == ["before any", "kill decode", "stop router", "all"]
-    assert [row["requests"] for row in found.values()] == [2, 4, 1, 7]
-    killed, stopped_row, total = found["kill decode"], found["stop router"], found["all"]
+    row_by_fault = {row["fault"]: row for row in rows(Record(file))}
+    assert list(row_by_fault) == ["before any", "kill decode", "stop router", "all"]
+    assert [row["requests"] for row in row_by_fault.values()] == [2, 4, 1, 7]
+    killed, stopped_row, total = row_by_fault["kill decode"], row_by_fault["stop router"], row_by_fault["all"]
     assert (killed["times"], killed["ok"], killed["left"]) == (2, 2, 2)
     assert (killed["recovery_p50_s"], killed["recovery_max_s"], killed["longest_gap_s"]) == (4.5, 5.0, 2.0)
     assert (stopped_row["failed"], stopped_row["not_recovered"], stopped_row["silent_over_15_s"]) == (1, 1, 1)
     assert (total["times"], total["failures"], total["resumed"]) == (3, {"engine lost": 1}, 6)
     assert (total["runs"], total["runs_to_the_end"], total["settled_max_s"]) == (2, 2, 2.0)
     assert total["processes"] == [{"process": "decode", "stalls": 2, "memory_mib": 10.0}]
-    assert wrong(Record(file)) == ["failed: 1 {'engine lost': 1}", "silent_over_15_s: 1", "not_recovered: 1"]
+    assert find_problems(Record(file)) == [
+        "failed: 1 {'engine lost': 1}",
+        "silent_over_15_s: 1",
+        "not_recovered: 1",
+    ]
 
 
 def test_an_interrupted_run_keeps_its_record_and_is_reported() -> None:
     record = Record()
     record.add("run", seed=0)
-    Run(record).ended(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
+    Run(record).record_request(Sent(0.0, stream=True, by_proxy=False, kind="ok", ended_s=1.0))
     assert rows(record)[-1]["requests"] == 1
-    assert wrong(record) == ["1 runs did not finish"]
+    assert find_problems(record) == ["1 runs did not finish"]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +307,7 @@ async def test_the_router_must_hold_exactly_the_leases_of_its_clients(
         writer.close()
 
     status = [{"leases": router, "ingress": {"leases": leases}} for leases in own]
-    monkeypatch.setattr(chaos, "_ingresses", lambda url: status)
+    monkeypatch.setattr(chaos, "_read_statuses", lambda url: status)
     server = await asyncio.start_server(streams, "127.0.0.1", 0)
     async with server:
         found = await chaos._compare_leases(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")

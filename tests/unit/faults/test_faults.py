@@ -35,14 +35,14 @@ STEPS, STRIDE = 48, 2  # an engine needs fewer for these requests
 @pytest.fixture
 def abandoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect the ids of requests that end while they wait in the decode queue."""
-    finish, found = Placer.finish, []
+    finish, request_ids = Placer.finish, []
 
     def finished(placer: Placer, request_id: str) -> None:
-        found.extend({request_id} & placer.queue.keys())
+        request_ids.extend({request_id} & placer.queue.keys())
         finish(placer, request_id)
 
     monkeypatch.setattr(Placer, "finish", finished)
-    return found
+    return request_ids
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))
@@ -66,12 +66,12 @@ def test_no_answer_is_lost_by_a_fault_at_any_step_of_an_engine(kind: str, role: 
 
 
 def test_a_seed_gives_the_same_run_in_every_process() -> None:
-    here, there = (
+    in_this_process, in_another = (
         done.stdout.rpartition(", trace")[0]
         for done in (command(simulate, seed=3), python("-m", "tests.faults", "simulate", "--seed", 3))
     )
-    assert here == there
-    assert here.endswith(f"seed 3: {run_seed(3).virtual_s:.1f} s of virtual time")
+    assert in_this_process == in_another
+    assert in_this_process.endswith(f"seed 3: {run_seed(3).virtual_s:.1f} s of virtual time")
 
 
 def test_tenants_limits_do_not_depend_on_the_speed_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,40 +211,40 @@ class Echo(asyncio.Protocol):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_a_connection_keeps_order_and_can_be_lost_on_one_side_or_both(half: bool) -> None:
-    here: list = []
-    there: list = []
+    at_client: list = []
+    at_server: list = []
 
     async def main(loop: VirtualLoop) -> None:
-        server = await loop.create_server(lambda: Echo(there), "server")
-        end, _ = await loop.create_connection(lambda: Echo(here), *server.sockets[0].getsockname())
+        server = await loop.create_server(lambda: Echo(at_server), "server")
+        end, _ = await loop.create_connection(lambda: Echo(at_client), *server.sockets[0].getsockname())
         for number in range(50):
             end.write(b"%d" % number)
         await asyncio.sleep(1)
         end.stall(5)
         end.write(b"late")
         await asyncio.sleep(4)
-        assert len(there) == 50
+        assert len(at_server) == 50
         await asyncio.sleep(2)
-        assert there[50:] == [b"late"]
+        assert at_server[50:] == [b"late"]
         loop.network.cut(end, half=half)
         end.write(b"lost")
         await asyncio.sleep(1)
 
     on_virtual_time(main)
-    assert [int(data) for data in there[:50]] == list(range(50))
-    assert here == ["lost"]
-    assert there[51:] == ([] if half else ["lost"])
+    assert [int(data) for data in at_server[:50]] == list(range(50))
+    assert at_client == ["lost"]
+    assert at_server[51:] == ([] if half else ["lost"])
 
 
 async def test_a_freed_block_holds_another_prompt() -> None:
     blocks = Blocks(2)
-    mine = await blocks.take(8)
-    blocks.content[mine[0]] = (1, 2, 3, 4)
+    own_blocks = await blocks.take(8)
+    blocks.content[own_blocks[0]] = (1, 2, 3, 4)
     waiting = asyncio.create_task(blocks.take(1))
     await asyncio.sleep(0)
     assert not waiting.done()
-    blocks.give_back(mine)
-    assert blocks.content[mine[0]] != (1, 2, 3, 4)
+    blocks.give_back(own_blocks)
+    assert blocks.content[own_blocks[0]] != (1, 2, 3, 4)
     assert len(await waiting) == 1
     assert blocks.in_use == 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.__main__ import _read, hostile, send, send_all
-from tests.fuzz.cases import Case, by_hand, case, known
+from tests.fuzz.cases import Case, by_hand, case, known_cases
 from tests.fuzz.connections import occupied, slow_request
 from tests.fuzz.generated_cases import mutations
 from tests.support.in_process import command, sentence
@@ -58,7 +58,7 @@ async def test_answers_are_classified(answer: bytes | None, complete: bool, prob
 
 
 async def test_recorded_cases_can_be_sent_again(tmp_path: Path) -> None:
-    cases = known("m")
+    cases = known_cases("m")
     async with server(OK) as port:
         outcomes = await send_all(cases, "127.0.0.1", port, in_flight=3, limit_s=5)
     assert len(outcomes) == len(cases)

@@ -17,7 +17,7 @@ from tests.faults.clients import Plan, ask
 from tests.faults.fake_engines import PrefillEngine
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import VirtualLoop
-from tests.faults.world import World, virtual
+from tests.faults.world import World, patch_serving_code
 
 PROMPT = "1 2 3 4 5 6 7 8 9"
 LEFT_S, DEAD_S = 0.2, 2.0
@@ -32,7 +32,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+def run_in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> None:
     rng = random.Random(seed)
     loop = VirtualLoop(random.Random(rng.random()))
     loop.network = Network(loop, random.Random(rng.random()))
@@ -42,22 +42,22 @@ def in_world(seed: int, main: Callable[[World], Coroutine[Any, Any, None]]) -> N
     async def run() -> None:
         await world.start(prefills=1, decodes=2, ingresses=1)
         await asyncio.sleep(WARM_S)
-        assert not held(world)
+        assert not held_amounts(world)
         await main(world)
 
-    with virtual(loop, world, random.Random(rng.random())):
+    with patch_serving_code(loop, world, random.Random(rng.random())):
         loop.run(run())
 
 
-def held(world: World) -> list[str]:
+def held_amounts(world: World) -> list[str]:
     """Return all slots, leases, requests, blocks and prompts that are held."""
-    found = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
-    found += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
-    found += [f"{p.servable_object._client.lease_count} own leases" for p in world.live["ingress"]]
+    amounts = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
+    amounts += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
+    amounts += [f"{p.servable_object._client.lease_count} own leases" for p in world.live["ingress"]]
     for engine in world.engines.values():
-        found += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
-        found += [f"{len(engine.held)} prompts"] if isinstance(engine, PrefillEngine) else []
-    return [one for one in found if not one.startswith("0 ")]
+        amounts += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
+        amounts += [f"{len(engine.held_blocks)} prompts"] if isinstance(engine, PrefillEngine) else []
+    return [one for one in amounts if not one.startswith("0 ")]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -71,9 +71,9 @@ def test_resources_are_free_a_fifth_of_a_second_after_a_client_disconnects(seed:
             outcome = await ask(world, plan, world.live["ingress"][0])
             assert outcome.kind == "left"
             await asyncio.sleep(LEFT_S)
-            assert not held(world)
+            assert not held_amounts(world)
 
-    in_world(seed, main)
+    run_in_world(seed, main)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -85,7 +85,7 @@ def test_engines_end_the_requests_of_a_killed_ingress_within_two_seconds(seed: i
         for after_s in (0.0, 0.01, 0.5):
             loop, ingress = world.loop, world.live["ingress"][0]
             plans = [Plan(0.0, "completions", f"{PROMPT} {n}", 200, True, token_s=0.1) for n in range(3)]
-            asked = [loop.create_task(ask(world, plan, ingress)) for plan in plans]
+            requests = [loop.create_task(ask(world, plan, ingress)) for plan in plans]
             while not busy(world):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(after_s)
@@ -94,7 +94,7 @@ def test_engines_end_the_requests_of_a_killed_ingress_within_two_seconds(seed: i
             while busy(world):
                 await asyncio.sleep(0.01)
             assert loop.time() - killed_s <= DEAD_S
-            assert {(await outcome).kind for outcome in asked} == {"connection lost"}
+            assert {(await outcome).kind for outcome in requests} == {"connection lost"}
             await asyncio.sleep(WARM_S)  # there is another ingress
 
-    in_world(seed, main)
+    run_in_world(seed, main)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.steadiness import Steadiness, wrong
+from tests.faults.steadiness import Steadiness, find_problems
 
 
 def loop_metric(metric: str, role: str, worker: str, value: float) -> str:
@@ -15,12 +15,12 @@ Held = dict[str, list[tuple[int, float, int]]]  # (pid, MiB, descriptors) of pro
 
 
 def measured_rows(before: Held, after: Held, *metrics: str, **stops: int) -> dict[str, dict[str, Any]]:
-    held = [before, after]
-    steadiness = Steadiness(lambda role: held[0].get(role, []))
+    readings = [before, after]
+    steadiness = Steadiness(lambda role: readings[0].get(role, []))
     steadiness.begin()
     for text in metrics:
         steadiness.take(text)
-    held.pop(0)
+    readings.pop(0)
     steadiness.end()
     return {row["process"]: row for row in steadiness.rows(stops)}
 
@@ -34,16 +34,16 @@ def test_growth_is_measured_on_processes_that_survive_the_run() -> None:
     assert rows["ingress"]["descriptors_growth"] == 5
     assert rows["ingress"]["descriptors"] == 300
     assert rows["decode"]["memory_growth"] is None
-    assert not wrong(list(rows.values()))
+    assert not find_problems(list(rows.values()))
 
 
 @pytest.mark.parametrize(
-    ("after", "said"), [((1, 400.0, 20), "MiB of memory"), ((1, 100.0, 200), "180 descriptors")]
+    ("after", "words"), [((1, 400.0, 20), "MiB of memory"), ((1, 100.0, 200), "180 descriptors")]
 )
-def test_a_growing_process_is_reported(after: tuple[int, float, int], said: str) -> None:
-    (what,) = wrong(list(measured_rows(dict(router=[(1, 100.0, 20)]), dict(router=[after])).values()))
+def test_a_growing_process_is_reported(after: tuple[int, float, int], words: str) -> None:
+    (what,) = find_problems(list(measured_rows(dict(router=[(1, 100.0, 20)]), dict(router=[after])).values()))
     assert what.startswith("router: ")
-    assert said in what
+    assert words in what
 
 
 def test_task_growth_starts_at_the_first_sample() -> None:
@@ -51,7 +51,7 @@ def test_task_growth_starts_at_the_first_sample() -> None:
     metrics += [loop_metric("tasks", "ingress", "a", 90) + loop_metric("tasks", "ingress", "b", 150)]
     rows = measured_rows({}, {}, *metrics)
     assert (rows["ingress"]["tasks"], rows["ingress"]["tasks_growth"]) == (150, 70)
-    assert wrong(list(rows.values())) == ["ingress: 70 tasks more than after warm-up"]
+    assert find_problems(list(rows.values())) == ["ingress: 70 tasks more than after warm-up"]
 
 
 def test_an_event_loop_may_block_only_while_its_process_is_stopped() -> None:
@@ -66,6 +66,6 @@ def test_an_event_loop_may_block_only_while_its_process_is_stopped() -> None:
     stopped_twice = measured_rows({}, {}, *metrics, ingress=2)
     row = stopped_twice["ingress"]
     assert (row["stalls"], row["stops"], row["longest_stall_s"]) == (2, 2, 5.01)
-    assert not wrong(list(stopped_twice.values()))
-    (what,) = wrong(list(measured_rows({}, {}, *metrics, ingress=1).values()))
+    assert not find_problems(list(stopped_twice.values()))
+    (what,) = find_problems(list(measured_rows({}, {}, *metrics, ingress=1).values()))
     assert what == "ingress: its event loop was blocked 2 times, stopped 1 times"

@@ -90,17 +90,17 @@ async def test_a_drain_needs_the_admin_key() -> None:
 
 
 def test_the_command_waits_until_the_replica_has_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [2, 1, 0, 9]
-    asked: list[Any] = []
+    remaining = [2, 1, 0, 9]
+    calls: list[Any] = []
 
     def ask(self: Client, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        asked.append((method, path, kwargs["json"]))
-        return {"replica": "r0", "in_flight": left.pop(0)}
+        calls.append((method, path, kwargs["json"]))
+        return {"replica": "r0", "in_flight": remaining.pop(0)}
 
     monkeypatch.setattr(Client, "_ask", ask)
     monkeypatch.setattr(operator, "_DRAIN_POLL_S", 0.0)
     done = CliRunner().invoke(command, ["drain", "r0"], prog_name="eldr")
     assert json.loads(done.output) == {"replica": "r0", "in_flight": 0}
-    assert asked == [("PUT", "/eldr/drain", {"replica": "r0"})] * 3
+    assert calls == [("PUT", "/eldr/drain", {"replica": "r0"})] * 3
     done = CliRunner().invoke(command, ["drain", "r0", "--wait", "0"], prog_name="eldr")
     assert json.loads(done.output)["in_flight"] == 9

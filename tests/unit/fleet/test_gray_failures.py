@@ -14,14 +14,14 @@ from eldr_serve.pipeline import kv_release
 from tests.support.clock import Clock
 from tests.support.fake_fleet import answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
-from tests.support.request_path import END, WHOLE, Pipeline, good_prefill, on, packed, request_context
+from tests.support.request_path import END, WHOLE, Pipeline, good_prefill, on, pack_ids, request_context
 
 
 def resumable(*chunks: Any) -> Any:
     """Return an engine that sends these chunks, or the rest of the answer if it resumes one."""
     first = answer_with(*chunks)
     sent = b"".join(chunk[0] for chunk in chunks if isinstance(chunk, tuple))
-    rest = answer_with((WHOLE[len(sent) :] + END, 3, packed(1, 2, 3)))
+    rest = answer_with((WHOLE[len(sent) :] + END, 3, pack_ids(1, 2, 3)))
     return lambda sent: (rest if sent.header["generated"] else first)(sent)
 
 
@@ -40,12 +40,12 @@ async def test_a_decode_engine_without_a_first_token_is_replaced(monkeypatch: py
 
 
 async def test_a_stalled_stream_resumes_on_another_engine() -> None:
-    decode = resumable((WHOLE[:10], 1, packed(0)), asyncio.Event())
+    decode = resumable((WHOLE[:10], 1, pack_ids(0)), asyncio.Event())
     pipeline = Pipeline(decode=decode, next_token_timeout_s=0.05)
     assert await pipeline.run(stream=True) == WHOLE + END
     first, second = pipeline.decode.requests
     assert first.cancelled
-    assert second.header["generated"] == packed(0)
+    assert second.header["generated"] == pack_ids(0)
 
 
 async def test_a_slow_prefill_is_retried_elsewhere_and_its_blocks_are_released() -> None:

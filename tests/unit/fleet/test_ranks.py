@@ -30,7 +30,7 @@ from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from tests.support.engine_server import serving
 from tests.support.fake_fleet import FakeFleet, answer_with, refusal
 from tests.support.fake_router import place_one, router_state, wait_until
-from tests.support.request_path import END, WHOLE, Pipeline, good_decode, packed
+from tests.support.request_path import END, WHOLE, Pipeline, good_decode, pack_ids
 
 WORKERS = ("d0/0", "d0/1", "d1/0", "d1/1")
 
@@ -139,8 +139,8 @@ def test_failures_of_any_rank_eject_their_replica() -> None:
 
 @pytest.mark.parametrize("lost", [ChannelLostError("its rank 1 was killed"), refusal(500)])
 async def test_an_answer_resumes_on_another_replica_than_that_of_the_failed_rank(lost: Exception) -> None:
-    begun = answer_with((WHOLE[:10], 1, packed(0)), lost)
-    rest = answer_with((WHOLE[10:] + END, 3, packed(1, 2, 3)))
+    begun = answer_with((WHOLE[:10], 1, pack_ids(0)), lost)
+    rest = answer_with((WHOLE[10:] + END, 3, pack_ids(1, 2, 3)))
     pipeline = Pipeline(
         decode=lambda sent: (begun if sent.replica == "d0/0" else rest)(sent), workers=WORKERS
     )

@@ -28,7 +28,7 @@ def router(kind: Any, **kwargs: Any) -> Any:
     return made
 
 
-def leasing(place: Any) -> Any:
+def leasing_router(place: Any) -> Any:
     """Return a DecodeRequestRouter whose client places by this function."""
     client = Mock(place=AsyncMock(side_effect=place))
     with patch("eldr_serve.fleet.request_router.RouterClient", return_value=client):
@@ -39,7 +39,7 @@ def call(request: Any, number: int = 0) -> Any:
     return SimpleNamespace(args=[request], metadata=SimpleNamespace(internal_request_id=str(number)))
 
 
-async def chosen(routing: Any, request: Any, number: int = 0) -> str:
+async def choose_replica(routing: Any, request: Any, number: int = 0) -> str:
     """Return the name of the replica that is chosen for the request."""
     ((replica,),) = await routing.choose_replicas(REPLICAS, call(request, number))
     return replica.replica_id.unique_id
@@ -58,33 +58,36 @@ async def chosen(routing: Any, request: Any, number: int = 0) -> str:
     ],
 )
 async def test_any_call_gets_a_replica_and_calls_are_spread(fields: dict[str, Any]) -> None:
-    routing = leasing(OverflowError)  # every placement fails
-    assert {await chosen(routing, SimpleNamespace(**fields), number) for number in range(2)} == {"a", "b"}
+    routing = leasing_router(OverflowError)  # every placement fails
+    assert {await choose_replica(routing, SimpleNamespace(**fields), number) for number in range(2)} == {
+        "a",
+        "b",
+    }
 
 
 def test_equally_loaded_replicas_are_chosen_randomly() -> None:
-    routing = leasing(lambda *args: None)
+    routing = leasing_router(lambda *args: None)
     assert {routing._least_loaded(REPLICAS).replica_id.unique_id for _ in range(64)} == {"a", "b"}
     routing._in_flight["a"] = 1
     assert {routing._least_loaded(REPLICAS).replica_id.unique_id for _ in range(64)} == {"b"}
 
 
 async def test_a_call_with_an_address_goes_to_that_replica() -> None:
-    routing = leasing(OverflowError)
+    routing = leasing_router(OverflowError)
     for name in ("b", "a", "b"):
-        assert await chosen(routing, SimpleNamespace(kv_transfer_params={REPLICA: name})) == name
+        assert await choose_replica(routing, SimpleNamespace(kv_transfer_params={REPLICA: name})) == name
     assert await routing.choose_replicas([], call(None)) == []
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
 
 
 async def test_a_retried_call_reads_no_blocks() -> None:
     """The first replica may have read them before it was lost, and read blocks are freed."""
-    routing = leasing(lambda request, counts: SimpleNamespace(worker="b"))
+    routing = leasing_router(lambda request, counts: SimpleNamespace(worker="b"))
     request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True})
-    assert await chosen(routing, request, 1) == "b"
+    assert await choose_replica(routing, request, 1) == "b"
     with patch.object(RequestRouter, "on_replica_actor_unavailable"):
         routing.on_replica_actor_unavailable(ReplicaID("b", ID))
-    await chosen(routing, request, 1)
+    await choose_replica(routing, request, 1)
     assert request.kv_transfer_params is None
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_kernels import write_package
 
 from eldr_serve.gpu_cost import kernel_times
+from tests.unit.gpu_cost.fake_kernels import write_package
 
 
 @pytest.fixture

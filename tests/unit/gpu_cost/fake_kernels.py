@@ -96,14 +96,14 @@ class EngineHandle:
         self.layers = [kinds[1]["Moe"], kinds[2]["Overlap"]["group"][0]["Moe"]]
 
     def evaluate_ops_json(self, ops: str, *, is_context: bool, batch_size: int, s: int) -> list[Any]:
-        found = [op["Moe"] for op in json.loads(ops)]
-        assert [layers["scale_factor"] for layers in found] == [n["scale_factor"] for n in self.layers]
-        quant = found[0]["quant_mode"]
+        operators = [op["Moe"] for op in json.loads(ops)]
+        assert [layers["scale_factor"] for layers in operators] == [n["scale_factor"] for n in self.layers]
+        quant = operators[0]["quant_mode"]
         if quant == "w4a16_mxfp4":
             raise RuntimeError(f"perf database error: MoE data missing for {quant} at /somewhere")
         if quant == "nvfp4":
             raise ValueError("missing system flops: no fp4")
-        return [(n["name"], 1.0, 0.0, "empirical" if quant == "fp8" else "silicon") for n in found]
+        return [(n["name"], 1.0, 0.0, "empirical" if quant == "fp8" else "silicon") for n in operators]
 
     def predict_decode_latency(self, requests: int, context: int) -> float:
         one = self.layers[0]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_kernels import TERMS
 
 from benchmarks.engine.gpu_cost import row_of
 from eldr_serve.gpu_cost import kernel_times
@@ -15,6 +14,7 @@ from eldr_serve.gpu_cost.readings import Setting
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling.cost_file import FittedCost
 from tests.support.in_process import command, sentence
+from tests.unit.gpu_cost.fake_kernels import TERMS
 
 GIVEN = {"model": "acme/Moe", "gpu": "h100_sxm"}
 
@@ -52,7 +52,7 @@ def test_the_list_names_gpus_and_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         ({"model": "acme/Mo"}, "--model is 'acme/Mo'"),
         ({"gpu": "b300"}, "--gpu is 'b300'"),
@@ -66,11 +66,11 @@ def test_the_list_names_gpus_and_models() -> None:
 )
 @pytest.mark.usefixtures("kernels")
 def test_after_bad_input_nothing_is_written(
-    changes: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
-    assert said in sentence(command("offline.cost", **(GIVEN | {"out": "cost.json"} | changes)))
+    assert words in sentence(command("offline.cost", **(GIVEN | {"out": "cost.json"} | changes)))
     assert set(tmp_path.iterdir()) == before
 
 

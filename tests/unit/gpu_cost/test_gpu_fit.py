@@ -20,18 +20,18 @@ from tests.support.shipped import ROOT
 
 RECORDED = json.loads((ROOT / "tests/unit/recorded/gpu_readings.json").read_text())
 QWEN, EP = (Readings.from_json(json.dumps(one)) for one in RECORDED.values())
-SHAPE = Shape(128, 8, 48, 1, 1.2, "bfloat16")
+SHAPE = Shape(experts=128, top_k=8, layers=48, ranks=1, skew=1.2, dtype="bfloat16")
 
 
 def test_the_fit_to_real_kernel_times_is_close() -> None:
-    found = fit(QWEN)
-    assert found.cost.per_expert_s == pytest.approx(3.1e-6, rel=0.05)  # as NVIDIA's rows of the kernel alone
-    assert abs(found.errors).max() < 0.05
+    result = fit(QWEN)
+    assert result.cost.per_expert_s == pytest.approx(3.1e-6, rel=0.05)  # as NVIDIA's rows of the kernel alone
+    assert abs(result.errors).max() < 0.05
     own = [step.routing == "skewed" for step in EP.steps]
     assert abs(fit(EP).errors[own]).max() < 0.05
-    summary = found.summary()
+    summary = result.summary()
     assert summary["error_rms"] < 0.02
-    assert summary["per_expert_us"] == pytest.approx(1e6 * found.cost.per_expert_s)
+    assert summary["per_expert_us"] == pytest.approx(1e6 * result.cost.per_expert_s)
     assert abs(fit(EP).errors).max() < 0.1
 
 
@@ -77,10 +77,10 @@ def test_the_file_names_its_source() -> None:
 
 def test_a_batch_beyond_the_readings_is_on_the_last_straight_line() -> None:
     cost = fit(QWEN).cost
-    (_, before), (last, there) = [*cost.batch_s.items()][-2:]
+    (_, second_to_last_s), (last, last_s) = [*cost.batch_s.items()][-2:]
     assert last == 64
     beyond = cost.seconds(80, 0, 0) - cost.seconds(64, 0, 0)
-    assert beyond == pytest.approx(there - before)  # 48 to 64 is as far as 64 to 80
+    assert beyond == pytest.approx(last_s - second_to_last_s)  # 48 to 64 is as far as 64 to 80
 
 
 def test_one_batch_needs_no_table() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_kernels import CONFIGS, TERMS
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
 from tests.support.shipped import ROOT
+from tests.unit.gpu_cost.fake_kernels import CONFIGS, TERMS
 
 MOE = Setting("acme/Moe", "h100_sxm")
 
@@ -27,12 +27,12 @@ def test_the_times_of_linear_kernels_are_found_exactly(parallel: dict[str, int])
     readings = kernel_times.read(replace(MOE, **parallel))
     assert readings.shape.layers == 10
     assert len(readings.steps) == 2 * len(kernel_times.BATCHES) * len(kernel_times.CONTEXTS)
-    found = fit(readings)
-    assert found.cost.per_expert_s == pytest.approx(TERMS.per_expert_s, rel=1e-4)
+    result = fit(readings)
+    assert result.cost.per_expert_s == pytest.approx(TERMS.per_expert_s, rel=1e-4)
     batch = np.arange(1, 99)
-    assert found.cost.seconds(batch, 50, 9, 3) == pytest.approx(TERMS.seconds(batch, 50, 9, 3), rel=1e-4)
-    assert abs(found.errors).max() < 1e-5
-    assert abs(found.prompt_errors).max() < 1e-5
+    assert result.cost.seconds(batch, 50, 9, 3) == pytest.approx(TERMS.seconds(batch, 50, 9, 3), rel=1e-4)
+    assert abs(result.errors).max() < 1e-5
+    assert abs(result.prompt_errors).max() < 1e-5
 
 
 @pytest.mark.usefixtures("kernels")
@@ -56,7 +56,7 @@ def test_gpus_and_models_with_experts_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "words"),
     [
         ({"model": "acme/Mow"}, "--model is 'acme/Mow': .* did you mean 'acme/Moe'"),
         ({"model": "acme/Dense"}, "acme/Dense has no MoE layers"),
@@ -71,14 +71,14 @@ def test_gpus_and_models_with_experts_are_listed() -> None:
 )
 @pytest.mark.usefixtures("kernels")
 def test_what_the_package_does_not_know_is_refused_in_one_sentence(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(UserInputError, match=said):
+    with pytest.raises(UserInputError, match=words):
         kernel_times.read(replace(MOE, **changes))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ('{"num_experts": 32', "is no model's config.json"),
         ("[]", "is no model's config.json"),
@@ -88,10 +88,10 @@ def test_what_the_package_does_not_know_is_refused_in_one_sentence(
     ],
 )
 @pytest.mark.usefixtures("kernels")
-def test_a_config_that_cannot_be_priced_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_priced_is_refused(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(UserInputError, match=said):
+    with pytest.raises(UserInputError, match=words):
         kernel_times.read(replace(MOE, model=str(path)))
 
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_kernels import CONFIGS
 from rich.console import Console
 
 from eldr_serve.preflight.check import CheckOutcome
@@ -17,6 +16,7 @@ from eldr_serve.preflight.machine import Gpu, gpu_of
 from eldr_serve.preflight.placement import ReplicaPlacement
 from eldr_serve.preflight.report import as_json, show
 from eldr_serve.preflight.step_times import step_times
+from tests.unit.gpu_cost.fake_kernels import CONFIGS
 
 H100 = gpu_of("H100")
 
@@ -36,7 +36,7 @@ def test_an_engines_own_config_is_priced_with_its_parallel_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "words"),
     [
         (engines(pipeline_parallel_size=2), "there are no kernel times for such engines"),
         (engines(quantization="awq"), "there are no kernel times for such engines"),
@@ -45,10 +45,10 @@ def test_an_engines_own_config_is_priced_with_its_parallel_sizes() -> None:
     ],
 )
 @pytest.mark.usefixtures("kernels")
-def test_an_engine_that_the_package_does_not_know_has_no_expected_step(given: Any, said: str) -> None:
+def test_an_engine_that_the_package_does_not_know_has_no_expected_step(given: Any, words: str) -> None:
     times = step_times(given, H100)
     assert not times.steps
-    assert said in times.describe("decode")
+    assert words in times.describe("decode")
 
 
 @pytest.mark.usefixtures("kernels")

@@ -99,13 +99,13 @@ async def test_a_client_cannot_choose_the_rank(path: str, where: str) -> None:
 
 
 async def test_the_limit_holds_for_requests_that_arrive_together() -> None:
-    held = asyncio.Event()
-    async with running_app(prefill=answer_with(held, OverloadedError("over")), max_in_flight=2) as app:
+    go_on = asyncio.Event()
+    async with running_app(prefill=answer_with(go_on, OverloadedError("over")), max_in_flight=2) as app:
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO)) for _ in range(5)]
         done, pending = await asyncio.wait(posts, timeout=0.5)
         assert sorted(task.result().status_code for task in done) == [429] * 3
         assert len(pending) == app.ingress.gate.in_flight == 2
-        held.set()
+        go_on.set()
         assert {(await task).status_code for task in pending} == {503}
         assert app.ingress.gate.in_flight == 0
 
@@ -327,7 +327,7 @@ async def test_a_body_counts_until_its_request_ends(encoding: str) -> None:
 
 async def test_a_body_is_received_once_and_then_the_disconnection_is_awaited() -> None:
     upload = Upload()
-    left = asyncio.Event()
+    disconnected = asyncio.Event()
     sent = [{"type": "http.request", "body": b"x"}]
     received: list[asyncio.Task[Any]] = []
 
@@ -338,7 +338,7 @@ async def test_a_body_is_received_once_and_then_the_disconnection_is_awaited() -
     async def receive() -> Any:
         if sent:
             return sent.pop()
-        await left.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
@@ -347,7 +347,7 @@ async def test_a_body_is_received_once_and_then_the_disconnection_is_awaited() -
     assert received[0].result()["body"] == b"x"
     await asyncio.sleep(0.01)
     assert not received[1].done()
-    left.set()
+    disconnected.set()
     assert (await received[1])["type"] == "http.disconnect"
     await answering
 

@@ -118,8 +118,8 @@ async def test_a_request_without_an_answer_byte_survives_the_loss_of_its_ingress
         requests = [asyncio.create_task(post(http, url, stream)) for _ in range(REQUESTS)]
         await counts.until(REQUESTS, *servers)
         victim, other = sorted(servers, key=lambda server: -counts.received[server])
-        held = counts.received[victim]
-        assert held
+        num_lost = counts.received[victim]
+        assert num_lost
         victim.send_signal(signal.SIGKILL)
         await victim.wait()
         if survives:
@@ -134,4 +134,4 @@ async def test_a_request_without_an_answer_byte_survives_the_loss_of_its_ingress
             assert all(a.json()["prompt"] == LONG for a in good)
         else:
             good = [a for a in answers if isinstance(a, httpx.Response) and a.text == "first last"]
-        assert len(good) == (REQUESTS if survives else REQUESTS - held)
+        assert len(good) == (REQUESTS if survives else REQUESTS - num_lost)

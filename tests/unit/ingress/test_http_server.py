@@ -87,11 +87,11 @@ async def test_a_request_in_transit_to_a_draining_server_is_answered() -> None:
     """The connection is new or kept alive, and closes after the answer."""
     request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
     async with serving(answer_yes()) as server:
-        new, kept, silent = [await connect(server, sent) for sent in (b"", request, b"")]
-        await kept[0].readuntil(b"0\r\n\r\n")
+        new, kept_alive, silent = [await connect(server, sent) for sent in (b"", request, b"")]
+        await kept_alive[0].readuntil(b"0\r\n\r\n")
         draining = asyncio.create_task(server.drain())
         await asyncio.sleep(0.3)  # uvicorn asks all connections to end
-        for reader, writer in (new, kept):
+        for reader, writer in (new, kept_alive):
             writer.write(request)
             answer = await reader.read()  # until the connection closes
             assert answer.startswith(b"HTTP/1.1 200 OK")

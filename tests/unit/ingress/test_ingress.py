@@ -125,8 +125,8 @@ async def test_headers_name_the_policy_and_a_streams_handover_time(streamed: boo
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 @pytest.mark.parametrize("chunks_sent", [0, 2])
 async def test_a_client_that_disconnects_during_a_chunk_cancels_its_call(chunks_sent: int, how: str) -> None:
-    """Its generator is suspended then, and nothing else ends it, as in a reference cycle."""
-    sending, left = asyncio.Event(), asyncio.Event()
+    """The generator of the answer is suspended then, and nothing else ends it, as in a reference cycle."""
+    sending, disconnected = asyncio.Event(), asyncio.Event()
     messages = 0
 
     async def endless(sent: Any) -> AsyncIterator[bytes]:
@@ -142,10 +142,10 @@ async def test_a_client_that_disconnects_during_a_chunk_cancels_its_call(chunks_
             await asyncio.Event().wait()
 
     async with running_app(decode=endless) as app:
-        streaming = asyncio.create_task(app.stream(send, left))
+        streaming = asyncio.create_task(app.stream(send, disconnected))
         await sending.wait()
         assert app.ingress.gate.in_flight == 1
-        _ = streaming.cancel() if how == "cancelled" else left.set()
+        _ = streaming.cancel() if how == "cancelled" else disconnected.set()
         with contextlib.suppress(asyncio.CancelledError):
             await streaming
         assert app.decode.requests[-1].cancelled

@@ -126,19 +126,19 @@ async def test_an_internal_error_is_logged(log: Any, monkeypatch: pytest.MonkeyP
 
 async def stream_and_leave(app: App, chunks: int) -> None:
     """Request a stream and disconnect after this number of chunks."""
-    left = asyncio.Event()
+    disconnected = asyncio.Event()
     messages = 0
 
     async def send(message: Any) -> None:
         nonlocal messages
         messages += 1
         if messages > chunks:  # the first message has the headers
-            left.set()
+            disconnected.set()
 
     if not chunks:
-        asyncio.get_running_loop().call_later(0.05, left.set)
+        asyncio.get_running_loop().call_later(0.05, disconnected.set)
     with contextlib.suppress(asyncio.CancelledError):
-        await app.stream(send, left)
+        await app.stream(send, disconnected)
 
 
 @pytest.mark.parametrize(("chunks", "status"), [(0, None), (1, 200)])

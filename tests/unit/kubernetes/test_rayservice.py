@@ -77,14 +77,14 @@ def mib(quantity: str) -> int:
 
 def pools(manifest: dict[str, Any], count: str) -> list[NodePool]:
     """Return the resources that Ray finds in the pods of each group."""
-    found = []
+    node_pools = []
     for group in cluster_of(manifest)["workerGroupSpecs"]:
         asked = group["template"]["spec"]["containers"][0]["resources"]
         resources = {"CPU": int(asked["requests"]["cpu"].removesuffix("m")) / 1000}
         resources |= {"GPU": float(asked["limits"].get("nvidia.com/gpu", 0))}
         resources |= {name: float(amount) for name, amount in group.get("resources", {}).items()}
-        found.append(NodePool(group["groupName"], group[count], resources))
-    return found
+        node_pools.append(NodePool(group["groupName"], group[count], resources))
+    return node_pools
 
 
 def test_the_manifest_is_valid_by_kuberays_schema(

@@ -56,13 +56,13 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
 
 
 def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
-    drawn = first_of(output_lengths(12, min_tokens=5, seed=3), 8_000)
-    assert set(drawn) == set(range(5, 13))
-    assert stats.chisquare(np.bincount(drawn)[5:]).pvalue > 0.01
+    lengths = first_of(output_lengths(12, min_tokens=5, seed=3), 8_000)
+    assert set(lengths) == set(range(5, 13))
+    assert stats.chisquare(np.bincount(lengths)[5:]).pvalue > 0.01
     opened = open_loop(PROMPTS, 5, max_tokens=12, min_tokens=5, seed=3)
     closed = closed_loop(PROMPTS, max_tokens=12, min_tokens=5, seed=3)
     for stream in (opened, closed):
-        assert [a.max_tokens for a in first_of(stream, 100)] == drawn[:100]
+        assert [a.max_tokens for a in first_of(stream, 100)] == lengths[:100]
     assert set(first_of(output_lengths(12), 100)) == {12}
     for least in (0, 13):
         with pytest.raises(UserInputError):

@@ -91,14 +91,14 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     out = tmp_path / "compare"
     service.reports_steps = True
     compare(**options(service, out))
-    said = capsys.readouterr().out
-    assert "locality-band:band=0.1 reads 0.0 % " in said
-    assert said.index("experts per step") < said.index("TPOT p50 ")
-    assert "one round has no interval" in said
-    assert said.index("TPOT p50 ") < said.index("requests, none failed") < said.index("figure")
+    output = capsys.readouterr().out
+    assert "locality-band:band=0.1 reads 0.0 % " in output
+    assert output.index("experts per step") < output.index("TPOT p50 ")
+    assert "one round has no interval" in output
+    assert output.index("TPOT p50 ") < output.index("requests, none failed") < output.index("figure")
     assert service.policy == OWN
-    sent = len(service.bodies)
-    parts = service.bodies[: sent // 2], service.bodies[sent // 2 :]
+    num_requests = len(service.bodies)
+    parts = service.bodies[: num_requests // 2], service.bodies[num_requests // 2 :]
     # Both policies get the same requests; no figure includes the warm-up.
     halves = [sorted((b["messages"][0]["content"], b["max_tokens"]) for b in part) for part in parts]
     assert halves[0] == halves[1]
@@ -122,7 +122,7 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
 
     # A repetition sends nothing and gives the same figures.
     compare(**options(service, out))
-    assert len(service.bodies) == sent
+    assert len(service.bodies) == num_requests
     assert json.loads((out / "compare.json").read_text())["rows"] == result["rows"]
 
     # Other options are another comparison.
@@ -135,7 +135,7 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
     journal.write_text("\n".join(journal.read_text().splitlines()[:-2]))  # the last line is the restoration
     service.policy = {"name": "random", "parameters": {}}
     compare(**options(service, out))
-    assert len(service.bodies) == sent + sent // 2
+    assert len(service.bodies) == num_requests + num_requests // 2
     assert service.policy == OWN
 
 
@@ -182,10 +182,10 @@ def test_the_readmes_command_needs_no_load_and_no_model(service: FakeService, tm
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "domain": "d", "prompt": "Hello"}\n')
     words = re.search(r"^eldr compare (.*?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    asked = words[1].replace("my_prompts/", str(prompts)).replace("marginal-cost", "random").split()
-    asked[asked.index("--out") + 1] = str(tmp_path / "out")
+    options = words[1].replace("my_prompts/", str(prompts)).replace("marginal-cost", "random").split()
+    options[options.index("--out") + 1] = str(tmp_path / "out")
     beside = ["--host", service.url, "--rounds", "1", "--trial-seconds", "1", "--warm-up-seconds", "0"]
-    done = command("loadgen.compare", *asked, *beside, "--max-tokens", "4")
+    done = command("loadgen.compare", *options, *beside, "--max-tokens", "4")
     assert done.exit_code == 0, done.output
     assert "closed loop of 16 requests in flight" in done.stdout  # 8 on each of 2 decode workers
     assert {body["model"] for body in service.bodies} == {service.model}
@@ -207,9 +207,9 @@ def test_failed_requests_appear_in_the_first_line_and_the_exit_status(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_restores_the_policy(
-    service: FakeService, tmp_path: Path, sent: signal.Signals
+    service: FakeService, tmp_path: Path, stop_signal: signal.Signals
 ) -> None:
     out = tmp_path / "c"
     chosen = options(service, out, trial_seconds=30)
@@ -228,9 +228,9 @@ def test_an_interrupted_run_restores_the_policy(
         time.sleep(0.1)
     assert service.bodies, "no request came"
     assert service.policy != OWN or service.policies_set[-1] == "locality-band"
-    process.send_signal(sent)
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode == 130, said
+    process.send_signal(stop_signal)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
     assert service.policy == OWN
     assert not read_trials(out)
     assert Journal.read(out / JOURNAL)[RESTORE] is None
@@ -310,15 +310,15 @@ def test_the_best_baseline_is_chosen_figure_by_figure() -> None:
     for policy, (tpot_s, ttft_s) in times.items():
         record = {"tpot_s": tpot_s, "ttft_s": ttft_s, "end_s": 1.0, "late_s": 0.0}
         trials.append(Trial(policy, 0, [record | {"number": n, "due_s": float(n)} for n in range(20)]))
-    found = policy_rows(
+    figures = policy_rows(
         list(times), trials, warm_up_s=5, seconds=15, objective=LatencyObjective(150, 50), seed=0
     )
-    band = found[2]
+    band = figures[2]
     assert band["requests"] == 15
     assert (band["tpot_p50_ms_baseline"], band["ttft_p50_ms_baseline"]) == ("shortest-queue", "random")
     assert band["tpot_p50_ms_change_pct"] == pytest.approx(-10)
     assert band["ttft_p50_ms_change_pct"] == pytest.approx(100)
-    pooled = [row["tpot_p50_ms_pooled_change_pct"] for row in found]  # half of the pool at 10, half at 20 ms
+    pooled = [row["tpot_p50_ms_pooled_change_pct"] for row in figures]  # half at 10, half at 20 ms
     assert pooled == pytest.approx([100 / 3, -100 / 3, -40])
     assert band["goodput_rps"] == 0
     assert (band["goodput_rps_baseline"], band["goodput_rps_change_pct"]) == ("random", pytest.approx(-100))

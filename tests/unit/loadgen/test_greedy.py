@@ -17,23 +17,23 @@ PROMPTS = [Prompt(name, "d", f"Say {name}") for name in ("one", "two")]
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 
 
-def differing(service: FakeService) -> dict[str, list[str]]:
+def find_differences(service: FakeService) -> dict[str, list[str]]:
     return differing_answers(Client(service.url, KEY), "m", POLICIES, PROMPTS, max_tokens=5)
 
 
 def test_every_policy_gets_the_same_greedy_requests(service: FakeService) -> None:
-    found = differing(service)
-    assert found == {policy: [] for policy in POLICIES}
+    differences = find_differences(service)
+    assert differences == {policy: [] for policy in POLICIES}
     assert service.policies_set == ["shortest-queue", "random", "locality-band"]
-    asked = [(b["messages"][0]["content"], b["temperature"], b["max_tokens"]) for b in service.bodies]
-    assert asked == [("Say one", 0, 5), ("Say two", 0, 5)] * 3
-    said = greedy_sentence(found, 2)
-    assert said == "Greedy answers to 2 prompts, sent one at a time, are equal under all 3 policies."
+    requests = [(b["messages"][0]["content"], b["temperature"], b["max_tokens"]) for b in service.bodies]
+    assert requests == [("Say one", 0, 5), ("Say two", 0, 5)] * 3
+    sentence = greedy_sentence(differences, 2)
+    assert sentence == "Greedy answers to 2 prompts, sent one at a time, are equal under all 3 policies."
 
 
 def test_an_answer_that_a_policy_changes_is_reported(service: FakeService) -> None:
     service.says = lambda policy, prompt: policy if (policy, prompt) == ("random", "Say two") else prompt
-    found = differing(service)
+    found = find_differences(service)
     assert found == {"shortest-queue": [], "random": ["two"], "locality-band:band=0.1": []}
     assert greedy_sentence(found, 2) == "GREEDY ANSWERS DIFFER from those under shortest-queue (random: two)."
 
@@ -41,7 +41,7 @@ def test_an_answer_that_a_policy_changes_is_reported(service: FakeService) -> No
 def test_a_refused_prompt_is_reported_in_one_sentence(service: FakeService) -> None:
     service.fail_every = 2
     with pytest.raises(UserInputError, match="prompt 'two' was not answered: HTTP 503"):
-        differing(service)
+        find_differences(service)
 
 
 def test_a_late_answer_is_reported_in_one_sentence(
@@ -51,5 +51,5 @@ def test_a_late_answer_is_reported_in_one_sentence(
     release = threading.Event()
     service.says = lambda policy, prompt: str(release.wait(10))
     with pytest.raises(UserInputError, match=r"prompt 'one' was not answered within 0\.05 s"):
-        differing(service)
+        find_differences(service)
     release.set()

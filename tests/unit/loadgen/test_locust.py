@@ -18,7 +18,7 @@ import requests
 from benchmarks.lib.ports import free_port
 from loadgen.arrivals import poisson
 from tests.support.fake_service import REPLICAS, FakeService
-from tests.support.processes import finished
+from tests.support.processes import run_command
 from tests.support.shipped import ROOT
 
 pytestmark = pytest.mark.slow  # each test starts processes
@@ -32,7 +32,7 @@ def locust(
     record = out / "record.jsonl"
     words = [*BASE, "--headless", "--only-summary", "--host", service.url, "--record", record]
     words += ["--max-tokens", 6, "--users", users, "--spawn-rate", users, *options]
-    done = finished(*words, timeout_s=100)
+    done = run_command(*words, timeout_s=100)
     assert done.returncode == status, done.stdout + done.stderr
     lines = record.read_text().splitlines() if record.exists() else []
     return done, sorted(map(json.loads, lines), key=lambda r: r["number"])
@@ -161,8 +161,8 @@ def test_bad_input_is_reported_in_one_sentence_and_sends_nothing(
     service: FakeService, tmp_path: Path, options: str
 ) -> None:
     done, _ = locust(service, tmp_path, 1, "--run-time", "2s", options, status=2)
-    said = [line for line in done.stderr.splitlines() if line.startswith("locust: ")]
-    assert len(said) == 1, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("locust: ")]
+    assert len(errors) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert not service.bodies
 
@@ -203,8 +203,8 @@ def test_locusts_web_page_can_start_several_loads(service: FakeService, tmp_path
             assert "ttft" in requests.get(f"{page}/stats/report", timeout=10).text
     finally:
         process.terminate()
-        said, _ = process.communicate(timeout=30)
-    assert said.count("none failed") == 2, said
+        output, _ = process.communicate(timeout=30)
+    assert output.count("none failed") == 2, output
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float = 40) -> None:

@@ -12,14 +12,14 @@ from loadgen.report import html_report
 from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import LatencyObjective
 from loadgen.trial import Trial
-from tests.support.browser import rendered
+from tests.support.browser import render
 
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 
 
 def trials(engines: dict[str, float] | None) -> list[Trial]:
     rng = np.random.default_rng(2)
-    made = []
+    all_trials = []
     for round_ in range(2):
         for number, policy in enumerate(POLICIES):
             requests = []
@@ -41,8 +41,8 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
                 )
             requests[3] = {"number": 3, "id": "p3", "due_s": 0.75, "late_s": 0.0, "error": "HTTP 503"}
             load = [(t / 2, [int(rng.integers(9)), int(rng.integers(9))]) for t in range(20)]
-            made.append(Trial(policy, round_, requests, engines, 40, 20, load))
-    return made
+            all_trials.append(Trial(policy, round_, requests, engines, 40, 20, load))
+    return all_trials
 
 
 @pytest.mark.slow
@@ -56,15 +56,17 @@ def trials(engines: dict[str, float] | None) -> list[Trial]:
 async def test_the_report_renders_in_a_browser(
     tmp_path: Path, engines: dict[str, float] | None, bad: bool
 ) -> None:
-    made = trials(engines)
-    rows = policy_rows(POLICIES, made, warm_up_s=2, seconds=8, objective=LatencyObjective(500, 30), seed=0)
+    trials_of_engines = trials(engines)
+    rows = policy_rows(
+        POLICIES, trials_of_engines, warm_up_s=2, seconds=8, objective=LatencyObjective(500, 30), seed=0
+    )
     page = tmp_path / "report.html"
     sentences, remarks = step_sentences(rows), client_sentences(rows, rounds=2)
     assert bool(sentences) == (engines is not None)
     page.write_text(
         html_report(
             rows,
-            made,
+            trials_of_engines,
             sentences=sentences,
             remarks=remarks,
             verdict="240 requests, 6 FAILED",
@@ -75,7 +77,7 @@ async def test_the_report_renders_in_a_browser(
             seconds=8,
         )
     )
-    seen, widths, picture = await rendered(page)
+    html, widths, picture = await render(page)
     pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), float)
     assert pixels.shape[0] >= 2000
     assert pixels.std() > 20  # not blank
@@ -86,11 +88,11 @@ async def test_the_report_renders_in_a_browser(
     assert len(widths) == 5
     assert min(widths) > 300  # no image is broken
     # Effects of placement, picture, clients' figures; problems of a run come before these.
-    places = [*map(seen.index, sentences), seen.index("<img"), *map(seen.index, remarks)]
-    places.insert(0 if bad else len(places), seen.index("6 FAILED"))
+    places = [*map(html.index, sentences), html.index("<img"), *map(html.index, remarks)]
+    places.insert(0 if bad else len(places), html.index("6 FAILED"))
     assert len(places) > 2
     assert places == sorted(places)
-    assert places[-1] < seen.index("<table")
-    assert ('class="bad"' in seen) == bad
+    assert places[-1] < html.index("<table")
+    assert ('class="bad"' in html) == bad
     for text in ("<title>Policies compared</title>", "&lt;b&gt;not markup", *POLICIES):
-        assert text in seen
+        assert text in html

@@ -17,11 +17,11 @@ Change = tuple[float | None, float | None, float | None]  # and its interval
 
 def row(policy: str, *changes: Change, keys: tuple[str, ...] = KEYS, base: str = "") -> dict[str, Any]:
     """Return a row with these changes, in the order of the keys."""
-    found: dict[str, Any] = {"policy": policy}
+    figures: dict[str, Any] = {"policy": policy}
     for key, change in zip(keys, changes, strict=False):
-        found |= zip((f"{key}_change_pct{end}" for end in ("", "_low", "_high")), change, strict=True)
-        found[f"{key}_baseline"] = base or ("random" if key.startswith("ttft") else "shortest-queue")
-    return found
+        figures |= zip((f"{key}_change_pct{end}" for end in ("", "_low", "_high")), change, strict=True)
+        figures[f"{key}_baseline"] = base or ("random" if key.startswith("ttft") else "shortest-queue")
+    return figures
 
 
 def test_a_verdict_follows_the_interval() -> None:
@@ -38,16 +38,16 @@ def test_a_verdict_follows_the_interval() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 2.0), (-2.0, 0.0)])
 def test_an_interval_that_touches_zero_shows_nothing(low: float, high: float) -> None:
-    (said,) = client_sentences([row("random"), row("x", (1.0, low, high))], rounds=4)
-    assert "no significant difference" in said
+    (sentence,) = client_sentences([row("random"), row("x", (1.0, low, high))], rounds=4)
+    assert "no significant difference" in sentence
 
 
 def test_one_round_has_no_interval_and_gets_no_verdict() -> None:
     rows = [row("shortest-queue"), row("x", (-50.0, -60.0, -40.0))]
-    (said,) = client_sentences(rows, rounds=1)
-    assert said.startswith("x, for clients: TPOT p50 -50.0 % against shortest-queue")
-    assert "one round has no interval" in said
-    assert "better" not in said
+    (sentence,) = client_sentences(rows, rounds=1)
+    assert sentence.startswith("x, for clients: TPOT p50 -50.0 % against shortest-queue")
+    assert "one round has no interval" in sentence
+    assert "better" not in sentence
     (unknown,) = client_sentences([row("shortest-queue"), row("x", (-50.0, None, None))], rounds=6)
     assert "there is no interval" in unknown
     assert "better" not in unknown
@@ -62,10 +62,10 @@ def test_few_rounds_are_mentioned_after_the_verdicts() -> None:
 
 
 def test_missing_measurements_and_baselines_are_reported() -> None:
-    (said,) = client_sentences([row("random"), row("x", (None, None, None))], rounds=4)
-    assert said == "x, for clients: TPOT p50 was not measured."
-    (said,) = client_sentences([row("x"), row("y")], rounds=4)
-    assert said.startswith("Nothing to compare with")
+    (sentence,) = client_sentences([row("random"), row("x", (None, None, None))], rounds=4)
+    assert sentence == "x, for clients: TPOT p50 was not measured."
+    (sentence,) = client_sentences([row("x"), row("y")], rounds=4)
+    assert sentence.startswith("Nothing to compare with")
     assert client_sentences([row("random")], rounds=4) == []
 
 
@@ -124,13 +124,13 @@ def test_the_first_sentence_is_the_effect_of_placement() -> None:
 
 
 def test_each_step_figure_names_its_own_baseline() -> None:
-    found = row("x", (-2.0, -3.0, -1.0), (-2.0, -3.0, -1.0), keys=STEP_KEYS, base="random")
-    (said,) = step_sentences([found | {"engine_ms_per_token_baseline": "round-robin"}])
-    assert "experts per step than random" in said
-    assert "time per token than round-robin" in said
+    measured = row("x", (-2.0, -3.0, -1.0), (-2.0, -3.0, -1.0), keys=STEP_KEYS, base="random")
+    (sentence,) = step_sentences([measured | {"engine_ms_per_token_baseline": "round-robin"}])
+    assert "experts per step than random" in sentence
+    assert "time per token than round-robin" in sentence
     assert step_sentences([{"policy": "random"}]) == []
     unmeasured = {f"{key}_change_pct": None for key in STEP_KEYS}
-    assert step_sentences([found | unmeasured]) == []
+    assert step_sentences([measured | unmeasured]) == []
 
 
 def test_steps_of_a_round_are_paired_and_the_best_balancer_is_the_baseline() -> None:

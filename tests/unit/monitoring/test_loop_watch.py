@@ -28,7 +28,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> ExportedMetrics:
     return metrics
 
 
-def watched(*stops_s: float) -> LoopWatch:
+def watch_stops(*stops_s: float) -> LoopWatch:
     """Watch a process that is stopped for these times."""
     watch = LoopWatch("ingress")
     loop = VirtualLoop(random.Random(0))  # type: ignore[abstract]
@@ -48,14 +48,14 @@ def watched(*stops_s: float) -> LoopWatch:
 
 
 def test_a_running_loop_has_no_stalls(exported: ExportedMetrics) -> None:
-    watch = watched()
+    watch = watch_stops()
     assert (watch.stalls, watch.longest_s) == (0, pytest.approx(0))
     assert [role for role, _ in exported.calls] == ["ingress"] * 3  # once per second
 
 
 @pytest.mark.parametrize("stops_s", [[0.3], [0.7, 2.0, 0.2], [STALL_S + 0.1] * 3])
 def test_stalls_are_counted_and_timed(stops_s: list[float], exported: ExportedMetrics) -> None:
-    watch = watched(*stops_s)
+    watch = watch_stops(*stops_s)
     assert watch.stalls == sum(seconds > STALL_S for seconds in stops_s)
     assert max(stops_s) - 0.1 <= watch.longest_s <= max(stops_s) + 1e-9
     assert exported.calls[-1][1]["stalls"] == watch.stalls

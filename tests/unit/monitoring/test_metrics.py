@@ -70,7 +70,7 @@ class FakeMetric:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
+def fake_metrics(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
     """Return the metrics by name as they are created."""
     metrics: dict[str, FakeMetric] = {}
 
@@ -105,7 +105,7 @@ COUNTING = (
 )
 
 
-def _counted() -> Iterator[str]:
+def _counted_keys() -> Iterator[str]:
     """Yield the keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
     for path in sorted(path for name in COUNTING for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -121,7 +121,7 @@ def _counted() -> Iterator[str]:
 
 
 def test_each_counter_has_a_metric_and_each_metric_a_counter() -> None:
-    counted = set(_counted()) | set(router_status(router_state())["counters"])
+    counted = set(_counted_keys()) | set(router_status(router_state())["counters"])
     assert counted == set(COUNTED) | {f"{key}:" for key in NAMED}
 
 
@@ -145,12 +145,12 @@ def test_metric_names_follow_prometheus_conventions() -> None:
     assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(PROCESS) + len(REPLICA) + len(ENGINE)
 
 
-def test_counters_begin_near_zero_and_follow_the_status(made: dict[str, FakeMetric]) -> None:
+def test_counters_begin_near_zero_and_follow_the_status(fake_metrics: dict[str, FakeMetric]) -> None:
     state, metrics = router_state(policy="shortest-queue"), RouterMetrics()
     metrics.export(state)
     policy = (("policy", "shortest-queue"),)
     for metric in COUNTED.values():
-        (begin,) = made[metric.name].samples[policy]
+        (begin,) = fake_metrics[metric.name].samples[policy]
         assert begin + 1 == 1
     place(state, request("a"))
     events = dict.fromkeys(COUNTED, 2) | {"failed_work:the export": 3, "of_newer_code": 1, "of_newer:code": 1}
@@ -160,18 +160,18 @@ def test_counters_begin_near_zero_and_follow_the_status(made: dict[str, FakeMetr
     counters = router_status(state)["counters"]
     for key, metric in COUNTED.items():
         if key != "predictor_failures":  # the policy counts these itself
-            assert sum(made[metric.name].samples[policy]) == counters[key] >= 2
-    assert made[NAMED["failed_work"].name].samples == {(*policy, ("work", "the export")): [3]}
-    (reason,) = made[NAMED["reason"].name].samples
+            assert sum(fake_metrics[metric.name].samples[policy]) == counters[key] >= 2
+    assert fake_metrics[NAMED["failed_work"].name].samples == {(*policy, ("work", "the export")): [3]}
+    (reason,) = fake_metrics[NAMED["reason"].name].samples
     assert dict(reason)["policy"] == "shortest-queue"
     assert counters[f"reason:{dict(reason)['reason']}"] == 1
     state.live_settings.set_policy("random", {})
     metrics.export(state)
-    other = made["eldr_policy_changes_total"].samples[(("policy", "random"),)]
+    other = fake_metrics["eldr_policy_changes_total"].samples[(("policy", "random"),)]
     assert sum(other) == 1
 
 
-def test_the_router_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:
+def test_the_router_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric]) -> None:
     state, metrics = router_state(policy="shortest-queue", shadow=NamedPolicy("random")), RouterMetrics()
     (lease,) = place(state, request("a"))
     metrics.record_placement(state, 1e-4)
@@ -192,58 +192,58 @@ def test_the_router_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None
     }
     with patch("eldr_serve.router.metrics.router_status", lambda state: status):
         metrics.export(state, {"samples": 9, "share": 0.5})
-    assert {name for name, metric in made.items() if metric.samples} == set(ROUTER)
-    assert made["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}
+    assert {name for name, metric in fake_metrics.items() if metric.samples} == set(ROUTER)
+    assert fake_metrics["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}
     shadow = (("policy", "shortest-queue"), ("shadow", "random"))
-    assert made["eldr_shadow_change_low_ratio"].samples == {shadow: [-0.12]}
-    assert made["eldr_shadow_measured_seconds"].samples == {shadow: [0.01]}
-    assert made["eldr_decode_in_flight"].samples.keys() == {
+    assert fake_metrics["eldr_shadow_change_low_ratio"].samples == {shadow: [-0.12]}
+    assert fake_metrics["eldr_shadow_measured_seconds"].samples == {shadow: [0.01]}
+    assert fake_metrics["eldr_decode_in_flight"].samples.keys() == {
         (("policy", "shortest-queue"), ("worker", f"r{number}")) for number in range(3)
     }
 
 
-async def test_an_ingress_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:
+async def test_an_ingress_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric]) -> None:
     metrics = IngressMetrics()
     async with running_app() as app:
         await app.post(COMPLETIONS, HELLO)
         own = (await app.status())["ingress"]
-    held = {"slices_left": 2, "experts_moved": 30, "replica_bytes": 4096, "placement": "0123456789ab"}
+    experts = {"slices_left": 2, "experts_moved": 30, "replica_bytes": 4096, "placement": "0123456789ab"}
     metrics.export(
-        own | {"prefill_kv_usage": {"r0": 0.25}, "decode_kv_usage": {"r0": 0}, "experts": {"r1": held}}
+        own | {"prefill_kv_usage": {"r0": 0.25}, "decode_kv_usage": {"r0": 0}, "experts": {"r1": experts}}
     )
-    assert {name for name, metric in made.items() if metric.samples} == set(INGRESS)
-    assert made["eldr_prefill_kv_usage_ratio"].samples == {(("worker", "r0"),): [0.25]}
+    assert {name for name, metric in fake_metrics.items() if metric.samples} == set(INGRESS)
+    assert fake_metrics["eldr_prefill_kv_usage_ratio"].samples == {(("worker", "r0"),): [0.25]}
     for key, metric in EXPERTS.items():
-        assert made[metric.name].samples == {(("worker", "r1"),): [held[key]]}
-    stages = made["eldr_stage_seconds"].samples
+        assert fake_metrics[metric.name].samples == {(("worker", "r1"),): [experts[key]]}
+    stages = fake_metrics["eldr_stage_seconds"].samples
     median = stages[(("quantile", "0.5"), ("stage", "prefill"))]
     assert median == [own["stages"]["prefill"]["p50_ms"] / 1000]
     for metric in OBJECTIVES.values():
-        assert set(made[metric.name].samples) == {(("latency", "ttft"),), (("latency", "tpot"),)}
+        assert set(fake_metrics[metric.name].samples) == {(("latency", "ttft"),), (("latency", "tpot"),)}
     totals = dict.fromkeys(OBJECTIVES, 0.0) | {"predicted_s": 2.5}
     for _ in range(2):  # only the increase counts
         metrics.export(own | {"objectives": {"ttft": totals}})
-    predicted = made["eldr_predicted_seconds_total"].samples[(("latency", "ttft"),)]
+    predicted = fake_metrics["eldr_predicted_seconds_total"].samples[(("latency", "ttft"),)]
     assert (len(predicted), sum(predicted)) == (2, 2.5)
 
 
-def test_an_event_loop_exports_all_its_metrics(made: dict[str, FakeMetric]) -> None:
+def test_an_event_loop_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric]) -> None:
     metrics = LoopMetrics()
     for stalls in (0, 0, 2, 3):
         metrics.export("decode", {"stalls": stalls, "longest_stall_s": stalls * 1.5, "tasks": 7})
-    assert made.keys() == PROCESS.keys()
+    assert fake_metrics.keys() == PROCESS.keys()
     role = (("role", "decode"),)
-    begin, *more = made["eldr_loop_stalls_total"].samples[role]
+    begin, *more = fake_metrics["eldr_loop_stalls_total"].samples[role]
     assert (begin + 1, more) == (1, [2, 1])
-    assert made["eldr_loop_longest_stall_seconds"].samples == {role: [0, 0, 3, 4.5]}
+    assert fake_metrics["eldr_loop_longest_stall_seconds"].samples == {role: [0, 0, 3, 4.5]}
 
 
-def test_the_counter_of_lost_engines_begins_near_zero(made: dict[str, FakeMetric]) -> None:
+def test_the_counter_of_lost_engines_begins_near_zero(fake_metrics: dict[str, FakeMetric]) -> None:
     metrics = ReplicaMetrics()
     metrics.create_series("prefill")
     metrics.count_loss("prefill")
-    assert made.keys() == REPLICA.keys()
-    begin, *more = made["eldr_engine_lost_total"].samples[(("role", "prefill"),)]
+    assert fake_metrics.keys() == REPLICA.keys()
+    begin, *more = fake_metrics["eldr_engine_lost_total"].samples[(("role", "prefill"),)]
     assert (begin + 1, more) == (1, [1])
 
 
@@ -257,7 +257,7 @@ def test_the_counter_of_lost_engines_begins_near_zero(made: dict[str, FakeMetric
     ],
 )
 def test_metrics_have_the_application_of_their_process(
-    made: dict[str, FakeMetric],
+    fake_metrics: dict[str, FakeMetric],
     monkeypatch: pytest.MonkeyPatch,
     actor: str | None,
     replica_of: str | None,
@@ -269,8 +269,8 @@ def test_metrics_have_the_application_of_their_process(
     if replica_of is not None:
         monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(app_name=replica_of))
     RouterMetrics()
-    assert {metric.default_labels["application"] for metric in made.values()} == {label}
-    assert {metric.label_keys[0] for metric in made.values()} == {"application"}
+    assert {metric.default_labels["application"] for metric in fake_metrics.values()} == {label}
+    assert {metric.label_keys[0] for metric in fake_metrics.values()} == {"application"}
 
 
 def test_ray_exports_each_metric_with_its_name_and_kind() -> None:

@@ -50,10 +50,10 @@ def test_each_alert_fires_in_its_scenario_and_in_no_other() -> None:
 
 
 def test_every_expression_is_valid_promql_over_existing_series(tmp_path: Path) -> None:
-    found = list(expressions())
-    assert len(found) > 80
-    assert _refused(tmp_path, *(expr for _, expr in found)) == ""
-    assert not {where: problems for where, expr in found if (problems := list(_problems(expr)))}
+    all_expressions = list(expressions())
+    assert len(all_expressions) > 80
+    assert _promtool_errors(tmp_path, *(expr for _, expr in all_expressions)) == ""
+    assert not {where: problems for where, expr in all_expressions if (problems := list(_problems(expr)))}
 
 
 def test_invalid_promql_is_refused(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_invalid_promql_is_refused(tmp_path: Path) -> None:
         "max(ray_eldr_placed_total[5m])",
         "5m > ray_eldr_leases",
     ]
-    assert _refused(tmp_path, *wrong).count("could not parse expression") == len(wrong)
+    assert _promtool_errors(tmp_path, *wrong).count("could not parse expression") == len(wrong)
 
 
 @pytest.mark.parametrize(
-    ("expr", "said"),
+    ("expr", "words"),
     [
         ("eldr_leases", "no series eldr_leases"),
         ("sum(ray_eldr_lease) > bool 1.5e-3", "no series ray_eldr_lease"),
@@ -86,9 +86,9 @@ def test_invalid_promql_is_refused(tmp_path: Path) -> None:
         ("1 > bool 0", "it names no series"),
     ],
 )
-def test_wrong_series_of_an_expression_are_reported(expr: str, said: str) -> None:
+def test_wrong_series_of_an_expression_are_reported(expr: str, words: str) -> None:
     (problem,) = _problems(expr)
-    assert said in problem
+    assert words in problem
 
 
 def test_a_valid_expression_is_accepted(tmp_path: Path) -> None:
@@ -99,11 +99,11 @@ def test_a_valid_expression_is_accepted(tmp_path: Path) -> None:
         'sum by (reason) (increase(ray_eldr_placed_by_reason_total{reason="x"}[1h])) > 0',
         "absent(ray_eldr_leases) and on (policy) ray_eldr_leases",
     ]
-    assert _refused(tmp_path, *right) == ""
+    assert _promtool_errors(tmp_path, *right) == ""
     assert not [problem for expr in right for problem in _problems(expr)]
 
 
-def _refused(folder: Path, *exprs: str) -> str:
+def _promtool_errors(folder: Path, *exprs: str) -> str:
     """Return what promtool says against the expressions, as recording rules; empty if it accepts them."""
     rules = [{"record": f"e{number}", "expr": expr} for number, expr in enumerate(exprs)]
     file = folder / "rules.yaml"
@@ -114,7 +114,7 @@ def _refused(folder: Path, *exprs: str) -> str:
 
 def _problems(expr: str) -> Iterator[str]:
     """Yield what is wrong with the series, labels and ranges of an expression that promtool accepts."""
-    known = series()
+    series_by_name = series()
     plain = re.sub(r'"[^"]*"', "", expr)
     labels = {name for text in re.findall(_GROUPED, plain) for name in re.findall(r"\w+", text)}
     labels |= {name for text in re.findall(r"\{([^}]*)\}", plain) for name in re.findall(r"\w+", text)}
@@ -124,12 +124,12 @@ def _problems(expr: str) -> Iterator[str]:
     used = set(re.findall(r"\b[a-zA-Z_:][\w:]*", bare))
     if not used:
         yield "it names no series"
-    yield from (f"there is no series {name}" for name in sorted(used - known.keys()))
-    for name in sorted(used & known.keys()):
-        kind, _ = known[name]
+    yield from (f"there is no series {name}" for name in sorted(used - series_by_name.keys()))
+    for name in sorted(used & series_by_name.keys()):
+        kind, _ = series_by_name[name]
         if (kind == COUNTER) != (name in ranged):
             yield f"{name} is a {kind}: rate and increase are for counters, and counters for them"
-    has = {label for name in used & known.keys() for label in known[name][1]}
+    has = {label for name in used & series_by_name.keys() for label in series_by_name[name][1]}
     yield from (f"no series of it has a label {name}" for name in sorted(labels - has))
 
 
@@ -176,12 +176,12 @@ def test_panels_of_a_dashboard_have_title_unit_and_expressions(name: str) -> Non
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_show_the_selected_application(name: str) -> None:
-    known = series()
+    series_by_name = series()
     exprs = [target["expr"] for panel in _panels(name) for target in panel.get("targets", [])]
     used = [match for expr in exprs for match in re.findall(r"\b(ray_eldr_\w+)(\{[^},]*)?", expr)]
     assert len(used) > 5
     for metric, selector in used:
-        has_label = APPLICATION in known[metric][1]
+        has_label = APPLICATION in series_by_name[metric][1]
         assert (selector == '{application=~"$application"') == has_label, metric
 
 
@@ -193,7 +193,7 @@ def test_alerts_are_grouped_by_application() -> None:
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_of_a_dashboard_do_not_overlap(name: str) -> None:
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     numbers = []
     for panel in _panels(name):
         grid: dict[str, Any] = panel["gridPos"]
@@ -202,8 +202,8 @@ def test_panels_of_a_dashboard_do_not_overlap(name: str) -> None:
             for x in range(grid["x"], grid["x"] + grid["w"])
             for y in range(grid["y"], grid["y"] + grid["h"])
         }
-        assert not taken & cells
+        assert not occupied & cells
         assert all(x < 24 for x, _ in cells)
-        taken |= cells
+        occupied |= cells
         numbers.append(panel["id"])
     assert len(set(numbers)) == len(numbers)

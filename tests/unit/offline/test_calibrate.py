@@ -38,15 +38,15 @@ def record(name: str, prompt: int, steps: int, seed: int = 0) -> dict[str, Any]:
 def test_records_become_a_consistent_trace() -> None:
     records = [record("a", 7, 4), record("b", 3, 9, seed=1)]
     vocabulary = {f"token {n}": n for n in range(9)}
-    made = partial(build_trace, "m", top_k=1, vocabulary=vocabulary)
-    assert made(records, routes=False).routes is None
-    trace = made(records, routes=True)
+    build = partial(build_trace, "m", top_k=1, vocabulary=vocabulary)
+    assert build(records, routes=False).routes is None
+    trace = build(records, routes=True)
     assert trace.ids == ["a", "b"]
     assert trace.decode_steps.tolist() == [4, 9]
     second = trace.routes[trace.route_offsets[1] : trace.route_offsets[2]]
     np.testing.assert_array_equal((second == np.arange(5)).sum(axis=0), trace.decode_counts[1])
     with pytest.raises(UserInputError, match="b"):
-        made([records[0], records[1] | {"eldr_prefill": None}], routes=False)
+        build([records[0], records[1] | {"eldr_prefill": None}], routes=False)
     assert [prompt.tolist() for prompt in trace.prompts] == [r["token_ids"] for r in records]
     assert (trace.vocabulary, trace.tokenizer) == (9, tokenizer_fingerprint(vocabulary))
 
@@ -74,10 +74,10 @@ def test_an_answer_as_long_as_the_context_is_refused(max_tokens: int) -> None:
 def test_a_prompt_that_leaves_no_room_for_its_answer_is_truncated() -> None:
     engine = FakeCalibrationEngine(FakeConfig(np.ones((1, 3, 5), np.uint32), top_k=1), max_model_len=10)
     sampling = Sampling(4, 0.5, routes=True)
-    found = trace_texts(engine, [Prompt("a", "code", "123"), Prompt("b", "law", "12345678")], sampling, True)
-    assert [(r["id"], r["domain"]) for r in found] == [("a", "code"), ("b", "law")]
-    assert [bytes(r["token_ids"]) for r in found] == [b"123", b"123456"]
-    assert [len(unpack_routes(r["eldr_routes"])) for r in found] == [3, 3]  # steps of the sampling
+    traced = trace_texts(engine, [Prompt("a", "code", "123"), Prompt("b", "law", "12345678")], sampling, True)
+    assert [(r["id"], r["domain"]) for r in traced] == [("a", "code"), ("b", "law")]
+    assert [bytes(r["token_ids"]) for r in traced] == [b"123", b"123456"]
+    assert [len(unpack_routes(r["eldr_routes"])) for r in traced] == [3, 3]  # steps of the sampling
 
 
 def test_engines_are_configured_like_the_deployments_decode_workers(

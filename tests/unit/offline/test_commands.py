@@ -29,11 +29,11 @@ def test_fit_writes_table_report_and_plot(trace: Path) -> None:
     # Run it as a user would; the other tests call commands in this process.
     done = python("-m", "offline.fit", *(f"--{name}={value}" for name, value in options.items()))
     assert done.returncode == 0, done.stderr
-    table, found = RoutingTable.load(out), json.loads(report.read_text())
-    assert table.cluster_sizes.tolist() == found["cluster_sizes"] == [20, 20, 20]
+    table, report_of_fit = RoutingTable.load(out), json.loads(report.read_text())
+    assert table.cluster_sizes.tolist() == report_of_fit["cluster_sizes"] == [20, 20, 20]
     assert sorted(table.domains) == ["d0", "d1", "d2"]
-    assert found["rho"] >= found["rho_all_layers"] - 0.02
-    assert set(found["transforms"]) == set(TRANSFORMS)
+    assert report_of_fit["rho"] >= report_of_fit["rho_all_layers"] - 0.02
+    assert set(report_of_fit["transforms"]) == set(TRANSFORMS)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -70,8 +70,8 @@ def test_a_full_disk_is_reported_and_old_files_stay(which: str, trace: Path) -> 
     assert command(f"offline.{which}", **options).exit_code == 0
     before = {path.name: path.read_bytes() for path in trace.parent.iterdir()}
     with full_disk():
-        said = sentence(command(f"offline.{which}", **options, seed=1))
-    assert "File too large" in said
+        message = sentence(command(f"offline.{which}", **options, seed=1))
+    assert "File too large" in message
     assert {path.name: path.read_bytes() for path in trace.parent.iterdir()} == before
 
 

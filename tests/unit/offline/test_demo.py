@@ -22,14 +22,23 @@ MODEL = Path("somewhere/model_64")
 
 
 def plan(out: Path, rounds: int = 4) -> demo._Plan:
-    load = LoadSpec("prompts", "eldr-demo", 0.0, 10, 0, 8, 8, temperature=0.8)
+    load = LoadSpec(
+        "prompts",
+        "eldr-demo",
+        rate=0.0,
+        seconds=10,
+        warm_up_s=0,
+        users=8,
+        max_tokens=8,
+        temperature=0.8,
+    )
     arguments = demo_arguments(DEPLOYMENT, MODEL, 3, 20)
     return demo._Plan(arguments, load, rounds, 2, out, 0)
 
 
 def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
     """Return rounds of unequal size; in each, marginal-cost reads 10 % fewer experts in 5 % less time."""
-    made = []
+    all_trials = []
     for round_ in range(rounds):
         for policy, experts, seconds in (
             ("shortest-queue", 1.0, 1.0),
@@ -56,8 +65,8 @@ def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
             ]
             if failed:
                 requests[0] = {**requests[0], "error": "HTTP 503"}
-            made.append(Trial(policy, round_, requests, engines, 5, 4, [(0.5, [1, 2, 3])]))
-    return made
+            all_trials.append(Trial(policy, round_, requests, engines, 5, 4, [(0.5, [1, 2, 3])]))
+    return all_trials
 
 
 def publish(out: Path, rounds: int, *, failed: bool = False) -> None:
@@ -72,17 +81,17 @@ def test_terminal_and_report_begin_with_the_effect_of_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish(tmp_path, 4)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     first, second = (
         "marginal-cost reads 10.0 % fewer experts per step than shortest-queue [10.0, 10.0]; "
         "its steps take 5.0 % less CPU time per token [5.0, 5.0].",
         "locality-band reads 20.0 % fewer experts per step than shortest-queue [20.0, 20.0]; "
         "its steps take 2.0 % more CPU time per token [2.0, 2.0].",
     )
-    assert said.startswith(
+    assert output.startswith(
         f"{first}\n{second}\nGREEDY\nCalculated, not run: with the layers of Qwen3-30B-A3B"
     )
-    assert re.search(r"4 engines, the ingress and the load generator share \d+ cores", said)
+    assert re.search(r"4 engines, the ingress and the load generator share \d+ cores", output)
     report = (tmp_path / "report.html").read_text()
     order = [
         report.index(text)
@@ -122,8 +131,8 @@ def test_a_round_in_which_no_answer_ends_is_reported(
     monkeypatch.setattr(demo, "_load", load)
     made = demo._rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
     assert [len(trial.requests) for trial in made] == [5, 0, 5]
-    said = " ".join(capsys.readouterr().out.split())
-    assert said == "no answer ended in the measured 10 s: give more --seconds"
+    output = " ".join(capsys.readouterr().out.split())
+    assert output == "no answer ended in the measured 10 s: give more --seconds"
 
 
 def test_failed_requests_raise_an_error_after_the_report(tmp_path: Path) -> None:
@@ -161,9 +170,8 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
     assert 0.9 < shares <= 1
     assert _gpus(arguments) == 1
     assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
-    described = demo._Plan(
-        arguments, LoadSpec("p", "m", 0.0, 1, 0, 1, 1, temperature=0.0), 1, 1, Path("out"), 0
-    )
+    load = LoadSpec("p", "m", rate=0.0, seconds=1, warm_up_s=0, users=1, max_tokens=1, temperature=0.0)
+    described = demo._Plan(arguments, load, 1, 1, Path("out"), 0)
     assert described.clock == "engine time"
     assert described.hardware.startswith("one GPU and ")
 

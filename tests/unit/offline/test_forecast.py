@@ -40,11 +40,11 @@ def test_measures_equal_values_computed_by_hand() -> None:
 
 def test_each_rank_gets_its_own_requests_in_equal_blocks() -> None:
     counts, tokens = np.arange(3 * 2 * 4).reshape(3, 2, 4), [1, 2, 4]
-    found = workload_by_rank(counts, tokens, [1, 1, 2], Topology(ranks=2))
-    assert found.shape == (2, 2, 4)
-    assert np.array_equal(found[:, 0], counts[0] + counts[1] / 2)
-    assert np.array_equal(found[:, 1], counts[2] / 2)
-    assert np.allclose(found.sum(axis=1), expected_workload(counts, tokens, [1, 1, 2]))
+    workload = workload_by_rank(counts, tokens, [1, 1, 2], Topology(ranks=2))
+    assert workload.shape == (2, 2, 4)
+    assert np.array_equal(workload[:, 0], counts[0] + counts[1] / 2)
+    assert np.array_equal(workload[:, 1], counts[2] / 2)
+    assert np.allclose(workload.sum(axis=1), expected_workload(counts, tokens, [1, 1, 2]))
     alone = workload_by_rank(counts[:1], tokens[:1], 1, Topology(ranks=4))  # idle ranks have no tokens
     assert (alone.sum(axis=(0, 2)) > 0).sum() == 1
     with pytest.raises(ValueError, match="prompt lengths"):

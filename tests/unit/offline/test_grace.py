@@ -46,7 +46,7 @@ def random_routes(seed: int, experts: int = 8, tokens: int = 60, layers: int = 2
     return np.argsort(-(taste + rng.gumbel(size=(tokens, layers, experts))), axis=-1)[..., :k]
 
 
-def planted(groups: int, size: int, within: float = 10.0, between: float = 1.0) -> np.ndarray:
+def planted_affinity(groups: int, size: int, within: float = 10.0, between: float = 1.0) -> np.ndarray:
     """Return the affinity of groups, where expert e belongs to group e modulo `groups`."""
     group = np.arange(groups * size) % groups
     affinity = np.where(group[:, None] == group, within, between)
@@ -109,10 +109,10 @@ def test_group_sizes_and_replicas_equal_the_papers() -> None:
 
 
 def test_planted_groups_are_found_and_related_ones_share_a_node() -> None:
-    found = spectral_groups(planted(3, 5), 3)
+    found = spectral_groups(planted_affinity(3, 5), 3)
     assert len({(int(found[e]), e % 3) for e in range(15)}) == 3
-    near = planted(2, 8, within=8, between=0.1)  # groups by parity, which contain smaller groups
-    rank = hierarchical_groups(near + planted(4, 4, within=30, between=0), TOPOLOGY, ratio=0.3)
+    near = planted_affinity(2, 8, within=8, between=0.1)  # groups by parity, which contain smaller groups
+    rank = hierarchical_groups(near + planted_affinity(4, 4, within=30, between=0), TOPOLOGY, ratio=0.3)
     assert len({(int(rank[e]), e % 4) for e in range(16)}) == 4
     assert len({(int(rank[e]) // 2, e % 2) for e in range(16)}) == 2
     unused = hierarchical_groups(np.zeros((8, 8)), TOPOLOGY, ratio=0.0)
@@ -138,7 +138,7 @@ def test_the_knee_is_where_affinity_stops_growing() -> None:
     curve = np.array([[0.3, 0.0], [0.6, 1.0], [0.62, 2.0], [0.64, 4.0]])
     assert knee(curve) == 1
     assert knee(np.array([[0.3, 1.0], [0.3, 1.0]])) == 0
-    sizes = ratio_curve([planted(2, 8)], 2, ratios=(0.0, 1.0))[:, 1]
+    sizes = ratio_curve([planted_affinity(2, 8)], 2, ratios=(0.0, 1.0))[:, 1]
     assert sizes.tolist() == [0.0, 0.0]  # planted groups have equal sizes, so the ratio has no effect
 
 
@@ -148,11 +148,11 @@ def test_hot_experts_are_the_fewest_that_reach_the_share(seed: int, replicas: in
     load = np.random.default_rng(seed).exponential(size=9)
     members = np.array([1, 3, 4, 6, 8])
     hot = hot_experts(load, members, replicas)
-    wanted = load[members].sum() * replicas / (1 + replicas)
+    least_load = load[members].sum() * replicas / (1 + replicas)
     subsets = (some for size in range(1, 6) for some in itertools.combinations(members, size))
     assert set(hot) <= set(members)
-    assert load[hot].sum() > wanted
-    assert len(hot) == min(len(some) for some in subsets if load[list(some)].sum() > wanted)
+    assert load[hot].sum() > least_load
+    assert len(hot) == min(len(some) for some in subsets if load[list(some)].sum() > least_load)
 
 
 @quick
@@ -237,10 +237,10 @@ def test_batches_are_steps_of_the_given_requests() -> None:
     steps = {r: {s.tobytes() for s in trace.decode_routes(np.array([r])).astype(np.int64)} for r in range(9)}
     batches = sample_batches(trace, np.array([2, 5]), 6, 10, seed=0)
     assert batches.shape == (10, 6, 4, 2)
-    drawn = {token.tobytes() for batch in batches for token in batch}
-    assert drawn <= steps[2] | steps[5]
-    assert drawn & steps[2]
-    assert drawn & steps[5]
+    tokens = {token.tobytes() for batch in batches for token in batch}
+    assert tokens <= steps[2] | steps[5]
+    assert tokens & steps[2]
+    assert tokens & steps[5]
     empty = replace(trace, routes=None, route_offsets=None)
     with pytest.raises(ValueError, match="holds no routes"):
         sample_batches(empty, np.array([2]), 6, 10, seed=0)
@@ -274,10 +274,10 @@ def test_an_evaluation_equals_direct_counting(seed: int) -> None:
             far += len(visited - same)
             far_forwarded += bool(visited - same)
             near_forwarded += len(same - {home}) + max(0, len(visited - same) - 1)
-    found = evaluate(batches, hosts, TOPOLOGY, metro_rule(hosts))
-    assert found["experts_worst_rank"] == pytest.approx(experts / 6)
+    figures = evaluate(batches, hosts, TOPOLOGY, metro_rule(hosts))
+    assert figures["experts_worst_rank"] == pytest.approx(experts / 6)
     pairs = 3 * 2 * 8
-    assert (found["near_copies"], found["far_copies"]) == pytest.approx((near / pairs, far / pairs))
+    assert (figures["near_copies"], figures["far_copies"]) == pytest.approx((near / pairs, far / pairs))
     assert forwarded_copies(ranks, TOPOLOGY) == pytest.approx((near_forwarded / pairs, far_forwarded / pairs))
     # The tokens of an expert are spread over its replicas in turn.
     both = np.array([[True, False, True, True], [False, True, False, False]])

@@ -63,9 +63,9 @@ def test_experts_follow_the_newest_prompts_unless_nothing_is_saved() -> None:
     together = service.put[-1].physical_to_logical.reshape(LAYERS, RANKS, -1)[0, 0]
     pair = [int(expert) for expert in together if expert > 1][:2]
     assert not on_different_ranks(service.put[-1], *pair)
-    said = update_placement(plans, service, [*traffic(0, 1), *traffic(*pair)])  # only the newest 32 count
-    assert said is not None
-    assert f"placement {service.put[-1].id}" in said
+    message = update_placement(plans, service, [*traffic(0, 1), *traffic(*pair)])  # only the newest 32 count
+    assert message is not None
+    assert f"placement {service.put[-1].id}" in message
     assert on_different_ranks(service.put[-1], *pair)
     assert len(service.put) == 2
     assert service.put[-1].report["gain"] >= 0.05

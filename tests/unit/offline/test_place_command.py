@@ -15,17 +15,17 @@ from offline.place import METHODS, place
 from offline.placement import director, director_paper, relaxation
 from offline.placement.cost import LayerCost
 from tests.support.in_process import command, sentence
-from tests.support.traces import saved, synthetic_trace
+from tests.support.traces import save_trace, synthetic_trace
 
 L, E = 4, 16
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(synthetic_trace(n=60, num_layers=L, num_experts=E), tmp_path_factory)
+    return save_trace(synthetic_trace(n=60, num_layers=L, num_experts=E), tmp_path_factory)
 
 
-def placed(trace: Path, out: Path, **options: Any) -> None:
+def run_place(trace: Path, out: Path, **options: Any) -> None:
     if str(options.get("method")).startswith("director"):
         options["cost"] = trace.with_name("cost.json")
         LayerCost(fixed_s=1e-5, per_expert_s=1e-8, per_token_s=1e-6).save(options["cost"])
@@ -38,34 +38,35 @@ def test_a_placement_is_written_with_its_report(
 ) -> None:
     redundant = 0 if method == "activation" else 4
     for name in ("p", "again"):
-        placed(trace, tmp_path / f"{name}.json", method=method, nodes=2, redundant=redundant)
+        run_place(trace, tmp_path / f"{name}.json", method=method, nodes=2, redundant=redundant)
     assert (tmp_path / "p.json").read_bytes() == (tmp_path / "again.json").read_bytes()
-    made = ExpertPlacement.load(tmp_path / "p.json")
-    assert (made.model, made.physical_to_logical.shape[0], made.num_experts) == ("m", L, E)
-    assert (made.method, made.ranks, made.nodes, made.num_redundant) == (method, 4, 2, redundant)
-    assert made.fingerprint == CalibrationTrace.load(trace).fingerprint
+    placement = ExpertPlacement.load(tmp_path / "p.json")
+    assert (placement.model, placement.physical_to_logical.shape[0], placement.num_experts) == ("m", L, E)
+    assert (placement.method, placement.ranks, placement.nodes) == (method, 4, 2)
+    assert placement.num_redundant == redundant
+    assert placement.fingerprint == CalibrationTrace.load(trace).fingerprint
     top_k = CalibrationTrace.load(trace).top_k
-    assert made.expected_tokens is not None
-    assert made.expected_tokens.sum(axis=1) == pytest.approx([16 * top_k] * L, rel=1e-3)
+    assert placement.expected_tokens is not None
+    assert placement.expected_tokens.sum(axis=1) == pytest.approx([16 * top_k] * L, rel=1e-3)
     rules = ["-"] if method in ("activation", "director-paper") else ["turn", "metro", "local"]
-    found = [(row["placement"], row["replicas_by"]) for row in made.report["held_out"]]
+    found = [(row["placement"], row["replicas_by"]) for row in placement.report["held_out"]]
     assert found == [("linear", "-"), *((method, rule) for rule in rules)]
-    said = capsys.readouterr().out
-    assert "experts_worst_rank" in said
-    assert "p.meta.json" in said
+    output = capsys.readouterr().out
+    assert "experts_worst_rank" in output
+    assert "p.meta.json" in output
 
 
 def test_each_method_improves_its_own_objective(trace: Path, tmp_path: Path) -> None:
-    found = {}
+    held_out = {}
     for method in METHODS:
-        placed(trace, tmp_path / "p.json", method=method, nodes=2)
-        found[method] = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
-    linear, grace = found["grace"]
+        run_place(trace, tmp_path / "p.json", method=method, nodes=2)
+        held_out[method] = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
+    linear, grace = held_out["grace"]
     copies = [row["near_copies"] + row["far_copies"] for row in (linear, grace)]
     assert copies[1] < 0.95 * copies[0]
-    assert found["eplb"][1]["load_std_pct"] < linear["load_std_pct"]
-    assert found["activation"][1]["experts_worst_rank"] <= linear["experts_worst_rank"]
-    assert found["director"][1]["layer_us"] < found["director"][0]["layer_us"]
+    assert held_out["eplb"][1]["load_std_pct"] < linear["load_std_pct"]
+    assert held_out["activation"][1]["experts_worst_rank"] <= linear["experts_worst_rank"]
+    assert held_out["director"][1]["layer_us"] < held_out["director"][0]["layer_us"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_directors_methods_solve_an_lp_and_round_it(
 
     watch(relaxation if method == "director" else module, "linprog")
     watch(module, rounding)
-    placed(trace, tmp_path / "p.json", method=method, redundant=4)
+    run_place(trace, tmp_path / "p.json", method=method, redundant=4)
     assert called["linprog"] >= L
     assert called[rounding] >= L
 
@@ -96,8 +97,8 @@ def test_directors_methods_solve_an_lp_and_round_it(
 def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) -> None:
     table, _ = fit_table(CalibrationTrace.load(trace), 3)
     table.save(tmp_path / "table.safetensors")
-    placed(trace, tmp_path / "t.json", method="activation", cluster_of=tmp_path / "table.safetensors")
-    placed(trace, tmp_path / "w.json", method="activation", workers=3)
+    run_place(trace, tmp_path / "t.json", method="activation", cluster_of=tmp_path / "table.safetensors")
+    run_place(trace, tmp_path / "w.json", method="activation", workers=3)
     for name in ("t", "w"):
         made = [ExpertPlacement.load(tmp_path / f"{name}.{worker}.json") for worker in range(3)]
         assert [placement.report["held_out"][0]["worker"] for placement in made] == ["0", "1", "2"]
@@ -108,12 +109,12 @@ def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) 
 def test_cost_memory_and_vllms_format_can_be_added(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    placed(trace, tmp_path / "p.json", export="vllm", dry_run=True)
+    run_place(trace, tmp_path / "p.json", export="vllm", dry_run=True)
     assert list(tmp_path.iterdir()) == []
     assert "p.json, p.meta.json, p.vllm.jsonl not written" in capsys.readouterr().out
     cost = tmp_path / "cost.json"
     LayerCost(fixed_s=1e-5, per_expert_s=1e-6, per_token_s=1e-8, far_byte_s=1e-12).save(cost)
-    placed(trace, tmp_path / "p.json", redundant=8, cost=cost, expert_bytes=2.0**30, export="vllm")
+    run_place(trace, tmp_path / "p.json", redundant=8, cost=cost, expert_bytes=2.0**30, export="vllm")
     linear, *ours = ExpertPlacement.load(tmp_path / "p.json").report["held_out"]
     assert (linear["gib_a_rank"], ours[0]["gib_a_rank"]) == (L * 16 / 4, L * 24 / 4)
     assert linear["layer_us"] >= 10 + linear["experts_worst_rank"]
@@ -123,7 +124,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
         (
             {"method": "nobody"},
@@ -151,7 +152,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
     ],
 )
 def test_bad_input_is_reported_in_one_sentence(
-    options: dict[str, Any], said: str, trace: Path, tmp_path: Path
+    options: dict[str, Any], words: str, trace: Path, tmp_path: Path
 ) -> None:
     CalibrationTrace.load(trace).subset(np.arange(60)).save(tmp_path / "bare.safetensors")
     fit_table(synthetic_trace(num_experts=8), 2)[0].save(tmp_path / "foreign.safetensors")
@@ -160,5 +161,5 @@ def test_bad_input_is_reported_in_one_sentence(
     given = {"trace": trace, "method": "grace", "ranks": 4, "batch": 16, "out": "p.json"} | options
     for name in given.keys() & {"trace", "cost", "cluster_of", "out"}:
         given[name] = tmp_path / given[name]
-    assert said in sentence(command(place, **given))
+    assert words in sentence(command(place, **given))
     assert set(tmp_path.iterdir()) == before

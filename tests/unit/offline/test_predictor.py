@@ -53,10 +53,10 @@ def test_a_predictor_of_full_rank_equals_ridge_regression() -> None:
     kernel = features @ features.T
     (dual,) = dual_ridge(kernel, y - y.mean(axis=0), [report["penalty"]])
     new = token_shares(TRACE.subset(TEST).prompts, TRACE.vocabulary) * token_weights(shares)[None, :]
-    wanted = y.mean(axis=0) + csr_array(new).toarray() @ features.T @ dual
+    expected = y.mean(axis=0) + csr_array(new).toarray() @ features.T @ dual
     hidden = np.array([predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset(TEST).prompts])
-    found = predictor.mean.reshape(-1) + hidden @ predictor.experts.reshape(report["rank"], -1)
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    computed = predictor.mean.reshape(-1) + hidden @ predictor.experts.reshape(report["rank"], -1)
+    np.testing.assert_allclose(computed, expected, atol=1e-4)
     # The remaining variance of each token's row if it were learnt alone.
     noise = 0.3 * np.trace(kernel) / len(kernel)
     alone = [
@@ -72,10 +72,10 @@ def test_unseen_prompts_are_predicted_better_with_higher_rank() -> None:
         test = TRACE.subset(TEST)
         predicted = np.array([predictor.predict(prompt) for prompt in test.prompts]).reshape(len(TEST), -1)
         frequencies = predicted / test.prompt_tokens[:, None]
-        found = agreement(frequencies, expert_frequencies(test), predictor.mean.reshape(1, -1))
+        agreements = agreement(frequencies, expert_frequencies(test), predictor.mean.reshape(1, -1))
         assert report["rank"] == rank
-        assert found["gain"] == pytest.approx(report["gain"], abs=0.3)
-        return found["gain"]
+        assert agreements["gain"] == pytest.approx(report["gain"], abs=0.3)
+        return agreements["gain"]
 
     one, two = gain(1), gain(2)  # three domains differ in two directions
     assert two > one + 0.1
@@ -109,20 +109,24 @@ def test_the_command_writes_predictor_and_report(tmp_path: Path) -> None:
     out, report = tmp_path / "predictor", tmp_path / "report.json"
     done = command("offline.fit_predictor", trace=tmp_path / "trace", out=out, report=report, rank=4)
     assert done.exit_code == 0, done.stderr
-    predictor, found = SignaturePredictor.load(out), json.loads(report.read_text())
+    predictor, figures = SignaturePredictor.load(out), json.loads(report.read_text())
     predictor.require_fit(model="m", tokenizer="t", shape=TRACE.prefill_counts.shape[1:])
-    assert predictor.tokens.shape == (TRACE.vocabulary, found["rank"])
+    assert predictor.tokens.shape == (TRACE.vocabulary, figures["rank"])
     assert predictor.fingerprint == TRACE.fingerprint
-    assert found["prompts"] == 150
+    assert figures["prompts"] == 150
     assert "gain over the mean" in done.stdout
 
 
-@pytest.mark.parametrize(("kind", "said"), [("old", "no token ids"), ("few", "too few"), ("none", "nowhere")])
-def test_input_that_cannot_be_fitted_is_refused_in_one_sentence(kind: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"), [("old", "no token ids"), ("few", "too few"), ("none", "nowhere")]
+)
+def test_input_that_cannot_be_fitted_is_refused_in_one_sentence(
+    kind: str, words: str, tmp_path: Path
+) -> None:
     trace = tmp_path / ("nowhere" if kind == "none" else "trace")
     if kind == "old":
         replace(TRACE, token_ids=None).save(trace)
     if kind == "few":
         TRACE.subset(np.arange(9)).save(trace)
-    assert said in sentence(command("offline.fit_predictor", trace=trace, out=tmp_path / "out"))
+    assert words in sentence(command("offline.fit_predictor", trace=trace, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

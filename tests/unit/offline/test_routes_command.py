@@ -54,7 +54,7 @@ def traces(published: Path) -> tuple[Path, Path]:
     return out, out.with_name("trace.held_out.safetensors")
 
 
-def converted(file: Path, out: Path, **options: Any) -> CalibrationTrace:
+def convert(file: Path, out: Path, **options: Any) -> CalibrationTrace:
     done = command("offline.routes", file, out=out, **options)
     assert done.exit_code == 0, done.stderr
     assert f"wrote {out}" in done.stdout
@@ -70,7 +70,7 @@ def test_a_sample_becomes_the_counts_of_its_prompt_and_the_routes_of_its_answer(
     chosen = [[model.alphabet.index(letter) for letter in record["routes"]] for record in records]
     if ids:
         records = [record | {"routes": own} for record, own in zip(records, chosen, strict=True)]
-    trace = converted(route_file(tmp_path / "routes.jsonl.gz", records), tmp_path / "t.safetensors")
+    trace = convert(route_file(tmp_path / "routes.jsonl.gz", records), tmp_path / "t.safetensors")
     assert (trace.model, trace.top_k, trace.ids) == (name, model.top_k, ["r0", "r1", "r2", "r3"])
     assert trace.domains == ["law", "intent"] * 2
     for n, own in enumerate(chosen):
@@ -88,14 +88,14 @@ def test_options_say_which_tokens_are_prompt_and_answer(
 ) -> None:
     out = tmp_path / "t.safetensors"
     lengths = np.array([record["tokens"] for record in records])
-    quarter = converted(published, out, prompt_share=0.25)
+    quarter = convert(published, out, prompt_share=0.25)
     assert quarter.prompt_tokens.tolist() == (lengths // 4).tolist()
     assert quarter.decode_steps.tolist() == (lengths - lengths // 4).tolist()
-    ten = converted(published, out, prompt_tokens=10, output_tokens=25)
+    ten = convert(published, out, prompt_tokens=10, output_tokens=25)
     assert set(ten.prompt_tokens.tolist()) == {10}
     assert ten.decode_steps.tolist() == np.minimum(lengths - 10, 25).tolist()
     assert min(ten.decode_steps) < 25
-    long = converted(published, out, prompt_tokens=10, output_tokens=25, min_output_tokens=25)
+    long = convert(published, out, prompt_tokens=10, output_tokens=25, min_output_tokens=25)
     assert set(long.decode_steps.tolist()) == {25}
     assert len(long.ids) == (lengths >= 35).sum()
 
@@ -103,17 +103,17 @@ def test_options_say_which_tokens_are_prompt_and_answer(
 def test_samples_are_drawn_and_held_out_by_domain(published: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.safetensors"
     held_out = tmp_path / "t.held_out.safetensors"
-    found = []
+    contents = []
     for seed in (0, 0, 1):
-        kept = converted(published, out, held_out=0.25, seed=seed)
-        apart = CalibrationTrace.load(held_out)
-        assert Counter(kept.domains) == {"law": 30, "intent": 30}
-        assert Counter(apart.domains) == {"law": 10, "intent": 10}
-        assert not set(kept.ids) & set(apart.ids)
-        found.append((out.read_bytes(), held_out.read_bytes()))
-    assert found[0] == found[1]
-    assert found[0] != found[2]
-    few = converted(published, out, domain="law", samples=6, held_out=0.5)
+        fitted = convert(published, out, held_out=0.25, seed=seed)
+        held_out_trace = CalibrationTrace.load(held_out)
+        assert Counter(fitted.domains) == {"law": 30, "intent": 30}
+        assert Counter(held_out_trace.domains) == {"law": 10, "intent": 10}
+        assert not set(fitted.ids) & set(held_out_trace.ids)
+        contents.append((out.read_bytes(), held_out.read_bytes()))
+    assert contents[0] == contents[1]
+    assert contents[0] != contents[2]
+    few = convert(published, out, domain="law", samples=6, held_out=0.5)
     assert Counter(few.domains) == {"law": 3}
     assert set(CalibrationTrace.load(held_out).domains) == {"law"}
 
@@ -234,7 +234,7 @@ def cut_short(path: Path, records: list[Record]) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
-def changed(line: int, **changes: Any) -> Callable[[Path, list[Record]], None]:
+def write_changed(line: int, **changes: Any) -> Callable[[Path, list[Record]], None]:
     """Return a function that writes the file with changes of one record; None removes a field."""
 
     def write(path: Path, records: list[Record]) -> None:
@@ -245,9 +245,9 @@ def changed(line: int, **changes: Any) -> Callable[[Path, list[Record]], None]:
     return write
 
 
-def edited(line: int, edit: Callable[[str], Any]) -> Callable[[Path, list[Record]], None]:
+def write_edited(line: int, edit: Callable[[str], Any]) -> Callable[[Path, list[Record]], None]:
     """Return a function that writes the file with other routes of one record."""
-    return lambda path, records: changed(line, routes=edit(records[line - 1]["routes"]))(path, records)
+    return lambda path, records: write_changed(line, routes=edit(records[line - 1]["routes"]))(path, records)
 
 
 @pytest.mark.parametrize(
@@ -257,21 +257,27 @@ def edited(line: int, edit: Callable[[str], Any]) -> Callable[[Path, list[Record
         (lambda path, _: path.write_bytes(gzip.compress(b'{"id": "a", "dom')), "line 1 is not JSON"),
         (lambda path, _: path.write_bytes(gzip.compress(b"[1]\n")), "line 1 has no field 'id'"),
         (lambda path, _: path.write_bytes(gzip.compress(b"")), "is empty: get the whole file"),
-        (changed(2, routes=None), "line 2 has no field 'routes'"),
-        (changed(2, tokens=None), "line 2: tokens of deepseek-v2-lite is None, not a number of tokens"),
-        (changed(1, tokens=None), "line 1 has no field 'tokens' (deepseek-v2-lite) or 'decode_tokens' (gpt"),
-        (edited(3, lambda routes: routes[:-1]), "line 3: routes are"),
-        (edited(3, lambda routes: ""), "line 3: routes are 0 experts, not"),
-        (edited(3, lambda routes: [0.5]), "line 3: routes are neither letters nor ids"),
+        (write_changed(2, routes=None), "line 2 has no field 'routes'"),
+        (write_changed(2, tokens=None), "line 2: tokens of deepseek-v2-lite is None, not a number of tokens"),
         (
-            edited(2, lambda routes: f"{routes[:163]}!{routes[164:]}"),
+            write_changed(1, tokens=None),
+            "line 1 has no field 'tokens' (deepseek-v2-lite) or 'decode_tokens' (gpt",
+        ),
+        (write_edited(3, lambda routes: routes[:-1]), "line 3: routes are"),
+        (write_edited(3, lambda routes: ""), "line 3: routes are 0 experts, not"),
+        (write_edited(3, lambda routes: [0.5]), "line 3: routes are neither letters nor ids"),
+        (
+            write_edited(2, lambda routes: f"{routes[:163]}!{routes[164:]}"),
             "line 2: routes[163] is '!' (token 1, layer 1, choice 1), which names none of the 64 experts",
         ),
-        (edited(2, lambda routes: f"é{routes[1:]}"), "line 2: routes[0] is 'é'"),
-        (edited(2, lambda routes: [64] * len(routes)), "line 2: routes[0] is 64 (token 0"),
-        (edited(2, lambda routes: [-1] * len(routes)), "line 2: routes[0] is -1 (token 0"),
-        (edited(2, lambda routes: "A" * len(routes)), "routes name an expert of layer 0 twice for token 0"),
-        (changed(4, id="r0"), "line 4: id 'r0' is that of line 1"),
+        (write_edited(2, lambda routes: f"é{routes[1:]}"), "line 2: routes[0] is 'é'"),
+        (write_edited(2, lambda routes: [64] * len(routes)), "line 2: routes[0] is 64 (token 0"),
+        (write_edited(2, lambda routes: [-1] * len(routes)), "line 2: routes[0] is -1 (token 0"),
+        (
+            write_edited(2, lambda routes: "A" * len(routes)),
+            "routes name an expert of layer 0 twice for token 0",
+        ),
+        (write_changed(4, id="r0"), "line 4: id 'r0' is that of line 1"),
     ],
 )
 def test_bad_files_are_refused_in_one_sentence_and_nothing_is_written(
@@ -279,9 +285,9 @@ def test_bad_files_are_refused_in_one_sentence_and_nothing_is_written(
 ) -> None:
     path = tmp_path / "routes.jsonl.gz"
     write(path, records)
-    said = sentence(command("offline.routes", path, out=tmp_path / "t.safetensors"))
-    assert message in said
-    assert str(path) in said
+    error = sentence(command("offline.routes", path, out=tmp_path / "t.safetensors"))
+    assert message in error
+    assert str(path) in error
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -317,11 +323,11 @@ def test_bad_traces_and_sizes_of_a_simulation_are_refused(
     gptoss = route_file(tmp_path / "gptoss.jsonl.gz", route_records(GPTOSS, each=2, tokens=(170, 180)))
     path, out = small_scenario(tmp_path), tmp_path / "result.json"
     options = {"config": path, "out": out, "trace": traces[1]}
-    for fit_trace, said in (
+    for fit_trace, words in (
         (gptoss, "is of gpt-oss-20b with 24 x 32 experts, but"),
         (tmp_path / "nowhere.safetensors", "cannot be read"),
     ):
-        assert said in sentence(command("offline.simulate", fit_trace=fit_trace, **options))
+        assert words in sentence(command("offline.simulate", fit_trace=fit_trace, **options))
     scenario = read_scenario(path)
     bare = scenario.model_copy(update={"experts": None})
     with pytest.raises(UserInputError, match="--fit-trace needs --trace"):

@@ -138,12 +138,12 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     if decode.whole is not None:
         prefill = None
     cluster = Cluster(decode=decode, prefill=prefill, handover_fixed_s=handover_s, queue_timeout_s=ttl)
-    made = Hoarding() if policy == "hoarding" else make_policy(policy)
+    live_policy = Hoarding() if policy == "hoarding" else make_policy(policy)
     released: list[str] = []
-    tell = made.on_finished
-    made.on_finished = lambda request_id: (released.append(request_id), tell(request_id))[1]
+    tell = live_policy.on_finished
+    live_policy.on_finished = lambda request_id: (released.append(request_id), tell(request_id))[1]
     ended: list[int] = []
-    outcome = simulate(requests, made, cluster, experts=experts, seed=seed, on_finished=ended.append)
+    outcome = simulate(requests, live_policy, cluster, experts=experts, seed=seed, on_finished=ended.append)
     done = outcome.finished
     assert sum(ended) == n
     assert set(released) == {str(j) for j in np.flatnonzero(done)}
@@ -219,39 +219,41 @@ def test_a_whole_worker_equals_a_simulation_by_hand(seed: int, n: int, step_toke
     decode = Decode(workers=1, max_batch=3, cost=WITH_PREFILL, whole=whole)
     outcome = simulate(requests, make_policy("marginal-cost"), Cluster(decode=decode), experts=experts)
 
-    now, waiting, held, cached = 0.0, list(range(n)), list[int](), list[int]()  # cached: newest first
-    lacks, made, hits = dict[int, int](), [0] * n, [0] * n
+    now, waiting, running, cached = 0.0, list(range(n)), list[int](), list[int]()  # cached: newest first
+    lacks, generated, hits = dict[int, int](), [0] * n, [0] * n
     first: dict[int, float] = {}
     last: dict[int, float] = {}
-    while held or waiting:
-        if not held:
+    while running or waiting:
+        if not running:
             now = max(now, requests.arrival_s[waiting[0]])
-        while waiting and len(held) < 3 and requests.arrival_s[waiting[0]] <= now:
+        while waiting and len(running) < 3 and requests.arrival_s[waiting[0]] <= now:
             j = waiting.pop(0)
-            held.append(j)
-            mine = chains[j][: (requests.prompt_tokens[j] - 1) // size]
-            known = next((i for i, block in enumerate(mine) if block not in cached), len(mine))
-            hits[j] = known * size
+            running.append(j)
+            blocks = chains[j][: (requests.prompt_tokens[j] - 1) // size]
+            num_cached = next((i for i, block in enumerate(blocks) if block not in cached), len(blocks))
+            hits[j] = num_cached * size
             lacks[j] = int(requests.prompt_tokens[j]) - hits[j]
-            kept = list(mine[:room])
-            cached = (kept + [block for block in cached if block not in kept])[:room]
-        answering = [j for j in held if not lacks[j]]
+            newest = list(blocks[:room])
+            cached = (newest + [block for block in cached if block not in newest])[:room]
+        answering = [j for j in running if not lacks[j]]
         tokens, touched = step_tokens - len(answering), 0
-        left = tokens
-        for j in held:
-            if lacks[j] and left:
-                take = min(lacks[j], left)
-                lacks[j], left, touched = lacks[j] - take, left - take, touched + 1
-        active = sum(len({e for j in answering for e in routes[j][made[j]][layer]}) for layer in range(L))
-        kv = sum(int(requests.prompt_tokens[j]) + made[j] for j in held)
-        now += WITH_PREFILL.seconds(len(answering) + touched, kv, active, tokens - left - touched)
-        for j in list(held):
+        tokens_left = tokens
+        for j in running:
+            if lacks[j] and tokens_left:
+                take = min(lacks[j], tokens_left)
+                lacks[j], tokens_left, touched = lacks[j] - take, tokens_left - take, touched + 1
+        active = sum(
+            len({e for j in answering for e in routes[j][generated[j]][layer]}) for layer in range(L)
+        )
+        kv = sum(int(requests.prompt_tokens[j]) + generated[j] for j in running)
+        now += WITH_PREFILL.seconds(len(answering) + touched, kv, active, tokens - tokens_left - touched)
+        for j in list(running):
             if not lacks[j]:
                 first.setdefault(j, now)
                 last[j] = now
-                made[j] += 1
-                if made[j] == len(routes[j]):
-                    held.remove(j)
+                generated[j] += 1
+                if generated[j] == len(routes[j]):
+                    running.remove(j)
     assert outcome.first_s == pytest.approx([first[j] for j in range(n)])
     assert outcome.last_s == pytest.approx([last[j] for j in range(n)])
     assert outcome.hit_tokens.tolist() == hits
@@ -319,20 +321,20 @@ def test_good_requests_meet_both_objectives() -> None:
 def test_mixtures_decode_the_steps_of_requests_of_one_domain() -> None:
     _, experts, _ = random_requests(12)
     experts = replace(experts, domains=["even", "odd"] * 6)
-    made = experts.mix(np.arange(2, 12), 3, 40, np.random.default_rng(0))
-    assert len(made.domains) == len(made.counts) == len(made.offset) - 1 == 40
+    mixtures = experts.mix(np.arange(2, 12), 3, 40, np.random.default_rng(0))
+    assert len(mixtures.domains) == len(mixtures.counts) == len(mixtures.offset) - 1 == 40
     steps = [experts.bits[a:b].tolist() for a, b in zip(experts.offset, experts.offset[1:], strict=False)]
-    for n, domain in enumerate(made.domains):
-        left = made.bits[made.offset[n] : made.offset[n + 1]].tolist()
+    for n, domain in enumerate(mixtures.domains):
+        remaining = mixtures.bits[mixtures.offset[n] : mixtures.offset[n + 1]].tolist()
         counts, tokens = np.zeros((L, E)), 0
-        while left:
-            (part,) = (j for j in range(2, 12) if left[: len(steps[j])] == steps[j])
+        while remaining:
+            (part,) = (j for j in range(2, 12) if remaining[: len(steps[j])] == steps[j])
             assert experts.domains[part] == domain
             counts, tokens = counts + experts.counts[part], tokens + experts.count_tokens[part]
-            left = left[len(steps[part]) :]
-        assert np.array_equal(made.counts[n], counts)
-        assert made.count_tokens[n] == tokens
-    assert len({row.tobytes() for row in made.counts}) > 20
+            remaining = remaining[len(steps[part]) :]
+        assert np.array_equal(mixtures.counts[n], counts)
+        assert mixtures.count_tokens[n] == tokens
+    assert len({row.tobytes() for row in mixtures.counts}) > 20
 
 
 def test_sampled_steps_activate_top_k_experts_by_their_probability() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.traces import favourites_trace, saved
+from tests.support.traces import favourites_trace, save_trace
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
@@ -13,4 +13,4 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide 60 requests of each domain, which has favourite experts and token ids."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
-    return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
+    return save_trace(favourites_trace(DOMAINS, **shape), tmp_path_factory)

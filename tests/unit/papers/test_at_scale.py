@@ -14,7 +14,7 @@ from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.simulation.requests import Requests
 from tests.support.in_process import command, sentence
-from tests.support.traces import favourites_trace, saved
+from tests.support.traces import favourites_trace, save_trace
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def options(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         cost=fitted, steps=100, rms_relative_error=0.01, median_relative_error=None, source="steps"
     ).save(cost)
     return {
-        "routes": saved(trace, tmp_path_factory),
+        "routes": save_trace(trace, tmp_path_factory),
         "arrivals": arrivals,
         "cost": cost,
         "batch": 6,
@@ -49,8 +49,8 @@ def test_a_run_has_rows_by_workers_and_policy_and_resumes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = "shortest-queue,marginal-cost"
-    given = options | {"policies": names, "saving": "marginal-cost", "seeds": "1"}
-    done = command(at_scale, **given)
+    all_options = options | {"policies": names, "saving": "marginal-cost", "seeds": "1"}
+    done = command(at_scale, **all_options)
     assert done.exit_code == 0, done.output
     rows = json.loads(Path(str(options["out"])).read_text())["rows"]
     assert [(row["workers"], row["policy"]) for row in rows] == [
@@ -70,13 +70,13 @@ def test_a_run_has_rows_by_workers_and_policy_and_resumes(
     assert own["saved_p50_pct"] == 100 * (1 - own["workers_for_p50"] / 4)
     assert "workers_for_p50" not in rows[2]
     monkeypatch.setattr(module, "simulate", lambda *a, **k: pytest.fail("simulated again"))
-    assert command(at_scale, **given).exit_code == 0
+    assert command(at_scale, **all_options).exit_code == 0
     assert json.loads(Path(str(options["out"])).read_text())["rows"] == rows
-    more = given | {"policies": "power-of-two,marginal-cost", "seeds": "1,2"}
+    more = all_options | {"policies": "power-of-two,marginal-cost", "seeds": "1,2"}
     assert command(at_scale, "--finished-only", **more).exit_code == 0
     finished = json.loads(Path(str(options["out"])).read_text())["rows"]
     assert finished == [rows[1], rows[3]]  # on 8 workers the second seed is missing
-    assert "another batch" in sentence(command(at_scale, **given | {"batch": 7}))
+    assert "another batch" in sentence(command(at_scale, **all_options | {"batch": 7}))
 
 
 def test_changes_have_intervals_over_the_seeds(options: dict[str, Any]) -> None:
@@ -101,23 +101,23 @@ def test_a_router_delays_placements_and_several_share_its_work(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = "shortest-queue,marginal-cost"
-    given = options | {"policies": names, "saving": "none", "seeds": "1", "workers": "8"}
-    found = {}
+    all_options = options | {"policies": names, "saving": "none", "seeds": "1", "workers": "8"}
+    row_by_setting = {}
     for routers, channel_s in ((1, 0.0), (1, 1e-3), (1, 0.05), (4, 1e-3)):
         monkeypatch.setattr(module, "channel_s", lambda s=channel_s: s)
         case = {"journal": options["journal"].with_suffix(f".{channel_s}"), "routers": str(routers)}
-        assert command(at_scale, **given | case).exit_code == 0
+        assert command(at_scale, **all_options | case).exit_code == 0
         row = json.loads(Path(str(options["out"])).read_text())["rows"][0]
         assert row["routers"] == routers
-        found[routers, channel_s] = row
-    fast, slow, overloaded, four = found.values()
+        row_by_setting[routers, channel_s] = row
+    fast, slow, overloaded, four = row_by_setting.values()
     assert 1 < slow["ttft_p50_ms"] - fast["ttft_p50_ms"] < 20
     assert overloaded["router_load_pct"] > 1000
     assert overloaded["ttft_p50_ms"] > 1000  # its queue grows while requests arrive
     assert four["router_load_pct"] == pytest.approx(slow["router_load_pct"] / 4, rel=0.2)
     assert four["ttft_p50_ms"] < slow["ttft_p50_ms"]
     assert four["requests"] == slow["requests"]
-    assert command(at_scale, **given | case | {"simulated_routers": 2}).exit_code == 0
+    assert command(at_scale, **all_options | case | {"simulated_routers": 2}).exit_code == 0
     two = json.loads(Path(str(options["out"])).read_text())["rows"][0]
     assert (four["simulated_routers"], two["simulated_routers"]) == (4, 2)
     assert two["requests"] == pytest.approx(four["requests"] / 2, rel=0.2)
@@ -139,15 +139,15 @@ def test_a_request_goes_to_one_router_drawn_at_random() -> None:
 
 @pytest.mark.parametrize("goal", range(10))
 def test_the_fewest_workers_are_found_with_few_runs(goal: int) -> None:
-    counts, asked = list(range(2, 9)), []
+    counts, measured = list(range(2, 9)), []
 
     def meets(count: int) -> bool:
-        asked.append(count)
+        measured.append(count)
         return count >= goal
 
     found: Callable[[], int | None] = lambda: next((c for c in counts if c >= goal), None)  # noqa: E731
     assert smallest_that_meets(counts, meets) == found()
-    assert len(asked) <= 3
+    assert len(measured) <= 3
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from benchmarks.papers.figures.common import Options
 from eldr_serve.commands.errors import UserInputError
 from eldr_serve.experts.signature import TRANSFORMS
 from offline.scenario import observed, routes_of
-from tests.support.traces import favourites_trace, route_file, route_records, saved
+from tests.support.traces import favourites_trace, route_file, route_records, save_trace
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide 30 requests of each of three domains, each with a favourite eighth of the experts."""
     shape: dict[str, Any] = {"each": 30, "num_layers": 3, "num_experts": 32, "steps": 12, "others": 0.02}
-    return saved(favourites_trace(("law", "math", "en"), **shape), tmp_path_factory)
+    return save_trace(favourites_trace(("law", "math", "en"), **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +29,28 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_half_has_half_of_every_domain(trace: Path) -> None:
-    found = observed(routes_of(trace))
-    fit, test = eldr_domains.halves(found, seed=3)
+    requests = observed(routes_of(trace))
+    fit, test = eldr_domains.halves(requests, seed=3)
     assert sorted([*fit, *test]) == list(range(90))
     for part in (fit, test):
-        assert np.unique(np.array(found.domains)[part], return_counts=True)[1].tolist() == [15, 15, 15]
+        assert np.unique(np.array(requests.domains)[part], return_counts=True)[1].tolist() == [15, 15, 15]
     with pytest.raises(UserInputError, match="one request of law"):
-        eldr_domains.halves(found.subset(np.array([0, 40, 41])), seed=3)
+        eldr_domains.halves(requests.subset(np.array([0, 40, 41])), seed=3)
 
 
 def test_requests_are_drawn_in_the_mix(trace: Path) -> None:
-    found = observed(routes_of(trace)).subset(np.arange(10, 90))  # 20, 30 and 30 requests
-    assert eldr_domains.shares(found, "even") == pytest.approx(dict.fromkeys(("law", "math", "en"), 1 / 3))
-    assert eldr_domains.shares(found, "as recorded") == pytest.approx(
+    requests = observed(routes_of(trace)).subset(np.arange(10, 90))  # 20, 30 and 30 requests
+    assert eldr_domains.shares(requests, "even") == pytest.approx(dict.fromkeys(("law", "math", "en"), 1 / 3))
+    assert eldr_domains.shares(requests, "as recorded") == pytest.approx(
         {"law": 1 / 4, "math": 3 / 8, "en": 3 / 8}
     )
-    chat = eldr_domains.shares(found, "chat")
+    chat = eldr_domains.shares(requests, "chat")
     assert sorted(chat.values()) == pytest.approx([8.1 / 82.9, 16.6 / 82.9, 58.2 / 82.9])
     assert min(chat, key=chat.__getitem__) == "law"
     among = np.arange(0, 80, 2)
-    kinds = eldr_domains.draw_requests(found, among, "chat", 3000, np.random.default_rng(0))
+    kinds = eldr_domains.draw_requests(requests, among, "chat", 3000, np.random.default_rng(0))
     assert set(kinds) == set(among)
-    names, counts = np.unique(np.array(found.domains)[kinds], return_counts=True)
+    names, counts = np.unique(np.array(requests.domains)[kinds], return_counts=True)
     assert dict(zip(names, counts / 3000, strict=True)) == pytest.approx(chat, abs=0.03)
 
 

@@ -22,7 +22,7 @@ def placement(rng: np.random.Generator, layers: int, experts: int, slots: int) -
     )
 
 
-def executed(old: np.ndarray, plan: MigrationPlan) -> np.ndarray:
+def execute(old: np.ndarray, plan: MigrationPlan) -> np.ndarray:
     """Return the slots after the plan's events: reads at the end of transfers, writes when they are ready."""
     slots = old.copy()
     events = [(m.end_s, 0, n) for n, m in enumerate(plan.moves)]
@@ -53,7 +53,7 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
     new = minimise_moves(old, wanted, ranks, alike=alike)
     topology = Topology(ranks=ranks, nodes=nodes)
     plan = plan_migration(old, new, topology=topology, links=LINKS, windows_s=WINDOWS)
-    assert np.array_equal(executed(old, plan), new)
+    assert np.array_equal(execute(old, plan), new)
     assert np.array_equal(plan.placement, new)
     assert len(plan.moves) == (old != new).sum()
     assert plan.cost_s == pytest.approx(LINKS.commit_s * len(plan.moves))

@@ -54,7 +54,7 @@ def routing(name: str, hosts: np.ndarray) -> Routing:
     return one_replica(choose[name], len(hosts))
 
 
-def hidden(tokens: int, seed: int) -> Tensor:
+def hidden_states(tokens: int, seed: int) -> Tensor:
     return torch.randn(tokens, 160, generator=torch.Generator().manual_seed(seed))
 
 
@@ -110,7 +110,7 @@ def outputs_of_rank(rank: int, cases: list[Case]) -> list[np.ndarray]:
             num_experts=E,
             route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
         )
-        x = hidden(sum(case.sizes), seed).split(case.sizes)[rank]
+        x = hidden_states(sum(case.sizes), seed).split(case.sizes)[rank]
         gathered = case.dispatch == "gathered"
         outputs.append((layer.run_gathered(x, case.sizes) if gathered else layer.run_exchanged(x)).numpy())
     return outputs
@@ -125,7 +125,7 @@ def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     results = zip(*on_ranks(ranks, outputs_of_rank, cases), strict=True)
     for seed, (case, parts) in enumerate(zip(cases, results, strict=True)):
         assert [len(part) for part in parts] == list(case.sizes)
-        expected = reference_output(hidden(sum(case.sizes), seed)).numpy()
+        expected = reference_output(hidden_states(sum(case.sizes), seed)).numpy()
         np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-4, err_msg=str(case))
 
 
@@ -152,7 +152,7 @@ def test_a_routing_uses_hosts_and_gives_the_counts_of_its_rule(name: str) -> Non
 
 def test_the_serving_kernel_equals_plain_torch() -> None:
     w13, w2 = read_experts(WEIGHTS, LAYER, [3, 9, 9])
-    rows, slot = hidden(12, 0).bfloat16(), torch.tensor([0, 1, 2, 0] * 3)
+    rows, slot = hidden_states(12, 0).bfloat16(), torch.tensor([0, 1, 2, 0] * 3)
     expected = torch_products(w13.float(), w2.float())(rows.float(), slot)
     found = vllm_products(w13, w2)(rows, slot).float()
     torch.testing.assert_close(found, expected, atol=0.02 * float(expected.abs().max()), rtol=0.02)

@@ -42,10 +42,10 @@ def test_every_method_recognises_the_domain(small: Options, monkeypatch: pytest.
     monkeypatch.setattr(predicted, "GROUPS", ("all",))
     rows = predicted.methods(small)
     served = "served predictor, rank 64"
-    found = {row["method"]: row for row in rows if row["workload"] == "all" and row["prompts"] == 40}
-    assert served in found
-    assert found["prefill"]["prefill_gain"] == pytest.approx(1)
-    for method, row in found.items():
+    row_by_method = {row["method"]: row for row in rows if row["workload"] == "all" and row["prompts"] == 40}
+    assert served in row_by_method
+    assert row_by_method["prefill"]["prefill_gain"] == pytest.approx(1)
+    for method, row in row_by_method.items():
         assert row["decode_cosine"] > 0.5, method
         assert row["cluster_experts_pct"] < -10, method
         assert row["decode_cosine_lowest"] <= row["decode_cosine"] <= row["decode_cosine_highest"]
@@ -63,14 +63,14 @@ def test_predicted_signatures_improve_placement(small: Options) -> None:
 
 def test_an_answer_of_one_token_is_not_in_the_tpot(small: Options) -> None:
     trace = predicted_signatures.prompts_of(small).trace
-    gone = int(trace.route_offsets[1]) - 1
+    num_removed = int(trace.route_offsets[1]) - 1
     steps, offsets = trace.decode_steps.copy(), trace.route_offsets.copy()
     steps[0] = 1
-    offsets[1:] -= gone
+    offsets[1:] -= num_removed
     counts = trace.decode_counts.copy()
     counts[0] = 0
     np.put_along_axis(counts[0], trace.routes[0].astype(np.int64), 1, axis=1)
-    routes = np.delete(trace.routes, slice(1, 1 + gone), axis=0)
+    routes = np.delete(trace.routes, slice(1, 1 + num_removed), axis=0)
     cut = replace(trace, decode_counts=counts, decode_steps=steps, routes=routes, route_offsets=offsets)
     signatures = {"true prefill": cut.prefill_counts.astype(np.float32)}
     found = predicted._simulate_policies(cut, signatures, np.arange(100), 4, small, 0, in_order=True)
@@ -82,12 +82,12 @@ def test_the_previous_turn_is_another_prompt_of_the_domain() -> None:
     prompts = signature_methods.Prompts.from_trace(favourites_trace(("a", "b"), **shape))
     alone = np.array([0, 1, 2, 4])
     test = prompts[alone if len(set(np.array(prompts.trace.domains)[alone])) == 2 else alone + 1]
-    found = signature_methods.last_turn(prompts, test)
+    predictions = signature_methods.last_turn(prompts, test)
     domains = np.array(test.trace.domains)
     for number, domain in enumerate(domains):
         mates = test.frequencies[(domains == domain) & (np.arange(len(domains)) != number)]
         expected = mates if len(mates) else prompts.frequencies.mean(axis=0)[None]
-        assert any(np.array_equal(found[number], row) for row in expected)
+        assert any(np.array_equal(predictions[number], row) for row in expected)
 
 
 def test_a_share_of_the_gain_is_paired_by_seed() -> None:
@@ -119,8 +119,8 @@ def test_a_trace_without_token_ids_is_refused(observed: Path, tmp_path: Path) ->
 
     bare = tmp_path / "bare.safetensors"
     replace(CalibrationTrace.load(observed), token_ids=None).save(bare)
-    said = sentence(command(reproduce, "predicted", "methods", trace=bare, out=tmp_path / "x.json"))
-    assert "no routes or no token ids" in said
+    message = sentence(command(reproduce, "predicted", "methods", trace=bare, out=tmp_path / "x.json"))
+    assert "no routes or no token ids" in message
 
 
 @pytest.mark.slow
@@ -128,8 +128,8 @@ def test_a_bag_of_embeddings_learns_and_repeats() -> None:
     shape = {"each": 30, "num_layers": 2, "num_experts": 16, "steps": 10, "others": 0.05}
     prompts = signature_methods.Prompts.from_trace(favourites_trace(("a", "b"), **shape))
     fit, test = prompts[np.arange(0, 60, 2)], prompts[np.arange(1, 60, 2)]
-    found = [signature_methods.bag_of_embeddings(fit, test) for _ in range(2)]
-    np.testing.assert_array_equal(*found)
+    predictions = [signature_methods.bag_of_embeddings(fit, test) for _ in range(2)]
+    np.testing.assert_array_equal(*predictions)
     mean = fit.frequencies.mean(axis=0)
-    error, of_mean = (np.square(guess - test.frequencies).sum() for guess in (found[0], mean))
+    error, of_mean = (np.square(guess - test.frequencies).sum() for guess in (predictions[0], mean))
     assert error < 0.7 * of_mean

@@ -15,7 +15,7 @@ from eldr_serve.commands.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.scenario import Work
 from tests.support.in_process import command, sentence
-from tests.support.traces import favourites_trace, saved, synthetic_trace
+from tests.support.traces import favourites_trace, save_trace, synthetic_trace
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
@@ -24,7 +24,7 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide 60 requests of each domain, which has a favourite eighth of the experts."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.02}
-    return saved(favourites_trace(DOMAINS, **shape), tmp_path_factory)
+    return save_trace(favourites_trace(DOMAINS, **shape), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def row_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
 
 def test_without_arguments_it_lists_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     reproduce()
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in (*eldr.FIGURES, *eldr_parallel.FIGURES, *balanceroute.FIGURES):
-        assert f"  {name}" in said
+        assert f"  {name}" in output
 
 
 def test_balance_routes_reduce_imbalance(
@@ -164,7 +164,7 @@ def test_bad_input_is_reported_in_one_sentence(paper: str, figure: str, message:
 def four_domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = synthetic_trace(n=40, domains=4, num_layers=2)
     domains = [grace.DOMAINS[int(d[1:])] for d in trace.domains]
-    return saved(replace(trace, domains=domains), tmp_path_factory)
+    return save_trace(replace(trace, domains=domains), tmp_path_factory)
 
 
 def test_components_change_traffic_and_load_as_in_the_paper(four_domains: Path) -> None:
@@ -204,7 +204,7 @@ L, E, TOP_K, STEPS = 2, 16, 2, 8
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"each": 12, "num_layers": L, "num_experts": E, "steps": STEPS, "others": 0.05}
-    return saved(favourites_trace(("code", "math", "en", "fr"), **shape), tmp_path_factory)
+    return save_trace(favourites_trace(("code", "math", "en", "fr"), **shape), tmp_path_factory)
 
 
 @pytest.fixture

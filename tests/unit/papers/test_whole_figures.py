@@ -165,23 +165,24 @@ def test_the_studys_balancers_pass_check_policy(policy: type) -> None:
 
 def test_a_session_stays_until_its_worker_is_overloaded() -> None:
     policy, idle = SessionHash(), Loads.from_counts([1, 1, 1, 1])
-    mine = policy.select(request(prompt_key="s"), idle, RNG).worker
-    assert {policy.select(request(str(n), prompt_key="s"), idle, RNG).worker for n in range(9)} == {mine}
+    own_worker = policy.select(request(prompt_key="s"), idle, RNG).worker
+    others = {policy.select(request(str(n), prompt_key="s"), idle, RNG).worker for n in range(9)}
+    assert others == {own_worker}
     assert len({policy.select(request(prompt_key=str(n)), idle, RNG).worker for n in range(40)}) == 4
-    full = Loads.from_counts([9 if worker == mine else 1 + worker for worker in range(4)])
-    least = min(worker for worker in range(4) if worker != mine)
+    full = Loads.from_counts([9 if worker == own_worker else 1 + worker for worker in range(4)])
+    least = min(worker for worker in range(4) if worker != own_worker)
     assert policy.select(request(prompt_key="s"), full, RNG).worker == least
     assert policy.select(request(), Loads.from_counts([2, 1]), RNG).worker == 1
 
 
 def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
-    def chosen(in_flight: list[int], cached: list[int]) -> int:
+    def choose(in_flight: list[int], cached: list[int]) -> int:
         found = Loads.from_counts(in_flight)
         seen = Loads(found.in_flight, found.kv_tokens, found.available, cached_tokens=np.array(cached))
         return LongestPrefix().select(request(), seen, RNG).worker
 
-    assert chosen([4, 4, 4], [0, 32, 64]) == 2
-    assert chosen([1, 4, 9], [0, 32, 64]) == 1
-    assert chosen([1, 9, 9], [0, 32, 64]) == 0
-    assert chosen([2, 1, 1], [32, 32, 0]) == 1
+    assert choose([4, 4, 4], [0, 32, 64]) == 2
+    assert choose([1, 4, 9], [0, 32, 64]) == 1
+    assert choose([1, 9, 9], [0, 32, 64]) == 0
+    assert choose([2, 1, 1], [32, 32, 0]) == 1
     assert LongestPrefix().select(request(), Loads.from_counts([2, 1]), RNG).worker == 1

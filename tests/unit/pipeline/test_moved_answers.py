@@ -13,7 +13,7 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.report_fields import SLOTS
 from eldr_serve.pipeline.move_limiter import MAX_MOVES, MoveLimiter
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with
-from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
+from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
 
 
 def engines(
@@ -31,7 +31,7 @@ def engines(
     async def answer(sent: Sent) -> AsyncIterator[Any]:
         number, at = next(calls), len(sent.header["generated"]) // 4
         leaves = leave_after[number] if number < len(leave_after) else None
-        assert sent.header["generated"] == packed(*range(at))
+        assert sent.header["generated"] == pack_ids(*range(at))
         for done, token in enumerate(range(at, TOKENS)):
             if number == lost and done == 2:
                 raise ChannelLostError("it is dead")
@@ -41,7 +41,7 @@ def engines(
                 payload = EVENTS[token] + (END if last else b"")
             else:
                 payload = WHOLE if last else b""
-            yield (payload, 1, packed(token)) if send_ids else (payload, 1)
+            yield (payload, 1, pack_ids(token)) if send_ids else (payload, 1)
             await asyncio.sleep(0.001)
 
     return answer
@@ -55,7 +55,7 @@ async def test_an_answer_moves_from_an_engine_that_leaves(stream: bool, tokens: 
     first, second = pipeline.decode.requests
     assert (first.replica, second.replica) == ("d0", "d1")
     assert first.cancelled
-    assert second.header["generated"] == packed(*range(tokens + 1))
+    assert second.header["generated"] == pack_ids(*range(tokens + 1))
     assert second.header["id"] == first.header["id"]
     assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
     assert pipeline.client.events == ["prefills", "prefills", "moved"]
@@ -112,16 +112,16 @@ def limiter(*names: str, limit: int = 16, slots: int = 0) -> tuple[MoveLimiter, 
     return MoveLimiter(decode, DecodeStartEstimator(decode), limit), fleet
 
 
-def answering() -> Any:
+def answer_context() -> Any:
     """Return the context of a stream with one token."""
     context = request_context(stream=True)
-    context.answer.append(Chunk(EVENTS[0], 1, packed(0)))
+    context.answer.append(Chunk(EVENTS[0], 1, pack_ids(0)))
     return context
 
 
 def test_only_so_many_answers_move_at_once() -> None:
     moves, _ = limiter("a", "b", limit=1)
-    first, second = answering(), answering()
+    first, second = answer_context(), answer_context()
     assert moves.begin(first, "a")
     assert not moves.begin(second, "a")
     assert moves.end(first.request_id)
@@ -134,7 +134,7 @@ def test_only_so_many_answers_move_at_once() -> None:
 
 def test_an_answer_moves_a_limited_number_of_times() -> None:
     moves, fleet = limiter("a", "b", "c", "d", "e", "f")
-    context = answering()
+    context = answer_context()
     begun = [moves.begin(context, name) for name in fleet.live]
     assert begun == [True] * MAX_MOVES + [False] * (len(begun) - MAX_MOVES)
 
@@ -142,7 +142,7 @@ def test_an_answer_moves_a_limited_number_of_times() -> None:
 def test_an_answer_moves_only_to_a_free_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     moves, fleet = limiter("a", "b", slots=2)
     monkeypatch.setattr(fleet, "slot_calls_of", lambda name: 2)
-    assert not moves.begin(answering(), "a")
+    assert not moves.begin(answer_context(), "a")
     monkeypatch.setattr(fleet, "slot_calls_of", lambda name: 1)
-    assert moves.begin(answering(), "a")
-    assert not moves.begin(answering(), "a"), "the free slot is for the answer that moves already"
+    assert moves.begin(answer_context(), "a")
+    assert not moves.begin(answer_context(), "a"), "the free slot is for the answer that moves already"

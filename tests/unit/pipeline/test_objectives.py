@@ -23,7 +23,7 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prediction import WINDOW_S
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
-from tests.support.request_path import FakeRouterClient, on_virtual_time, packed, request_context
+from tests.support.request_path import FakeRouterClient, on_virtual_time, pack_ids, request_context
 
 RATE = 1000.0  # of a prefill engine, tokens/s
 STEP = StepLoad(StepCost(fixed_s=0.01, per_request_s=0.01, per_expert_s=0.0))
@@ -68,7 +68,7 @@ class Service:
         for number in range(sent.fields["max_tokens"]):
             if number:
                 await asyncio.sleep(self.gap_s)
-            yield b"data: x\n\n", 1, packed(number)
+            yield b"data: x\n\n", 1, pack_ids(number)
         yield b"data: [DONE]\n\n", 0
 
     async def _whole(self, sent: Sent) -> AsyncIterator[Any]:
@@ -76,7 +76,7 @@ class Service:
         async for chunk in self._decode(sent):
             yield chunk
 
-    def measured(self, rate: float = RATE, *, queued: float = 0.0, replica: str = "p0") -> None:
+    def report_measurement(self, rate: float = RATE, *, queued: float = 0.0, replica: str = "p0") -> None:
         """Let a replica report its throughput and its queue."""
         fleet = self.decode if self.path._services.engines.whole else self.prefill
         self._reports += 1
@@ -114,7 +114,7 @@ def test_a_request_that_would_wait_too_long_is_refused_until_it_would_not() -> N
     service = Service()
 
     async def main() -> None:
-        service.measured(queued=5000)  # 5 s, and 0.1 s for the prompt
+        service.report_measurement(queued=5000)  # 5 s, and 0.1 s for the prompt
         started_s = asyncio.get_running_loop().time()
         assert await service.send(ttft_s=2.0) is None
         assert await service.send(ttft_s=2.0, seed=1) is None  # returns after the first one
@@ -133,7 +133,7 @@ def test_refused_requests_return_one_after_the_other() -> None:
     service = Service()
 
     async def main() -> None:
-        service.measured(queued=5000)
+        service.report_measurement(queued=5000)
         for seed in range(20):
             assert await service.send(1000, seed=seed, ttft_s=3.0) is None
 
@@ -145,7 +145,7 @@ def test_requests_that_arrive_together_count_each_other() -> None:
     service = Service()
 
     async def main() -> None:
-        service.measured()
+        service.report_measurement()
         answered = await asyncio.gather(*(service.send(1000, seed=n, ttft_s=3.2) for n in range(10)))
         assert [context is not None for context in answered] == [True] * 3 + [False] * 7
 
@@ -157,12 +157,12 @@ def test_without_an_objective_or_measurements_nothing_is_refused_or_asked() -> N
 
     async def main() -> None:
         assert await service.send(ttft_s=1e-6, tpot_s=1e-6) is not None  # nothing is known yet
-        service.measured(queued=9000)
-        asked = len(service.client.blocks)
+        service.report_measurement(queued=9000)
+        num_calls = len(service.client.blocks)
         context = await service.send()
         assert context is not None
         assert context.prediction is None
-        assert len(service.client.blocks) == asked
+        assert len(service.client.blocks) == num_calls
 
     run(service, main)
     assert service.latencies["ttft"]["requests"] == 0
@@ -173,7 +173,7 @@ def test_a_prompt_goes_to_a_replica_that_meets_its_objective() -> None:
 
     async def main() -> None:
         for busy, idle in (("p0", "p1"), ("p1", "p0")):
-            service.measured(queued=5000, replica=busy)
+            service.report_measurement(queued=5000, replica=busy)
             await asyncio.gather(*(service.send(10, seed=seed, ttft_s=1.0) for seed in range(20)))
             assert {sent.replica for sent in service.prefill.requests[-20:]} == {idle}
 
@@ -268,7 +268,7 @@ def test_one_whole_engine_must_meet_both_objectives() -> None:
     service = Service(whole=True)
 
     async def main() -> None:
-        service.measured(queued=5000, replica="d0")
+        service.report_measurement(queued=5000, replica="d0")
         service.client.loads = loads(1, 9)
         assert await service.send(ttft_s=1.0, tpot_s=0.05) is None  # d0 has the prompts, d1 the requests
         assert await service.send(ttft_s=1.0, tpot_s=0.2) is not None
@@ -290,7 +290,7 @@ def test_requests_for_whole_engines_that_arrive_together_count_each_other() -> N
 
     async def main() -> None:
         service.client.place = slow
-        service.measured()
+        service.report_measurement()
         service.client.loads = loads(0, 0)
         by_prompts = await asyncio.gather(*(service.send(1000, seed=n, ttft_s=2.1) for n in range(8)))
         assert (
@@ -324,7 +324,7 @@ def test_predicted_and_measured_latencies_are_summed() -> None:
     service = Service()
 
     async def main() -> None:
-        service.measured(2 * RATE)  # half the time is predicted
+        service.report_measurement(2 * RATE)  # half the time is predicted
         service.client.loads = loads(0, 0)
         assert await service.send(1000, ttft_s=1.1, tpot_s=0.015 + 0.01) is not None
         await service.send(1000)  # without an objective
@@ -370,7 +370,7 @@ def test_admitted_requests_meet_their_objective_under_overload() -> None:
         outcomes.append(met)
 
     async def main() -> None:
-        service.measured(1.3 * RATE)
+        service.report_measurement(1.3 * RATE)
         tasks = []
         for number in range(1500):  # 7.5 a second, of which 5 fit
             tasks.append(asyncio.create_task(one(number)))

@@ -371,7 +371,7 @@ def test_prompts_of_any_type_have_a_head(fields: dict[str, Any]) -> None:
 
 
 async def test_a_cancelled_decode_engine_can_finish_reading_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its notice to the prefill engine may follow the end of the cancelled call."""
+    """The engine may tell the prefill engine that it has read the blocks after its call has ended."""
     monkeypatch.setattr(kv_release, "_NOTICE_S", 0.3)
     pipeline = Pipeline(decode=answer_with(asyncio.Event()))
     task = asyncio.create_task(pipeline.run())

@@ -17,7 +17,7 @@ from eldr_serve.fleet.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from tests.support.clock import Clock
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
-from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, packed, request_context
+from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
 
 LOST = ChannelLostError("it is dead")
 
@@ -36,7 +36,7 @@ class Engines:
 
     async def __call__(self, sent: Any) -> AsyncIterator[Any]:
         at, frames = len(sent.header["generated"]) // 4, 0
-        assert sent.header["generated"] == packed(*range(at))
+        assert sent.header["generated"] == pack_ids(*range(at))
         assert sent.header["created"] == (77 if at and sent.fields["stream"] else None)
         cut, error = self.cuts.pop(0) if self.cuts else (None, None)
         while True:
@@ -48,7 +48,7 @@ class Engines:
             payload = b"".join(EVENTS[token] for token in ids) if sent.fields["stream"] else b""
             if at == TOKENS:
                 payload = payload + END if sent.fields["stream"] else b"".join(EVENTS)
-            yield (payload, size, packed(*ids)) if self.send_ids else (payload, size)
+            yield (payload, size, pack_ids(*ids)) if self.send_ids else (payload, size)
             if at == TOKENS:
                 if self.cuts:  # lost after its last frame
                     raise LOST
@@ -100,7 +100,7 @@ async def test_a_stream_resumes_on_a_third_engine() -> None:
 async def test_a_whole_answer_resumes_repeatedly() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)))
     assert await pipeline.run(stream=False) == WHOLE
-    assert pipeline.decode.requests[-1].header["generated"] == packed(*range(5))
+    assert pipeline.decode.requests[-1].header["generated"] == pack_ids(*range(5))
 
 
 async def test_without_token_ids_a_stream_ends_and_a_whole_answer_starts_again() -> None:
@@ -126,7 +126,7 @@ async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exce
     pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST)))
     assert await pipeline.run(stream=stream) == (WHOLE + END if stream else WHOLE)
     second = pipeline.decode.requests[-1].header
-    assert (second["kv"], second["generated"]) == ({}, packed(0, 1, 2))
+    assert (second["kv"], second["generated"]) == ({}, pack_ids(0, 1, 2))
     assert second["token_ids"] == TOKEN_IDS
     assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
 

@@ -25,7 +25,7 @@ from eldr_serve.request import RequestFields, has_exact_ids
 from eldr_serve.scheduling import prompt_blocks
 from tests.support.fake_fleet import Sent, answer_with
 from tests.support.fake_router import wait_until
-from tests.support.request_path import COUNTS, Pipeline, packed, request_context
+from tests.support.request_path import COUNTS, Pipeline, pack_ids, request_context
 
 
 async def whole_engine(sent: Sent) -> Any:
@@ -185,9 +185,9 @@ async def test_the_prompt_of_a_resumed_answer_includes_its_tokens(monkeypatch: p
         if sent.method == measured_counts.METHOD:
             return
         if not sent.header["generated"]:
-            yield b"a", 2, packed(8, 9)
+            yield b"a", 2, pack_ids(8, 9)
             raise ChannelLostError("it is dead")
-        yield b"b", 1, packed(10)
+        yield b"b", 1, pack_ids(10)
 
     pipeline = Pipeline(decode=lost_once, whole=True)
     finished: list[int] = []

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from document_edits import MISSING, edit
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
@@ -18,6 +17,7 @@ from eldr_serve.preflight.check import CheckOutcome, FindNodePools, check
 from eldr_serve.preflight.machine import GIB, NodePool, gpu_of, read_cluster, with_gpu
 from eldr_serve.preflight.report import as_json
 from tests.support.shipped import ROOT
+from tests.unit.preflight.document_edits import MISSING, edit
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
 ON_L40S = with_gpu(CLUSTER, gpu_of("L40S"))
 
 
-def edited(name: str) -> dict[str, Any]:
+def edited_document(name: str) -> dict[str, Any]:
     file, changes, _ = (WRONG | OTHERS)[name]
     document: dict[str, Any] = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
     document = json.loads(json.dumps(document))  # so that YAML aliases do not share their values
@@ -161,7 +161,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome
     paths = list(SHIPPED)
     for name in (*OTHERS, *WRONG):
         paths.append(folder / f"{name}.yaml")
-        paths[-1].write_text(yaml.safe_dump(edited(name)))
+        paths[-1].write_text(yaml.safe_dump(edited_document(name)))
     paths.append(folder / "readme.yaml")
     (deployment,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     paths[-1].write_text(deployment)
@@ -220,12 +220,12 @@ def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, CheckOutcome]
 
 
 def test_json_output_is_complete(outcomes: dict[str, CheckOutcome]) -> None:
-    found = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
-    assert found["starts"]
-    prefill, decode = found["engines"]
+    report = json.loads(json.dumps(as_json(outcomes["qwen3_235b_2p8d"])))
+    assert report["starts"]
+    prefill, decode = report["engines"]
     assert prefill["nixl_ports"] == [*range(20000, 20008)]
     assert decode["replicas"] == {"min": 2, "initial": 8, "max": 8}
-    held = [held for node in found["nodes"] if node["pool"] == "decode_of_8" for held in node["replicas"]]
+    held = [held for node in report["nodes"] if node["pool"] == "decode_of_8" for held in node["replicas"]]
     assert sorted(number for _, number in held) == list(range(8))
 
 

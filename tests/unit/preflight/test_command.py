@@ -14,7 +14,7 @@ YAML = "deployments/qwen3_30b_8p16d.yaml"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["--nodes", "1", "--cluster", "ray_cluster.yaml"], "--cluster"),
         (["--resource", "decode=1"], "--nodes"),
@@ -25,10 +25,10 @@ YAML = "deployments/qwen3_30b_8p16d.yaml"
     ],
 )
 def test_contradictory_options_are_reported_in_one_sentence(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert said in sentence(CliRunner().invoke(app, ["check", YAML, *arguments], prog_name="eldr"))
+    assert words in sentence(CliRunner().invoke(app, ["check", YAML, *arguments], prog_name="eldr"))
 
 
 def test_the_shipped_cluster_has_the_resources_of_the_shipped_deployments() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from document_edits import MISSING, edit
 
 from benchmarks.lib.ports import free_port
 from eldr_serve.preflight import check as checking
@@ -17,6 +16,7 @@ from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import NodePool
 from tests.support.processes import python
 from tests.support.shipped import ROOT
+from tests.unit.preflight.document_edits import MISSING, edit
 
 HERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24, is_this_machine=True)]
 ELSEWHERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]
@@ -31,15 +31,17 @@ def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def content() -> dict[str, Any]:
     """Return the content of the shipped file, with free ports."""
-    found = json.loads(json.dumps(SHIPPED))
-    found["http_options"]["port"] = free_port()
-    found["applications"][0]["args"]["ingress"]["port"] = free_port()
-    return dict(found)
+    document = json.loads(json.dumps(SHIPPED))
+    document["http_options"]["port"] = free_port()
+    document["applications"][0]["args"]["ingress"]["port"] = free_port()
+    return dict(document)
 
 
-def checked(folder: Path, given: Any, pools: Any = HERE) -> CheckOutcome:
+def check(folder: Path, text_or_document: Any, pools: Any = HERE) -> CheckOutcome:
     path = folder / "made.yaml"
-    path.write_text(given if isinstance(given, str) else yaml.safe_dump(given))
+    path.write_text(
+        text_or_document if isinstance(text_or_document, str) else yaml.safe_dump(text_or_document)
+    )
     (found,) = checking.check([path], lambda path, device: pools)
     return found
 
@@ -49,7 +51,7 @@ def sentences(found: CheckOutcome, severity: str = "error") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("applications:\n\t- name: eldr\n", "line 2, column 1: while scanning for the next token, found"),
         ("applications: [\n  a: {", "made.yaml, line 2"),
@@ -59,9 +61,9 @@ def sentences(found: CheckOutcome, severity: str = "error") -> list[str]:
         ("", "made.yaml is not a mapping"),
     ],
 )
-def test_invalid_yaml_is_reported_with_its_location(text: str, said: str, tmp_path: Path) -> None:
-    (sentence,) = sentences(checked(tmp_path, text))
-    assert said in sentence
+def test_invalid_yaml_is_reported_with_its_location(text: str, words: str, tmp_path: Path) -> None:
+    (sentence,) = sentences(check(tmp_path, text))
+    assert words in sentence
     assert "\n" not in sentence
     assert ("tabs" in sentence) == ("\t" in text)
 
@@ -98,9 +100,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("path", WRONG)
 def test_content_that_serve_would_refuse_or_misread_is_reported(path: str, tmp_path: Path) -> None:
     value, words = WRONG[path]
-    given = content()
-    edit(given, path, value)
-    (sentence,) = sentences(checked(tmp_path, given))
+    document = content()
+    edit(document, path, value)
+    (sentence,) = sentences(check(tmp_path, document))
     assert words in sentence
     assert "\n" not in sentence
 
@@ -114,16 +116,16 @@ def test_content_that_serve_would_refuse_or_misread_is_reported(path: str, tmp_p
     ],
 )
 def test_two_applications_are_reported(change: dict[str, str], words: str, tmp_path: Path) -> None:
-    given = content()
-    given["applications"].append(copy.deepcopy(given["applications"][0]) | change)
-    assert words in sentences(checked(tmp_path, given))[0]
+    document = content()
+    document["applications"].append(copy.deepcopy(document["applications"][0]) | change)
+    assert words in sentences(check(tmp_path, document))[0]
 
 
 def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
-    given = content() | {"x-shared": {"any": "thing"}}
-    given["applications"][0]["import_path"] = "eldr_serve.app.build_app"
-    given["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
-    found = checked(tmp_path, given)
+    document = content() | {"x-shared": {"any": "thing"}}
+    document["applications"][0]["import_path"] = "eldr_serve.app.build_app"
+    document["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
+    found = check(tmp_path, document)
     assert found.can_start
     ignored, overridden = sentences(found, "warning")
     assert ignored == "Serve ignores the key x-shared: leave it out"
@@ -132,50 +134,54 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["ingress", "http_options"])
 def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> None:
-    given = content()
-    part = given["http_options"] if where == "http_options" else given["applications"][0]["args"]["ingress"]
+    document = content()
+    part = (
+        document["http_options"]
+        if where == "http_options"
+        else document["applications"][0]["args"]["ingress"]
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         part["port"] = port = server.getsockname()[1]
-        found = checked(tmp_path, given)
+        found = check(tmp_path, document)
         assert sentences(found) == [
             f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
             "or set another port"
         ]
-        assert checked(tmp_path, given, ELSEWHERE).can_start
-    assert checked(tmp_path, given).can_start
+        assert check(tmp_path, document, ELSEWHERE).can_start
+    assert check(tmp_path, document).can_start
 
 
 def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
-    given = content()
+    document = content()
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
-        given["applications"][0]["args"]["ingress"]["port"] = port = server.getsockname()[1]
-        found = checked(tmp_path, given)
+        document["applications"][0]["args"]["ingress"]["port"] = port = server.getsockname()[1]
+        found = check(tmp_path, document)
         assert found.can_start
         assert sentences(found, "warning")[0].startswith(f"ingress.port is {port}, where a service of yours")
 
 
 def test_a_host_that_this_machine_does_not_have_is_reported(tmp_path: Path) -> None:
-    given = content()
-    given["applications"][0]["args"]["ingress"]["host"] = "192.0.2.1"
-    (sentence,) = sentences(checked(tmp_path, given))
+    document = content()
+    document["applications"][0]["args"]["ingress"]["host"] = "192.0.2.1"
+    (sentence,) = sentences(check(tmp_path, document))
     assert sentence.startswith("ingress cannot listen at host '192.0.2.1' and port")
 
 
 def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
-    given = content()
+    document = content()
     keys = tmp_path / "keys.json"
-    given["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
-    (sentence,) = sentences(checked(tmp_path, given))
+    document["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
+    (sentence,) = sentences(check(tmp_path, document))
     assert sentence.startswith(f"ingress.keys_file: {keys} cannot be read")
-    away = checked(tmp_path, given, ELSEWHERE)
+    away = check(tmp_path, document, ELSEWHERE)
     assert away.can_start
     assert sentences(away, "warning") == [
         f"ingress.keys_file {keys} is not on this machine: each node of the ingress must have it"
     ]
     keys.write_text('{"tenants": {"A B": {}}}')
-    assert "tenants" in sentences(checked(tmp_path, given))[0]
+    assert "tenants" in sentences(check(tmp_path, document))[0]
     keys.write_text("{}")
-    assert checked(tmp_path, given).can_start
+    assert check(tmp_path, document).can_start
 
 
 @pytest.mark.parametrize(
@@ -188,11 +194,11 @@ def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
 def test_a_misspelt_key_is_found_before_anything_slow_is_imported(
     part: dict[str, Any], near: str, tmp_path: Path
 ) -> None:
-    given = content()
-    args = given["applications"][0]["args"]
+    document = content()
+    args = document["applications"][0]["args"]
     args |= part if "ingres" in part else {}
     args["decode_config"] |= part.get("decode_config", {})
-    (tmp_path / "made.yaml").write_text(yaml.safe_dump(given))
+    (tmp_path / "made.yaml").write_text(yaml.safe_dump(document))
     script = (
         "import sys\nfrom typer.testing import CliRunner\nfrom eldr_serve.cli import app\n"
         "done = CliRunner().invoke(app, ['check', sys.argv[1]])\nprint(done.output, done.exit_code)\n"

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from document_edits import MISSING, edit
 from pydantic import BaseModel
 
 from eldr_serve.app import build_app
@@ -22,6 +21,7 @@ from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import NodePool
 from eldr_serve.validation import format_value
 from tests.support.shipped import ROOT
+from tests.unit.preflight.document_edits import MISSING, edit
 
 NODES = [
     NodePool("nodes", 64, {"CPU": 64, "GPU": 8, "prefill": 8, "decode": 8, "ingress": 8}, memory_gib=999)
@@ -62,7 +62,7 @@ def args_of(file: str) -> dict[str, Any]:
 E, D, P = "decode_config.engine_kwargs", "decode_config.deployment_config", "prefill_config"
 
 
-def unknown(path: str, near: str = "", **options: Any) -> Wrong:
+def unknown_key(path: str, near: str = "", **options: Any) -> Wrong:
     """Return a case with a misspelt key, and the key that should be suggested."""
     where, _, name = path.rpartition(".")
     words = f"{name!r}" + (f": did you mean {near!r}?" if near else "")
@@ -71,22 +71,22 @@ def unknown(path: str, near: str = "", **options: Any) -> Wrong:
 
 WRONG = [
     # an unknown key at each level
-    unknown("ingres", "ingress"),
-    unknown("rooter", "router"),
-    unknown("decode_confg", "decode_config"),
-    unknown("prefill_config.engine_kwarg", "engine_kwargs"),
-    unknown("prefill_config.deployment_confg", "deployment_config"),
-    unknown("decode_config.model_loading_config.model_sorce", "model_source"),
-    unknown(f"{E}.max_num_seq", "max_num_seqs"),
-    unknown(f"{E}.dtyp", "dtype"),
-    unknown(f"{D}.num_replica", "num_replicas"),
-    unknown(f"{D}.ray_actor_options.num_cpu", "num_cpus"),
-    unknown(f"{D}.request_router_config.request_router_clas", "request_router_class"),
-    unknown(f"{D}.autoscaling_config.max_replica", "max_replicas", file="qwen3_30b_8p16d"),
-    unknown("ingress_deployment_config.num_replica", "num_replicas"),
-    unknown("ingress.prot", "port"),
-    unknown("path.kv_lease", "kv_lease_s"),
-    unknown("router.polcy", "policy"),
+    unknown_key("ingres", "ingress"),
+    unknown_key("rooter", "router"),
+    unknown_key("decode_confg", "decode_config"),
+    unknown_key("prefill_config.engine_kwarg", "engine_kwargs"),
+    unknown_key("prefill_config.deployment_confg", "deployment_config"),
+    unknown_key("decode_config.model_loading_config.model_sorce", "model_source"),
+    unknown_key(f"{E}.max_num_seq", "max_num_seqs"),
+    unknown_key(f"{E}.dtyp", "dtype"),
+    unknown_key(f"{D}.num_replica", "num_replicas"),
+    unknown_key(f"{D}.ray_actor_options.num_cpu", "num_cpus"),
+    unknown_key(f"{D}.request_router_config.request_router_clas", "request_router_class"),
+    unknown_key(f"{D}.autoscaling_config.max_replica", "max_replicas", file="qwen3_30b_8p16d"),
+    unknown_key("ingress_deployment_config.num_replica", "num_replicas"),
+    unknown_key("ingress.prot", "port"),
+    unknown_key("path.kv_lease", "kv_lease_s"),
+    unknown_key("router.polcy", "policy"),
     # missing keys
     Wrong("decode_config", MISSING, "decode_config is missing", hidden=True),
     Wrong("decode_config.model_loading_config.model_id", MISSING, "name that requests use", hidden=True),
@@ -222,7 +222,7 @@ def errors_of(path: Path) -> list[str]:
     return [finding.sentence for finding in found.findings if finding.severity == "error"]
 
 
-def written(folder: Path, args: Any, **others: Any) -> Path:
+def write_deployment(folder: Path, args: Any, **others: Any) -> Path:
     application = {"name": "eldr", "import_path": "eldr_serve.app:build_app", "args": args}
     path = folder / "made.yaml"
     path.write_text(yaml.safe_dump({"applications": [application], "http_options": {"port": 8001}} | others))
@@ -240,16 +240,16 @@ def test_build_and_check_refuse_an_error_with_the_same_sentence(wrong: Wrong, tm
     edit(args, wrong.path, wrong.value)
     with pytest.raises(ConfigurationError) as refused:
         build_app(json.loads(json.dumps(args)))
-    said = str(refused.value)
-    assert errors_of(written(tmp_path, args)) == [said]
-    assert "\n" not in said
-    assert (wrong.path if wrong.place is None else wrong.place) in said
-    assert wrong.words in said
+    message = str(refused.value)
+    assert errors_of(write_deployment(tmp_path, args)) == [message]
+    assert "\n" not in message
+    assert (wrong.path if wrong.place is None else wrong.place) in message
+    assert wrong.words in message
     if not wrong.hidden and not isinstance(wrong.value, dict | list):
-        assert format_value(wrong.value) in said
-    assert "{'" not in said  # no Python dict
-    assert len(said) < 600
-    assert "12345" not in said  # no secret
+        assert format_value(wrong.value) in message
+    assert "{'" not in message  # no Python dict
+    assert len(message) < 600
+    assert "12345" not in message  # no secret
 
 
 # valid changes: (place, value) of each
@@ -280,4 +280,4 @@ def test_build_and_check_accept_valid_values(changes: list[tuple[str, Any]], tmp
     for path, value in changes:
         edit(args, path, value)
     build_app(json.loads(json.dumps(args)))
-    assert errors_of(written(tmp_path, args)) == []
+    assert errors_of(write_deployment(tmp_path, args)) == []

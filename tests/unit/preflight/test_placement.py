@@ -34,32 +34,32 @@ def replicas(draw: st.DrawFn, name: str = "x") -> ReplicaDemand:
     )
 
 
-def max_placeable(pools: list[NodePool], wanted: ReplicaDemand) -> int:
+def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
     """Return how many replicas can be placed, by trying every node for every bundle."""
     nodes = tuple(
         tuple(int(pool.resources.get(name, 0)) for name in ("GPU", "extra"))
         for pool in pools
         for _ in range(pool.nodes)
     )
-    asks = [tuple(int(bundle.get(name, 0)) for name in ("GPU", "extra")) for bundle in wanted.bundles]
+    asks = [tuple(int(bundle.get(name, 0)) for name in ("GPU", "extra")) for bundle in demand.bundles]
 
     @cache
-    def placed(free: tuple[tuple[int, ...], ...], left: int) -> int:
+    def most_placed(free: tuple[tuple[int, ...], ...], left: int) -> int:
         best = 0
         for chosen in product(range(len(free)), repeat=len(asks)) if left else ():
             distinct = len(set(chosen))
-            if wanted.strategy == "STRICT_PACK" and distinct > 1:
+            if demand.strategy == "STRICT_PACK" and distinct > 1:
                 continue
-            if wanted.strategy == "STRICT_SPREAD" and distinct < len(asks):
+            if demand.strategy == "STRICT_SPREAD" and distinct < len(asks):
                 continue
             after = [list(node) for node in free]
             for node, ask in zip(chosen, asks, strict=True):
                 after[node] = [has - amount for has, amount in zip(after[node], ask, strict=True)]
             if all(has >= 0 for node in after for has in node):
-                best = max(best, 1 + placed(tuple(sorted(map(tuple, after))), left - 1))
+                best = max(best, 1 + most_placed(tuple(sorted(map(tuple, after))), left - 1))
         return best
 
-    return placed(tuple(sorted(nodes)), wanted.count)
+    return most_placed(tuple(sorted(nodes)), demand.count)
 
 
 @settings(max_examples=300)
@@ -69,28 +69,28 @@ def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
 ) -> None:
     placed = place(pools, [one, other])
     assert all(left >= 0 for node in placed.nodes for left in node.free.values())
-    for wanted in (one, other):
-        there = {number for node in placed.nodes for name, number in node.replicas if name == wanted.name}
-        assert len(there) + placed.missing.get(wanted.name, 0) == wanted.count
+    for demand in (one, other):
+        listed = {number for node in placed.nodes for name, number in node.replicas if name == demand.name}
+        assert len(listed) + placed.missing.get(demand.name, 0) == demand.count
         nodes = Counter(
-            number for node in placed.nodes for name, number in node.replicas if name == wanted.name
+            number for node in placed.nodes for name, number in node.replicas if name == demand.name
         )
-        assert sum(count > 1 for count in nodes.values()) == placed.spread.get(wanted.name, 0)
-        if wanted.strategy == "STRICT_PACK":
+        assert sum(count > 1 for count in nodes.values()) == placed.spread.get(demand.name, 0)
+        if demand.strategy == "STRICT_PACK":
             assert set(nodes.values()) <= {1}
-        if wanted.strategy == "STRICT_SPREAD":
-            assert set(nodes.values()) <= {len(wanted.bundles)}
+        if demand.strategy == "STRICT_SPREAD":
+            assert set(nodes.values()) <= {len(demand.bundles)}
 
 
 @settings(max_examples=300)
 @given(clusters(), replicas())
 def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
-    pools: list[NodePool], wanted: ReplicaDemand
+    pools: list[NodePool], demand: ReplicaDemand
 ) -> None:
-    found = wanted.count - place(pools, [wanted]).missing.get(wanted.name, 0)
-    can = max_placeable(pools, wanted)
-    assert found <= can
-    assert (found > 0) == (can > 0)
+    num_placed = demand.count - place(pools, [demand]).missing.get(demand.name, 0)
+    optimum = max_placeable(pools, demand)
+    assert num_placed <= optimum
+    assert (num_placed > 0) == (optimum > 0)
 
 
 @settings(max_examples=200)

@@ -32,7 +32,7 @@ def new_leases(state: RouterState) -> dict[str, Lease]:
     return leases
 
 
-def queued(leases: list[Lease]) -> set[str]:
+def queued_names(leases: list[Lease]) -> set[str]:
     return {lease.request_id for lease in leases if lease.state is State.QUEUED}
 
 
@@ -63,10 +63,10 @@ def test_requests_do_not_wait_while_slots_are_free() -> None:
 def test_requests_of_all_clients_wait_in_order_of_arrival() -> None:
     clock = Clock()
     state = router(clients="cd", clock=clock)
-    assert queued(place(state, "a", "b", "x")) == {"x"}
+    assert queued_names(place(state, "a", "b", "x")) == {"x"}
     clock.now = 2.0
-    assert queued(place(state, "y", client="d")) == {"y"}
-    assert queued(place(state, "z")) == {"z"}
+    assert queued_names(place(state, "y", client="d")) == {"y"}
+    assert queued_names(place(state, "z")) == {"z"}
     assert router_status(state)["decode_queue"] == {"size": 3, "oldest_wait_s": 2.0}
     clock.now = 3.0
     new_leases(state)
@@ -84,14 +84,14 @@ def test_requests_that_must_not_wait_are_placed_at_once() -> None:
     place(state, "a", "b")
     must_not_wait = [request("c"), request("d", may_wait=True, worker_failed=True)]
     assert [lease.reason for lease in place(state, *must_not_wait)] == ["at-once"] * 2
-    assert not queued(place(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
+    assert not queued_names(place(router(workers=1, parameters={"queue": False}), "a", "b", "c"))
 
 
 def test_a_request_waits_for_a_worker_that_its_ingress_has_not_ejected() -> None:
     state = router()
     place(state, "a", "b")
     waits = [request("c", may_wait=True, exclude=("r0",)), request("d", may_wait=True)]
-    assert queued(place(state, *waits)) == {"c", "d"}
+    assert queued_names(place(state, *waits)) == {"c", "d"}
     new_leases(state)
     release(state, "a")  # r0, which only the second one may use
     assert {name: lease.worker for name, lease in new_leases(state).items()} == {"d": "r0"}
@@ -102,7 +102,7 @@ def test_a_request_waits_for_a_worker_that_its_ingress_has_not_ejected() -> None
 def test_a_repeated_request_keeps_its_turn() -> None:
     state = router(workers=1)
     place(state, "a", "b", "c")
-    assert queued(place(state, "b")) == {"b"}
+    assert queued_names(place(state, "b")) == {"b"}
     new_leases(state)
     release(state, "a")
     assert new_leases(state).keys() == {"b"}
@@ -113,7 +113,7 @@ def test_a_table_swap_invalidates_the_scores_of_queued_requests() -> None:
     state = router(workers=1)
     place(state, "a")
     score = unit_table(2).similarity(counts_for(1))
-    assert queued(place(state, request("b", similarity=score, table_version=1, may_wait=True))) == {"b"}
+    assert queued_names(place(state, request("b", similarity=score, table_version=1, may_wait=True))) == {"b"}
     assert policy(state).waiting[0].similarity is not None
     state.live_settings.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
@@ -183,7 +183,7 @@ class Conservation(RuleBasedStateMachine):
         self.tokens: dict[str, int] = {}  # generated tokens of requests with a lease
         self.state.set_callbacks(on_leases=self.granted)
 
-    def granted(self, leases: list[Lease]) -> None:
+    def take_grants(self, leases: list[Lease]) -> None:
         for lease in leases:
             assert self.waits.pop(lease.request_id, lease.ingress) == lease.ingress
             assert lease.worker in self.reachable(lease.ingress)

@@ -166,19 +166,19 @@ def test_refused_prompts_are_accepted_at_their_retry_times(
         server.run(clock.now + 0.8 * prompt_s)
     server.run(clock.now + 60 * prompt_s)
     count, idle_s = int((1 + excess) * BOUND_S / prompt_s), server.idle_s
-    started: list[float] = []
+    starts_s: list[float] = []
     due, tries = [(clock.now, key) for key in range(count)], Counter[int]()
     while due:
         at_s, key = heapq.heappop(due)
         server.run(at_s)
         tries[key] += 1
-        after_s = senders[key % ingresses].send(tokens, key, started.append)
+        after_s = senders[key % ingresses].send(tokens, key, starts_s.append)
         if after_s is not None:
             heapq.heappush(due, (clock.now + after_s, key))
     assert max(tries.values()) <= 2
     assert server.idle_s == idle_s
     server.run(clock.now + 3 * BOUND_S)
-    assert len(started) == count
+    assert len(starts_s) == count
 
 
 def test_a_default_rate_bounds_the_queue_until_the_first_completion() -> None:

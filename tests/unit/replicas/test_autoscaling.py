@@ -86,14 +86,14 @@ def test_serve_imports_the_policy_and_applies_its_own_bounds_and_delays() -> Non
 
 
 def test_a_scaled_deployment_gets_the_policy_unless_it_names_one() -> None:
-    given = {
+    config = {
         "model_loading_config": {"model_id": "m"},
         "deployment_config": {"autoscaling_config": {"min_replicas": 1, "max_replicas": 2}},
     }
-    assert _policy(given) == POLICY
-    given["deployment_config"]["autoscaling_config"]["policy"] = {"policy_function": "my.module:mine"}
+    assert _policy(config) == POLICY
+    config["deployment_config"]["autoscaling_config"]["policy"] = {"policy_function": "my.module:my_policy"}
     with pytest.raises(ValueError, match="my"):  # Serve imports it
-        _policy(given)
+        _policy(config)
 
 
 def _policy(given: dict[str, Any]) -> Any:

@@ -118,7 +118,7 @@ def test_points_in_the_plane_of_centroids_are_projections_on_principal_axes(k: i
     plane = CentroidPlane(table, version=3)
     counts = rng.integers(0, 9, (5, 2, 8)).astype(np.uint32)
     signatures = table.spec.encode(counts)
-    found = [
+    points = [
         plane.point_of(request(str(i), similarity=table.similarity(c), table_version=3))
         for i, c in enumerate(counts)
     ]
@@ -126,7 +126,7 @@ def test_points_in_the_plane_of_centroids_are_projections_on_principal_axes(k: i
     _, values, axes = np.linalg.svd(centred, full_matrices=False)
     axes = axes[:2] * (values[:2, None] > 1e-6)
     expected = np.pad(signatures @ axes.T, ((0, 0), (0, 2 - min(k, 2))))
-    assert np.abs(np.array(found)) == pytest.approx(np.abs(expected), abs=2e-4)
+    assert np.abs(np.array(points)) == pytest.approx(np.abs(expected), abs=2e-4)
     assert len(plane.centroids) == k
     assert plane.point_of(request("old", similarity=table.similarity(counts[0]), table_version=2)) is None
 

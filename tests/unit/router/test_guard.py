@@ -68,28 +68,28 @@ class Chooses(QueuedPolicy):
         return [(index, self.select()) for index in self.indices]
 
 
-def guarded(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
+def guarded_policy(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
     failures: list[Exception] = []
     return GuardedPolicy(policy, failures.append), failures
 
 
 @pytest.mark.parametrize("policy", [Broken(), *map(Chooses, (1, -1, 3, 2.0, None))])
 def test_load_decides_if_the_policy_fails(policy: Policy) -> None:
-    guard, failures = guarded(policy)
+    guard, failures = guarded_policy(policy)
     assert guard.select(request(), LOADS, RNG) == Decision(2, num_candidates=2, reason="policy-error")
     assert len(failures) == 1
 
 
 @pytest.mark.parametrize("indices", [(0, 0), (-1,), (2,), (0.0,)])
 def test_load_decides_if_the_policy_assigns_wrong_requests(indices: tuple[Any, ...]) -> None:
-    guard, failures = guarded(Chooses(2, *indices))
+    guard, failures = guarded_policy(Chooses(2, *indices))
     placed = guard.dispatch([request("a"), request("b")], LOADS, RNG)
     assert [(index, decision.reason) for index, decision in placed] == [(n, "policy-error") for n in (0, 1)]
     assert len(failures) == 1
 
 
 def test_no_request_waits_for_a_queued_policy_that_fails() -> None:
-    guard, failures = guarded(Broken())
+    guard, failures = guarded_policy(Broken())
     placed = guard.dispatch([request(str(n)) for n in range(4)], LOADS, RNG)
     assert [(index, decision.worker) for index, decision in placed] == [(0, 2), (1, 0), (2, 2), (3, 0)]
     guard.on_assigned(request(), 0)
@@ -103,13 +103,13 @@ def test_load_fills_only_free_slots_if_a_policy_with_slots_fails(slots: int, wor
     class BrokenBalance(BalanceRoute):
         dispatch = Broken.dispatch  # type: ignore[assignment]
 
-    guard, _ = guarded(BrokenBalance(slots=slots))
+    guard, _ = guarded_policy(BrokenBalance(slots=slots))
     placed = guard.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)
     assert [(index, decision.worker) for index, decision in placed] == list(enumerate(workers))
 
 
 def test_the_guard_passes_on_that_no_worker_is_available() -> None:
-    guard, failures = guarded(make_policy("shortest-queue"))
+    guard, failures = guarded_policy(make_policy("shortest-queue"))
     with pytest.raises(NoWorkerError):
         guard.select(request(), Loads.from_counts([2, 0, 1], available=False), RNG)
     assert not failures

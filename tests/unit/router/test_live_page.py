@@ -19,7 +19,7 @@ from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import NamedPolicy, StreamLatencies
 from eldr_serve.router.status import live_status
 from eldr_serve.scheduling import StepSums
-from tests.support.busy_router import E, L, busy_actor, served
+from tests.support.busy_router import E, L, busy_actor, running_live_page
 from tests.support.clock import Clock
 from tests.support.fake_fleet import answer_with
 from tests.support.fake_router import FakeActor
@@ -28,12 +28,12 @@ from tests.support.tables import unit_table
 
 
 @asynccontextmanager
-async def opened(
+async def open_page(
     actor: FakeActor, requested: list[str] | None = None, errors: list[str] | None = None, **options: Any
 ) -> AsyncIterator[tuple[App, Page]]:
     """Open the page; collect the addresses that it requests, and the errors of its scripts and console."""
     requested, errors = requested if requested is not None else [], errors if errors is not None else []
-    async with served(actor, **options) as (app, url), browser() as chromium:
+    async with running_live_page(actor, **options) as (app, url), browser() as chromium:
         page = await chromium.new_page(viewport={"width": 1100, "height": 900})
         page.on("request", lambda request: requested.append(request.url))
         page.on("pageerror", lambda error: errors.append(error.message))
@@ -49,7 +49,7 @@ async def until(page: Page, condition: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def shown(page: Page, *, key: bool = True) -> str:
+async def wait_for_status(page: Page, *, key: bool = True) -> str:
     """Set the admin key, wait until the page shows the status, and return its text."""
     if key:
         await page.evaluate(f"adminKey = {KEY!r}")
@@ -88,8 +88,8 @@ def test_the_page_names_no_other_host() -> None:
 
 async def test_the_page_shows_the_whole_status_and_fetches_only_from_its_host() -> None:
     actor, requested, errors = busy_actor(), list[str](), list[str]()
-    async with opened(actor, requested=requested, errors=errors) as (_, page):
-        text = await shown(page)
+    async with open_page(actor, requested=requested, errors=errors) as (_, page):
+        text = await wait_for_status(page)
         for part in (
             "marginal-cost",
             "shortest-queue",
@@ -112,7 +112,7 @@ async def test_the_page_shows_the_whole_status_and_fetches_only_from_its_host() 
 
 async def test_the_page_does_not_poll_without_a_key_or_after_a_wrong_one() -> None:
     requested, errors = list[str](), list[str]()
-    async with opened(busy_actor(), requested=requested, errors=errors) as (_, page):
+    async with open_page(busy_actor(), requested=requested, errors=errors) as (_, page):
         await until(page, "!document.getElementById('key').hidden")
         await asyncio.sleep(2.5)  # two polls
         assert not errors
@@ -134,22 +134,22 @@ async def test_charts_do_not_connect_points_across_idle_minutes() -> None:
         view.add_answers([StreamLatencies(0.1, 0.01)])
     for clock.now in (206, 207, 230):
         view.observe_steps("r0", StepSums.from_steps([1], [1], [4], [0.1]))
-    async with opened(actor) as (_, page):
-        await shown(page)
+    async with open_page(actor) as (_, page):
+        await wait_for_status(page)
         for chart, lines in (("#tpot", 4), ("#ttft", 4), ("[data-chart=batch][data-worker='0']", 1)):
             assert await count(page, f"{chart} path[fill=none]") == lines
         assert await count(page, "[data-chart=batch] circle") == 1
 
 
 async def test_stuck_prefills_are_shown_in_red_with_number_and_age() -> None:
-    held, ages = asyncio.Event(), {"r0": 4.9, "r1": 43.2}
-    async with opened(busy_actor(), prefill=answer_with(held)) as (app, page):
+    go_on, ages = asyncio.Event(), {"r0": 4.9, "r1": 43.2}
+    async with open_page(busy_actor(), prefill=answer_with(go_on)) as (app, page):
         with patch.object(type(app.prefill), "oldest_s", ages):
             posts = [
                 asyncio.create_task(app.post("/v1/completions", {"model": "m", "prompt": f"p{n}"}))
                 for n in range(7)
             ]
-            await shown(page)
+            await wait_for_status(page)
             await until(page, "document.getElementById('path').innerText.includes('oldest')")
             text = await page.evaluate("document.getElementById('path').innerText")
             assert min(app.prefill.in_flight.values()) > 0
@@ -157,20 +157,20 @@ async def test_stuck_prefills_are_shown_in_red_with_number_and_age() -> None:
                 assert f"{number} request{'s' * (number > 1)}, oldest {ages[name]} s" in text
             red = await page.evaluate("document.querySelector('#path .bad').innerText")
             assert red.endswith("oldest 43.2 s")
-            held.set()
+            go_on.set()
             for post in posts:
                 post.cancel()
 
 
 async def test_an_operator_enters_the_key_compares_and_switches_policies() -> None:
     actor = busy_actor()
-    async with opened(actor) as (_, page):
+    async with open_page(actor) as (_, page):
         await until(page, "!document.getElementById('key').hidden")
         assert await page.evaluate("document.querySelector('main').hidden")  # without the key
         await enter_key(page, "wrong")
         await until_message(page, "wrong")
         await enter_key(page, KEY)
-        await shown(page, key=False)
+        await wait_for_status(page, key=False)
         assert await page.evaluate("document.getElementById('key').hidden")
         assert not await page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length")
 
@@ -192,8 +192,8 @@ async def test_an_operator_enters_the_key_compares_and_switches_policies() -> No
 
 async def test_a_refused_switch_changes_nothing_and_shows_the_reason() -> None:
     actor = busy_actor()
-    async with opened(actor) as (_, page):
-        await shown(page)
+    async with open_page(actor) as (_, page):
+        await wait_for_status(page)
         await page.evaluate(
             """() => {const real = fetch; window.puts = [];
             window.fetch = (path, options) => {
@@ -214,8 +214,8 @@ async def test_a_table_is_uploaded_from_the_page(tmp_path: Path) -> None:
     good, bad = tmp_path / "table.safetensors", tmp_path / "notes.safetensors"
     unit_table(2, num_layers=L, num_experts=E).save(good)
     bad.write_text("no table")
-    async with opened(actor) as (_, page):
-        assert "No routing table" in await shown(page)
+    async with open_page(actor) as (_, page):
+        assert "No routing table" in await wait_for_status(page)
         await submit(page, "table-form")
         await until(page, "document.getElementById('message').textContent === 'Choose a table file first.'")
         await page.set_input_files("#table-file", bad)
@@ -230,7 +230,7 @@ async def test_a_table_is_uploaded_from_the_page(tmp_path: Path) -> None:
 
 
 async def test_a_late_refusal_of_an_old_key_shows_no_message() -> None:
-    async with opened(busy_actor()) as (_, page):
+    async with open_page(busy_actor()) as (_, page):
         await page.evaluate(
             """() => {const real = fetch; window.held = [];
             window.fetch = (path, options) => options.headers.authorization !== 'Bearer old'
@@ -238,7 +238,7 @@ async def test_a_late_refusal_of_an_old_key_shows_no_message() -> None:
                 : new Promise(answer => held.push(() => answer(real(path, options))))}"""
         )
         await page.evaluate("adminKey = 'old'; window.late = refresh().then(() => window.came = true); 0")
-        await shown(page)
+        await wait_for_status(page)
         await page.evaluate("held.forEach(answer => answer())")
         await until(page, "window.came")
         assert await page.evaluate("document.getElementById('key').hidden")
@@ -247,7 +247,7 @@ async def test_a_late_refusal_of_an_old_key_shows_no_message() -> None:
 
 @pytest.mark.slow
 async def test_screenshots_are_small_and_fit_each_width() -> None:
-    async with served(busy_actor()) as (_, url):
+    async with running_live_page(busy_actor()) as (_, url):
         pictures = await take_screenshots(url, KEY)
     assert pictures.keys() == VIEWS.keys()
     for name, (width, dark) in VIEWS.items():

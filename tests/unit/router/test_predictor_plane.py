@@ -22,7 +22,7 @@ from eldr_serve.scheduling import MarginalCost, prompt_blocks
 from eldr_serve.scheduling.activation import levels_of
 from tests.support.fake_router import (
     FakeActor,
-    connected,
+    connected_client,
     loads,
     place,
     place_one,
@@ -76,7 +76,7 @@ def marginal_cost(state: RouterState) -> MarginalCost:
     return policy
 
 
-def held(state: RouterState) -> dict[str, tuple[int, Any]]:
+def levels_of_requests(state: RouterState) -> dict[str, tuple[int, Any]]:
     """Return the worker position and the activation levels of each running request."""
     return marginal_cost(state).active.running
 
@@ -121,13 +121,13 @@ def test_measured_counts_replace_predicted_ones_in_loads_and_policy() -> None:
     for counted in (request("a", 30, expert_counts=counts(5, 30)), request("gone", 7)):
         state.set_measured_counts(counted)
     assert loads(state)[lease.worker] == (1, 34)
-    position, measured = held(state)["a"]
+    position, measured = levels_of_requests(state)["a"]
     assert position == lease.position
     np.testing.assert_array_equal(measured, levels(counts(5), 3))
     assert (state.counters["counts_predicted"], state.counters["counts_measured"]) == (1, 2)
     release(state, "a")
     assert set(loads(state).values()) == {(0, 0)}
-    assert not held(state)
+    assert not levels_of_requests(state)
     assert not marginal_cost(state).active.depth.any()
 
 
@@ -164,7 +164,7 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
     place(state, request("b", 3, expert_counts=wrong, predicted=True))
     assert state.counters["counts_missing"] == 1
     place(state, request("c", 3, expert_counts=counts(5)))
-    np.testing.assert_array_equal(held(state)["c"][1], levels(counts(5), 3))
+    np.testing.assert_array_equal(levels_of_requests(state)["c"][1], levels(counts(5), 3))
     release(state, "a", "b", "c")
     assert set(loads(state).values()) == {(0, 0)}
 
@@ -234,13 +234,13 @@ async def test_predictions_replace_missing_counts_and_measured_counts_train_the_
 async def test_measured_counts_reach_the_router_and_its_restart() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
     actor.state.live_settings.swap_predictor(FILE, "t")
-    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+    async with connected_client(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("first"), counts(0))
         await client.place(request("a", 3), None, token_ids=IDS)
         client.set_measured_counts("a", IDS, counts(5, 40), 40)
         client.set_measured_counts("gone", IDS, counts(5, 40), 40)
         await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
-        np.testing.assert_array_equal(held(actor.state)["a"][1], levels(counts(5), 3))
+        np.testing.assert_array_equal(levels_of_requests(actor.state)["a"][1], levels(counts(5), 3))
         assert actor.running["a"].request.prompt_tokens == 40
         assert client.scorer.predictor is not None
         assert client.scorer.predictor.prompts == 2
@@ -250,7 +250,7 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
         await wait_until(lambda: client.router_unreachable)
         actor.restart()
         await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
-        np.testing.assert_array_equal(held(actor.state)["a"][1], levels(counts(5), 3))
+        np.testing.assert_array_equal(levels_of_requests(actor.state)["a"][1], levels(counts(5), 3))
         assert actor.state.settings.predictor == FILE
         assert client.scorer.predictor.prompts == 2  # it keeps its state
 
@@ -301,7 +301,7 @@ async def test_a_predictor_that_does_not_fit_is_dropped(caplog: pytest.LogCaptur
 async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
     prompt = prompt_blocks(np.arange(40, dtype=np.uint32), 4)
-    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+    async with connected_client(actor, "r0", "r1", timeout_s=0.1) as client:
         first = await client.place(request("a", 40, blocks=prompt), None, token_ids=IDS)
         assert first.worker in ("r0", "r1")
         client.set_measured_counts("a", IDS, counts(5, 41), 41)

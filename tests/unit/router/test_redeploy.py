@@ -20,7 +20,7 @@ FIRST = RouterSettings(model_id="m", policy="shortest-queue")
 SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2).to_bytes())
 
 
-async def restored(router: DecodeRouter, settings: Settings) -> Settings:
+async def restore(router: DecodeRouter, settings: Settings) -> Settings:
     """Return the live settings after a client has reported these."""
     router._state.restore(Restore("client", ("r0",), settings=settings))
     return await router.settings()
@@ -32,11 +32,11 @@ async def test_a_changed_deployment_replaces_an_earlier_put(caplog: pytest.LogCa
     await router.configure(SECOND)  # by a new ingress
     assert "least-tokens" in caplog.text
     assert "random" in caplog.text
-    live = await restored(router, put)  # from an older ingress
+    live = await restore(router, put)  # from an older ingress
     assert (live.policy, live.table_version) == ("least-tokens", 1)
     again = await router.set_policy("round-robin", {})  # a PUT after the deployment wins
     await router.configure(SECOND)
-    assert (await restored(router, live)).policy == again.policy == "round-robin"
+    assert (await restore(router, live)).policy == again.policy == "round-robin"
 
 
 async def test_metrics_are_exported_again_after_an_export_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ async def test_a_restarted_router_restores_the_live_deployment() -> None:
     await before.configure(SECOND)
     put = await before.set_policy("random", {})
     router = DecodeRouter(FIRST)
-    assert await restored(router, put) == put
+    assert await restore(router, put) == put
     await router.configure(SECOND)  # by a new ingress replica, without a redeployment
     assert (await router.settings()).policy == "random"
 

@@ -226,7 +226,7 @@ def test_measured_steps_replace_the_prior_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost", "said"),
+    ("cost", "words"),
     [
         ({"per_expert_s": -1}, "cost.per_expert_s is -1: must be at least 0"),
         ({"per_expert": 1}, "did you mean 'per_expert_s'"),
@@ -242,7 +242,7 @@ def test_measured_steps_replace_the_prior_cost() -> None:
     ],
 )
 def test_a_prior_cost_that_cannot_be_used_is_refused_in_one_sentence(
-    cost: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cost: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = FittedCost(
@@ -255,7 +255,7 @@ def test_a_prior_cost_that_cannot_be_used_is_refused_in_one_sentence(
     Path("negative.json").write_text(re.sub(r'("per_expert_s"): [^,\n]*', r"\1: -1", content))
     with pytest.raises(ValidationError) as refused:
         RouterSettings(cost=cost)
-    assert said in first_problem(refused.value, {"cost": cost}, model=RouterSettings)
+    assert words in first_problem(refused.value, {"cost": cost}, model=RouterSettings)
 
 
 def test_failures_of_the_length_predictor_are_in_the_status() -> None:

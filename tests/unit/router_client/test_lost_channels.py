@@ -5,13 +5,13 @@ from typing import Any
 from unittest.mock import Mock
 
 from eldr_serve.router.messages import Place, Restore, encode
-from tests.support.fake_router import FakeActor, connected, router_and_client, wait_until
+from tests.support.fake_router import FakeActor, connected_client, router_and_client, wait_until
 from tests.support.tables import counts_for, request
 
 
 async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> None:
     actor = FakeActor(grace_s=0.2)
-    connecting = partial(connected, actor, "r0", release=False)
+    connecting = partial(connected_client, actor, "r0", release=False)
     async with connecting() as returning, connecting() as alive:
         async with connecting() as dead:
             for name, client in {"dead": dead, "returning": returning, "alive": alive}.items():

@@ -14,7 +14,7 @@ from eldr_serve.scheduling import Lease, State
 from tests.support.fake_router import (
     SLOTS,
     FakeActor,
-    connected,
+    connected_client,
     router_and_client,
     wait_until,
     wait_until_idle,
@@ -40,8 +40,8 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
 
 async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
-    held = lambda: actor.state.placer.policy.active.running  # noqa: E731
-    async with connected(actor, "r0", "r1", timeout_s=0.1) as client:
+    running = lambda: actor.state.placer.policy.active.running  # noqa: E731
+    async with connected_client(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
         assert actor.requests[-1].expert_counts.dtype == "uint8"
         actor.alive = False
@@ -49,10 +49,10 @@ async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restore
         assert away.reason == "router-unreachable"
         actor.restart()
         await wait_until(lambda: not client.router_unreachable and len(actor.running) == 2)
-        assert set(held()) == {"a", "b"}
+        assert set(running()) == {"a", "b"}
         client.release("a")
         client.release("b")
-        await wait_until(lambda: not held())
+        await wait_until(lambda: not running())
         assert not client.leases
         await client.set_policy("shortest-queue", {})
         await client.place(request("c"), counts_for(0))
@@ -64,7 +64,7 @@ async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.Monke
     actor.delay_s = 0.02
     place = actor.state.place
     monkeypatch.setattr(actor.state, "place", lambda leases: (batches.append(len(leases)), place(leases)))
-    async with connected(actor, "r0", "r1", timeout_s=5.0) as client:
+    async with connected_client(actor, "r0", "r1", timeout_s=5.0) as client:
         await asyncio.gather(*(client.place(request(str(n)), counts_for(n % 2)) for n in range(100)))
         assert [number for number in batches if number] == [100]
         assert router_status(actor.state)["leases"] == 100
@@ -77,7 +77,7 @@ async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("how", ["dead", "slow"])
 async def test_local_fallback_decides_without_the_actor_which_later_restores_all_leases(how: str) -> None:
     async with router_and_client("r0", "r1", timeout_s=0.1) as (actor, client):
-        kept = await client.place(request("before"), counts_for(1))
+        lease_before = await client.place(request("before"), counts_for(1))
         actor.state.live_settings.set_policy("locality-band", {"band": 0.0})
         await client.place(request("update"), None)
         policy = actor.state.settings
@@ -88,7 +88,8 @@ async def test_local_fallback_decides_without_the_actor_which_later_restores_all
         leases = [await client.place(request(f"away{n}"), counts_for(1)) for n in range(4)]
         assert client.router_unreachable
         assert {lease.reason for lease in leases} == {"router-unreachable"}
-        assert sorted(lease.worker for lease in leases).count(kept.worker) in (1, 2)  # by local fallback
+        workers = [lease.worker for lease in leases]
+        assert workers.count(lease_before.worker) in (1, 2)  # by local fallback
         client.release("away0")
         actor.delay_s = 0.0
         actor.restart()
@@ -130,9 +131,9 @@ async def test_only_the_newest_latencies_are_kept_for_an_unreachable_actor() -> 
 
 
 async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another() -> None:
-    """The shape comes from its clients; a direct call, as of a refit, is refused too."""
+    """The actor learns the shape from its clients. It also refuses direct calls, such as those of a refit."""
     actor, other = FakeActor(), unit_table(2, num_experts=16).to_bytes()
-    async with connected(actor, "r0", "r1") as client:
+    async with connected_client(actor, "r0", "r1") as client:
         await client.expect_counts(2, 8)
         actor.restart()
         await wait_until(lambda: actor.sessions.by_peer)
@@ -148,18 +149,18 @@ async def test_clients_without_a_router_choose_different_workers() -> None:
     actor = FakeActor()
     actor.alive = False
     for _ in range(40):
-        async with connected(actor, "r0", "r1", timeout_s=0.05) as client:
+        async with connected_client(actor, "r0", "r1", timeout_s=0.05) as client:
             chosen.add((await client.place(request("a"), None)).worker)
     assert chosen == {"r0", "r1"}
 
 
 async def test_a_request_is_refused_without_a_decode_replica() -> None:
-    async with connected(FakeActor()) as client:
+    async with connected_client(FakeActor()) as client:
         with pytest.raises(OverloadedError):
             await client.place(request("a"), None)
 
 
-async def waiting(
+async def start_waiting(
     client: RouterClient, actor: FakeActor, name: str, counts: Any = None, wait_s: float = 30.0
 ) -> asyncio.Task[Lease]:
     """Wait until a request is in the queue; return the task of its placement."""
@@ -172,7 +173,7 @@ async def waiting(
 async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None, wait_s=30.0)
-        task = await waiting(client, actor, "b")
+        task = await start_waiting(client, actor, "b")
         # A request without a waiting time does not wait.
         assert (await client.place(request("c"), None)).reason == "at-once"
         client.release("c")
@@ -190,7 +191,7 @@ async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
 async def test_a_request_that_waits_too_long_is_refused() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
-        task = await waiting(client, actor, "b", wait_s=0.1)
+        task = await start_waiting(client, actor, "b", wait_s=0.1)
         with pytest.raises(OverloadedError) as refusal:
             await task
         assert (refusal.value.status, refusal.value.retry_after_s) == (503, 1)
@@ -200,7 +201,7 @@ async def test_a_request_that_waits_too_long_is_refused() -> None:
 async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
-        task = await waiting(client, actor, "b", wait_s=2.0)
+        task = await start_waiting(client, actor, "b", wait_s=2.0)
         started = asyncio.get_running_loop().time()
         actor.restart()
         await wait_until(lambda: actor.state.queue_size == 1)
@@ -211,11 +212,11 @@ async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
 
 
 async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
-    """The channel closes as after missing pings; the leases are restored and the request keeps waiting."""
+    """The channel closes, as after missing pings. The leases are restored, and the request still waits."""
     async with router_and_client("r0", "r1", policy=SLOTS) as (actor, client):
         for name in "ab":
             await client.place(request(name), None, wait_s=30.0)
-        task = await waiting(client, actor, "c")
+        task = await start_waiting(client, actor, "c")
         actor.disconnect()
         await wait_until(
             lambda: client.leases["c"].state is State.QUEUED and actor.sessions.open.keys() == {*"abc"}
@@ -228,7 +229,7 @@ async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
 async def test_queued_requests_are_scored_again_after_a_swap() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None, wait_s=30.0)
-        task = await waiting(client, actor, "b", counts_for(0))
+        task = await start_waiting(client, actor, "b", counts_for(0))
         version = actor.state.live_settings.swap_table(unit_table(3).to_bytes()).table_version
         await wait_until(lambda: actor.state.placer.queue["b"].request.table_version == version)
         assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
@@ -263,7 +264,7 @@ async def test_each_request_ends_once_and_leaves_nothing_behind(seed: int) -> No
     actor.delay_s = 0.002
     ends: dict[str, str] = {}
 
-    async with connected(actor, "r0", "r1", "r2", timeout_s=0.2) as client:
+    async with connected_client(actor, "r0", "r1", "r2", timeout_s=0.2) as client:
 
         async def run(name: str) -> None:
             counts = counts_for(rng.randrange(2))

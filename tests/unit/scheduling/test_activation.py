@@ -9,7 +9,7 @@ from tests.support.tables import request
 L, E, TOKENS = 9, 16, 50
 
 
-def counted(name: str, rng: np.random.Generator) -> PlacementRequest:
+def counted_request(name: str, rng: np.random.Generator) -> PlacementRequest:
     return request(name, TOKENS, expert_counts=rng.integers(0, TOKENS + 1, (L, E)).astype(np.uint16))
 
 
@@ -19,26 +19,29 @@ def assign(active: ExpectedActivation, asked: PlacementRequest, worker: int) -> 
 
 def test_a_request_that_stays_on_its_worker_changes_nothing_and_is_not_computed_again() -> None:
     rng, active = np.random.default_rng(0), ExpectedActivation()
-    placed = [(counted(f"r{number}", rng), number % 3) for number in range(12)]
-    for asked, worker in placed:
-        assign(active, asked, worker)
+    placed = [(counted_request(f"r{number}", rng), number % 3) for number in range(12)]
+    for placed_request, worker in placed:
+        assign(active, placed_request, worker)
     assert active.mean is not None
     before = [array.copy() for array in (active.idle, active.union, active.depth, active.mean)]
-    levels = [active.running[asked.request_id][1] for asked, _ in placed]
-    for asked, worker in placed:
-        assign(active, asked, worker)
+    levels = [active.running[placed_request.request_id][1] for placed_request, _ in placed]
+    for placed_request, worker in placed:
+        assign(active, placed_request, worker)
     for array, same in zip((active.idle, active.union, active.depth, active.mean), before, strict=True):
         np.testing.assert_array_equal(array, same)
-    assert all(active.levels(asked) is known for (asked, _), known in zip(placed, levels, strict=True))
+    assert all(
+        active.levels(placed_request) is known
+        for (placed_request, _), known in zip(placed, levels, strict=True)
+    )
 
 
 def test_a_request_that_moves_or_is_measured_again_counts_once() -> None:
     rng, active, fresh = np.random.default_rng(1), ExpectedActivation(), ExpectedActivation()
-    first, again, other = counted("a", rng), counted("a", rng), counted("b", rng)
-    for asked, worker in ((first, 0), (other, 1), (first, 1), (again, 1), (again, 2)):
-        assign(active, asked, worker)
-    for asked, worker in ((other, 1), (again, 2)):
-        assign(fresh, asked, worker)
+    first, again, other = counted_request("a", rng), counted_request("a", rng), counted_request("b", rng)
+    for placed_request, worker in ((first, 0), (other, 1), (first, 1), (again, 1), (again, 2)):
+        assign(active, placed_request, worker)
+    for placed_request, worker in ((other, 1), (again, 2)):
+        assign(fresh, placed_request, worker)
     np.testing.assert_array_equal(active.depth, fresh.depth)
     np.testing.assert_array_equal(active.idle, fresh.idle)
     for name in "ab":
@@ -49,11 +52,11 @@ def test_a_request_that_moves_or_is_measured_again_counts_once() -> None:
 def test_a_request_without_counts_gets_the_present_mean_when_it_is_assigned_again() -> None:
     rng, active = np.random.default_rng(2), ExpectedActivation()
     unknown = request("unknown")
-    assign(active, counted("a", rng), 0)
+    assign(active, counted_request("a", rng), 0)
     assign(active, unknown, 1)
     before = active.running["unknown"][1]
     assert active.levels(unknown) is before  # the mean is the same
-    assign(active, counted("b", rng), 0)
+    assign(active, counted_request("b", rng), 0)
     assign(active, unknown, 1)
     after = active.running["unknown"][1]
     assert (after != before).any()

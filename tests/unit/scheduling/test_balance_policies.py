@@ -17,11 +17,11 @@ RNG = np.random.default_rng(0)
 QUEUED = ["balance-route", "balance-route-horizon", "balance-band"]
 
 
-def waiting(*tokens: int) -> list[PlacementRequest]:
+def waiting_requests(*tokens: int) -> list[PlacementRequest]:
     return [request(f"w{n}", prompt, 1000) for n, prompt in enumerate(tokens)]
 
 
-def dispatched(policy: Any, requests: list[PlacementRequest], state: Loads) -> dict[int, int]:
+def dispatch(policy: Any, requests: list[PlacementRequest], state: Loads) -> dict[int, int]:
     return {index: decision.worker for index, decision in policy.dispatch(requests, state, RNG)}
 
 
@@ -59,7 +59,7 @@ def test_every_slot_is_filled_once(
     assert isinstance(policy, QueuedPolicy)
     rng = np.random.default_rng(seed)
     state = Loads.from_counts(*map(list, zip(*workers, strict=True)))
-    queue = waiting(*tokens)
+    queue = waiting_requests(*tokens)
     for n in range(int(rng.integers(4))):  # that the policy knows
         policy.on_assigned(request(f"held{n}", 100, 50), int(rng.integers(len(state))))
     while True:
@@ -105,18 +105,20 @@ def test_the_request_that_fits_the_margin_best_is_chosen(
     parameters: dict[str, int], state: Loads, tokens: list[int], placed: dict[int, int]
 ) -> None:
     policy = make_policy("balance-route", threshold=99, **parameters)
-    assert dispatched(policy, waiting(*tokens), state) == placed
+    assert dispatch(policy, waiting_requests(*tokens), state) == placed
 
 
 def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:
     policy: Any = make_policy("balance-route", slots=8, threshold=0)
-    first = policy.dispatch(waiting(50, 500, 90), Loads.from_counts([5, 2, 4], [1000, 400, 700]), RNG)[0]
+    first = policy.dispatch(
+        waiting_requests(50, 500, 90), Loads.from_counts([5, 2, 4], [1000, 400, 700]), RNG
+    )[0]
     assert (first[0], first[1].worker) == (1, 1)
 
 
 @pytest.mark.parametrize(("ends", "chosen"), [(True, 1), (False, 0)])
 def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int) -> None:
-    """The heaviest worker becomes lighter after two steps; the brief request ends by then.
+    """The heaviest worker becomes lighter after two steps, when the brief request has ended.
 
     As in the paper, both requests count at every step, and the first of equals is chosen.
     """
@@ -128,7 +130,7 @@ def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int)
     policy.on_assigned(request("heavy", 900, 99), 0)
     policy.on_assigned(request("light", 100, 99), 1)
     queue = [request("long", 700, 99), request("brief", 700, 99)]
-    assert dispatched(policy, queue, Loads.from_counts([2, 1], [900, 100])) == {chosen: 1}
+    assert dispatch(policy, queue, Loads.from_counts([2, 1], [900, 100])) == {chosen: 1}
 
 
 def test_without_ends_only_the_projection_shrinks() -> None:
@@ -142,7 +144,10 @@ def test_without_ends_only_the_projection_shrinks() -> None:
 def test_a_request_is_overtaken_a_limited_number_of_times() -> None:
     policy: Any = make_policy("balance-route", slots=2, threshold=99, max_overtakes=3)
     state = Loads.from_counts([2, 1], [1000, 900])
-    assert dispatch_order(policy, [request("large", 5000), *waiting(*[100] * 9)], state).index("large") == 3
+    assert (
+        dispatch_order(policy, [request("large", 5000), *waiting_requests(*[100] * 9)], state).index("large")
+        == 3
+    )
 
 
 @pytest.mark.parametrize("name", QUEUED)
@@ -190,30 +195,30 @@ def test_balance_band_equals_marginal_cost_while_slots_are_free() -> None:
             chooser.on_assigned(request_using("b", [2, 3]), 2)
         newcomer = request_using("new", experts)
         expected = marginal.select(newcomer, state, RNG).worker
-        assert dispatched(policy, [newcomer], state) == {0: expected}
+        assert dispatch(policy, [newcomer], state) == {0: expected}
         policy.on_finished("b")
 
 
 def test_a_request_within_the_balance_band_goes_to_its_experts() -> None:
     state = Loads.from_counts([1, 1, 2], [700, 700, 1000])
     queue = [request_using("x", [2, 3]), request_using("y", [0, 1])]
-    assert dispatched(balance_band(50), queue, state) == {0: 1, 1: 0}
-    assert dispatched(balance_band(50), queue[::-1], state) == {0: 0, 1: 1}
+    assert dispatch(balance_band(50), queue, state) == {0: 1, 1: 0}
+    assert dispatch(balance_band(50), queue[::-1], state) == {0: 0, 1: 1}
 
 
 def test_the_waiting_request_that_adds_fewest_experts_is_chosen_if_it_balances_as_well() -> None:
     """Worker 0 has one slot and lacks 300 tokens: `stranger` fills the margin, `friend` does not."""
     state = Loads.from_counts([1, 2, 2], [700, 900, 1000])
     queue = [request_using("stranger", [2, 3], 300), request_using("friend", [0, 1], 220)]
-    assert dispatched(balance_band(100), queue, state) == {1: 0}
-    assert dispatched(balance_band(10), queue, state) == {0: 0}
+    assert dispatch(balance_band(100), queue, state) == {1: 0}
+    assert dispatch(balance_band(10), queue, state) == {0: 0}
 
 
 def test_experts_that_a_request_would_add_on_any_worker_do_not_count() -> None:
     """`wide` adds two experts to worker 0 and three to worker 1; `narrow` one and none."""
     state = Loads.from_counts([1, 2, 2], [700, 700, 1000])
     queue = [request_using("narrow", [2]), request_using("wide", [0, 5, 6])]
-    assert dispatched(balance_band(50), queue, state) == {1: 0}
+    assert dispatch(balance_band(50), queue, state) == {1: 0}
 
 
 def test_overdue_requests_go_first_within_the_balance_band() -> None:
@@ -225,7 +230,7 @@ def test_overdue_requests_go_first_within_the_balance_band() -> None:
 
 def test_balance_band_without_counts_uses_balance_alone() -> None:
     policy: Any = make_policy("balance-band", slots=2, band_tokens=0)
-    assert dispatched(policy, waiting(900, 290), Loads.from_counts([1, 2], [700, 1000])) == {1: 0}
+    assert dispatch(policy, waiting_requests(900, 290), Loads.from_counts([1, 2], [700, 1000])) == {1: 0}
     assert policy.parameters == make_policy("balance-band", **policy.parameters.model_dump()).parameters
 
 

@@ -47,14 +47,14 @@ def test_survival_is_the_empirical_distribution_of_the_newest_lengths(
     st.lists(st.tuples(st.sampled_from(["a", "b", "z", None]), st.integers(0, 45)), min_size=1, max_size=9),
 )
 def test_equal_prompts_predict_better_than_all_prompts(
-    policy_data: list[tuple[str | None, int]], asked: list[tuple[str | None, int]]
+    policy_data: list[tuple[str | None, int]], queries: list[tuple[str | None, int]]
 ) -> None:
     keyed, overall = PromptKeyed(H, lengths_each=5), Survival(H)
     for key, length in policy_data:
         keyed.learn(key, 5, length)
         overall.learn(key, 5, length)
-    p, mu = predict(keyed, [age for _, age in asked], [key for key, _ in asked])
-    for n, (key, age) in enumerate(asked):
+    p, mu = predict(keyed, [age for _, age in queries], [key for key, _ in queries])
+    for n, (key, age) in enumerate(queries):
         own = [length for k, length in policy_data if key is not None and k == key][-5:]
         all_p, all_mu = predict(overall, [age])
         if max(own, default=0) > age:
@@ -98,7 +98,7 @@ def test_boosted_trees_are_fitted_in_the_background() -> None:
     assert np.all((np.array(mu) >= 1) & (np.array(mu) <= H))
 
 
-def remaining(forecast: Forecast, age: int) -> int:
+def remaining_steps(forecast: Forecast, age: int) -> int:
     """Return for how many steps the projected load of worker 0 contains request r, of 50 prompt tokens."""
     forecast.on_progress({"r": age})
     return np.count_nonzero(forecast.project(Loads.from_counts([1], [50 + age]))[0]) - 1
@@ -148,7 +148,7 @@ def test_the_remaining_steps_of_a_request_follow_the_prediction(
     predictor: Any, calls: int, expected: list[int], ages: Any, options: dict[str, Any]
 ) -> None:
     forecast = forecast_with(predictor, **options)
-    assert [remaining(forecast, age) for age in ages] == expected
+    assert [remaining_steps(forecast, age) for age in ages] == expected
     assert getattr(predictor, "calls", 0) == calls
 
 
@@ -194,7 +194,7 @@ def test_the_oracle_knows_only_its_own_requests() -> None:
 def test_a_predictor_without_data_expects_requests_to_stay_for_the_horizon(name: str) -> None:
     forecast = Forecast(H, name, 4, 0.5)
     forecast.on_assigned(request("r", 50, 999, prompt_key="k"), 0)
-    assert remaining(forecast, 0) == H
+    assert remaining_steps(forecast, 0) == H
     for bad in (-1, 2):
         p, mu = forecast.predictor.predict(np.array([bad + 1]), ["k"], np.array([5]))
         assert p.shape == mu.shape == (1,)

@@ -35,10 +35,10 @@ class Running(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def remove(self, name: str) -> None:
-        ran, mine = self.running.remove(name), self.held.pop(name, None)
-        assert (ran is None) == (mine is None)
-        if ran is not None and mine is not None:
-            assert (ran.prompt_tokens, ran.generated_tokens) == (mine["prompt"], mine["age"])
+        ran, expected = self.running.remove(name), self.held.pop(name, None)
+        assert (ran is None) == (expected is None)
+        if ran is not None and expected is not None:
+            assert (ran.prompt_tokens, ran.generated_tokens) == (expected["prompt"], expected["age"])
 
     @rule(tokens=st.dictionaries(NAMES, st.integers(0, 30), max_size=30))
     def progress(self, tokens: dict[str, int]) -> None:

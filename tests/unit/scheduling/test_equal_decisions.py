@@ -83,7 +83,7 @@ class Traffic:
         similarity = None
         if rng.random() < 0.9 and live.table is not None:
             similarity = RoutingTable.from_bytes(live.table).similarity(counts)
-        made = request(
+        placement_request = request(
             name,
             int(rng.integers(5, 300)),
             int(rng.integers(1, 80)),
@@ -96,8 +96,8 @@ class Traffic:
             prompt_key=f"k{rng.integers(20)}",
             may_wait=bool(rng.random() < 0.8),
         )
-        made.worker_failed = bool(made.exclude)
-        return made
+        placement_request.worker_failed = bool(placement_request.exclude)
+        return placement_request
 
     def exchange(
         self,
@@ -141,22 +141,22 @@ class Traffic:
             self.now += float(self.rng.exponential(0.2))
             client = "ab"[self.rng.integers(2)]
             leases = self.held[client]
-            gone = [name for name in sorted(leases) if self.rng.random() < 0.12]
-            for name in gone:
+            released = [name for name in sorted(leases) if self.rng.random() < 0.12]
+            for name in released:
                 del leases[name]
             if self.waiting[client] and self.rng.random() < 0.1:
                 name = sorted(self.waiting[client])[0]
                 del self.waiting[client][name]
-                gone.append(name)
+                released.append(name)
             progress = {name: int(self.rng.integers(1, 60)) for name in sorted(leases)[:3]}
             many = int(self.rng.integers(0, 4))
             requests = tuple(self.request(f"{client}{step}-{n}") for n in range(many))
-            held = ()
+            restored = ()
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]
                 leases[name] = replace(leases[name], worker=self.replicas[-1])
-                held = (name,)
-            self.exchange(client, requests, released=tuple(gone), progress=progress, held=held)
+                restored = (name,)
+            self.exchange(client, requests, released=tuple(released), progress=progress, held=restored)
             if step % 40 == 17:
                 self.state.observe_steps(self.steps())
             if step % 60 == 31:  # a replica is replaced
@@ -182,7 +182,7 @@ class Traffic:
         return StepSums.from_steps(requests.tolist(), kv.tolist(), experts.tolist(), seconds.tolist())
 
 
-def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, Any]:
+def simulate_policy(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return workers and times of a simulation with prefill, a new table and a change of workers."""
     rng = np.random.default_rng(seed)
     kinds = 30
@@ -222,7 +222,7 @@ def simulated(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, A
     return {"workers": workers, "sum of ends, s": float(np.nansum(outcome.last_s))}
 
 
-def placed(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]:
+def place_traffic(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]:
     """Return the replicas in order of placement, and a digest of all leases."""
     found = Traffic(policy, parameters, seed).run(400)
     digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
@@ -231,15 +231,18 @@ def placed(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]
 
 def decisions(name: str) -> dict[str, Any]:
     """Return the decisions of the router and of the simulator for a name in POLICIES."""
-    return {"placed": placed(*POLICIES[name], seed=7), "simulated": simulated(*POLICIES[name], seed=3)}
+    return {
+        "placed": place_traffic(*POLICIES[name], seed=7),
+        "simulated": simulate_policy(*POLICIES[name], seed=3),
+    }
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_requests_go_to_the_same_workers(name: str) -> None:
-    recorded, found = json.loads(RECORD.read_text())[name], decisions(name)
-    assert found["placed"] == recorded["placed"]
-    assert found["simulated"]["workers"] == recorded["simulated"]["workers"]
-    assert found["simulated"]["sum of ends, s"] == pytest.approx(recorded["simulated"]["sum of ends, s"])
+    recorded, current = json.loads(RECORD.read_text())[name], decisions(name)
+    assert current["placed"] == recorded["placed"]
+    assert current["simulated"]["workers"] == recorded["simulated"]["workers"]
+    assert current["simulated"]["sum of ends, s"] == pytest.approx(recorded["simulated"]["sum of ends, s"])
 
 
 if __name__ == "__main__":

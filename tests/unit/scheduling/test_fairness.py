@@ -19,11 +19,11 @@ holdings = st.dictionaries(st.sampled_from("abc"), st.integers(0, 6))
 
 def expected_order(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]:
     """Return the order in which the tenant with the smallest share by priority is always next."""
-    has, left, order = Counter(held), list(range(len(waiting))), []
-    while left:
-        index = min(left, key=lambda i: ((has[waiting[i]] + 1) / PRIORITIES[waiting[i]], i))
+    has, candidates, order = Counter(held), list(range(len(waiting))), []
+    while candidates:
+        index = min(candidates, key=lambda i: ((has[waiting[i]] + 1) / PRIORITIES[waiting[i]], i))
         has[waiting[index]] += 1
-        left.remove(index)
+        candidates.remove(index)
         order.append(index)
     return order
 

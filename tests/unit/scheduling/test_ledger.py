@@ -21,31 +21,31 @@ EVENT = st.one_of(
 @given(st.lists(EVENT, max_size=60))
 def test_the_loads_are_sums_over_the_requests_of_each_worker(events: list[Any]) -> None:
     ledger = LoadLedger()
-    held: dict[str, list[int]] = {}  # worker, prompt, generated
+    requests: dict[str, list[int]] = {}  # worker, prompt, generated
     workers: list[int] = []
     rows = ledger.rows(workers)
     for what, *given_ in events:
         if what == "add":
             name, worker, prompt = given_
-            held[name] = [worker, prompt, 0]
+            requests[name] = [worker, prompt, 0]
             ledger.add(name, worker, prompt)
             ledger.add_prefill(name, prompt)
         elif what == "progress":
             name, tokens = given_
-            if name in held:
-                held[name][2] = max(held[name][2], tokens)
+            if name in requests:
+                requests[name][2] = max(requests[name][2], tokens)
             ledger.progress(name, tokens)
         elif what == "release":
-            held.pop(given_[0], None)
+            requests.pop(given_[0], None)
             ledger.release(given_[0])
         else:
             workers = given_[0]
             rows = ledger.rows(workers)
         loads = ledger.loads(rows)
-        mine = [[request for request in held.values() if request[0] == worker] for worker in workers]
-        np.testing.assert_array_equal(loads.in_flight, list(map(len, mine)))
-        assert loads.kv_tokens.tolist() == [sum(prompt + done for _, prompt, done in m) for m in mine]
-        pending = [sum(prompt for _, prompt, done in m if not done) for m in mine]
+        by_worker = [[request for request in requests.values() if request[0] == worker] for worker in workers]
+        np.testing.assert_array_equal(loads.in_flight, list(map(len, by_worker)))
+        assert loads.kv_tokens.tolist() == [sum(prompt + done for _, prompt, done in m) for m in by_worker]
+        pending = [sum(prompt for _, prompt, done in m if not done) for m in by_worker]
         assert loads.prefill_tokens is not None
         assert loads.prefill_tokens.tolist() == pending
 

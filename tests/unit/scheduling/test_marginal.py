@@ -70,10 +70,10 @@ def test_the_choice_minimises_the_sum_over_all_requests(
 ) -> None:
     policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict(), tail_power=1)
     rng = np.random.default_rng(seed)
-    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
-    where = rng.integers(workers, size=requests).tolist()
-    assign(policy, there, where)
-    placement, newcomer = by_worker(there, where, workers), request_like("new", seed + 999)
+    running = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    positions = rng.integers(workers, size=requests).tolist()
+    assign(policy, running, positions)
+    placement, newcomer = by_worker(running, positions, workers), request_like("new", seed + 999)
     added = policy.added_cost(newcomer, loads(placement))
     expected = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
     assert added == pytest.approx(expected, rel=0.01)  # probabilities are kept in 8 bits
@@ -101,14 +101,14 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         policy.on_progress({ended.request_id: tokens})
         policy.on_finished(ended.request_id)
     rng = np.random.default_rng(seed)
-    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
-    where = rng.integers(workers, size=requests).tolist()
-    assign(policy, there, where)
-    placement = by_worker(there, where, workers)
+    running = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    positions = rng.integers(workers, size=requests).tolist()
+    assign(policy, running, positions)
+    placement = by_worker(running, positions, workers)
     newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
     lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of requests in prefill
-    seen = replace(
+    loads_now = replace(
         loads(placement), cached_tokens=cached, prefill_tokens=np.array([m.sum() for m in lacking])
     )
     usual = float(np.mean(answers)) if answers else 128.0
@@ -124,9 +124,9 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
 
     expected = [(seconds_of_all(w, [newcomer]) - seconds_of_all(w, [])) / steps for w in range(workers)]
-    added = policy.added_cost(newcomer, seen)
+    added = policy.added_cost(newcomer, loads_now)
     assert added == pytest.approx(expected, rel=0.01)
-    assert added[policy.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
+    assert added[policy.select(newcomer, loads_now, rng).worker] <= added.min() * (1 + 1e-6)
 
 
 @settings(max_examples=40)
@@ -137,18 +137,18 @@ def test_without_a_tail_power_the_price_is_exactly_the_added_seconds(
     cost = replace(COST, per_prompt_token_s=3e-4 if prefills else 0.0)
     policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict(), tail_power=1)
     rng = np.random.default_rng(seed)
-    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
-    where = rng.integers(4, size=requests).tolist()
-    assign(policy, there, where)
-    newcomer, load = request_like("new", seed + 999), loads(by_worker(there, where, 4))
-    seen = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
-    added = policy.added_cost(newcomer, seen)
+    running = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    positions = rng.integers(4, size=requests).tolist()
+    assign(policy, running, positions)
+    newcomer, load = request_like("new", seed + 999), loads(by_worker(running, positions, 4))
+    loads_now = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
+    added = policy.added_cost(newcomer, loads_now)
     more = policy.active.idle[:4] @ probability_of(policy.active.levels(newcomer))
     tokens = newcomer.prompt_tokens
     decode, _ = cost.added_seconds(
         load.in_flight, load.kv_tokens, policy.active.union[:4], more_tokens=tokens, more_experts=more
     )
-    prefill = (load.in_flight + 1) * tokens + (seen.prefill_tokens if prefills else 0)
+    prefill = (load.in_flight + 1) * tokens + (loads_now.prefill_tokens if prefills else 0)
     steps = newcomer.max_new_tokens
     assert np.array_equal(added, decode + prefill * (cost.per_prompt_token_s / steps))
 
@@ -169,27 +169,29 @@ def test_a_tail_power_raises_the_price_of_slow_and_full_workers_alone(
         for p in (1, power)
     )
     rng = np.random.default_rng(seed)
-    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
-    where = rng.integers(workers, size=requests).tolist()
+    running = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    positions = rng.integers(workers, size=requests).tolist()
     for policy in (plain, convex):
-        assign(policy, there, where)
-    placement, newcomer = by_worker(there, where, workers), request_like("new", seed + 999)
+        assign(policy, running, positions)
+    placement, newcomer = by_worker(running, positions, workers), request_like("new", seed + 999)
     pending = rng.integers(0, 90, workers)
-    seen = replace(loads(placement), prefill_tokens=pending)
+    loads_now = replace(loads(placement), prefill_tokens=pending)
     tokens_s = cost.per_prompt_token_s / newcomer.max_new_tokens
     step_s = [
-        total_seconds(cost, [*held, newcomer]) / (len(held) + 1)
+        total_seconds(cost, [*requests_of_worker, newcomer]) / (len(requests_of_worker) + 1)
         + (newcomer.prompt_tokens + int(waiting)) * tokens_s
-        for held, waiting in zip(placement, pending, strict=True)
+        for requests_of_worker, waiting in zip(placement, pending, strict=True)
     ]
     slow_s, large = 1.05 * float(np.median(step_s)), 1.5 * (requests / workers + 1)
     expected = [
-        price * max(1.0, own_s / slow_s, (len(held) + 1) / large) ** (power - 1)
-        for price, own_s, held in zip(plain.added_cost(newcomer, seen), step_s, placement, strict=True)
+        price * max(1.0, own_s / slow_s, (len(requests_of_worker) + 1) / large) ** (power - 1)
+        for price, own_s, requests_of_worker in zip(
+            plain.added_cost(newcomer, loads_now), step_s, placement, strict=True
+        )
     ]
-    added = convex.added_cost(newcomer, seen)
+    added = convex.added_cost(newcomer, loads_now)
     assert added == pytest.approx(expected, rel=0.005 * power)  # probabilities are kept in 8 bits
-    assert added[convex.select(newcomer, seen, rng).worker] <= added.min() * (1 + 1e-6)
+    assert added[convex.select(newcomer, loads_now, rng).worker] <= added.min() * (1 + 1e-6)
 
 
 def test_a_cost_of_nothing_has_no_slow_worker() -> None:
@@ -257,18 +259,18 @@ TestRequests.settings = settings(max_examples=25, stateful_step_count=20)
 
 def deviations(requests: list[PlacementRequest]) -> list[np.ndarray | None]:
     """Return the activation deviation of each request from the mean of those placed before it."""
-    found: list[np.ndarray | None] = []
+    deviations_so_far: list[np.ndarray | None] = []
     mean: np.ndarray | None = None
     for n, h in enumerate(requests, start=1):
         p = probability(h)
-        found.append(None if mean is None else (p - mean) / np.linalg.norm(p - mean))
+        deviations_so_far.append(None if mean is None else (p - mean) / np.linalg.norm(p - mean))
         mean = p if mean is None else mean + (p - mean) / min(n, 64)
-    return found
+    return deviations_so_far
 
 
-def profiles(requests: list[PlacementRequest], where: list[int], workers: int) -> np.ndarray:
+def profiles(requests: list[PlacementRequest], positions: list[int], workers: int) -> np.ndarray:
     profile = np.zeros((workers, L * E))
-    for worker, deviation in zip(where, deviations(requests), strict=True):
+    for worker, deviation in zip(positions, deviations(requests), strict=True):
         if deviation is not None:
             profile[worker] += (deviation - profile[worker]) / 32
     return profile
@@ -282,12 +284,12 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
     workers = 4
     policy: Any = make_policy("marginal-cost", cost=COST.as_dict(), affinity=strength)
     rng = np.random.default_rng(seed)
-    there = [request_like(f"r{i}", seed + i) for i in range(requests)]
-    where = rng.integers(workers - 1, size=requests).tolist()
-    assign(policy, there, where)
-    newcomer, load = request_like("new", seed + 999), loads(by_worker(there, where, workers))
-    deviation = deviations([*there, newcomer])[-1]
-    profile = profiles(there, where, workers)
+    running = [request_like(f"r{i}", seed + i) for i in range(requests)]
+    positions = rng.integers(workers - 1, size=requests).tolist()
+    assign(policy, running, positions)
+    newcomer, load = request_like("new", seed + 999), loads(by_worker(running, positions, workers))
+    deviation = deviations([*running, newcomer])[-1]
+    profile = profiles(running, positions, workers)
     length = np.linalg.norm(profile, axis=1)
     similarity = np.divide(profile @ deviation, length, out=np.zeros(workers), where=length > 0)
     added = policy.added_cost(newcomer, load)
@@ -299,11 +301,11 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
 
 def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None:
     policy: Any = make_policy("marginal-cost")
-    there, where = [request_like(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
-    assign(policy, there, where)
+    running, positions = [request_like(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
+    assign(policy, running, positions)
     policy_data = policy.profiles.profile.copy()
-    assert policy_data == pytest.approx(profiles(there, where, 3), abs=0.01)
-    policy.on_assigned(there[-1], 2)  # a repetition, as after a change of workers
+    assert policy_data == pytest.approx(profiles(running, positions, 3), abs=0.01)
+    policy.on_assigned(running[-1], 2)  # a repetition, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         policy.on_assigned(PlacementRequest("odd", odd, 10, 5), 1)
     assert np.array_equal(policy.profiles.profile, policy_data)
@@ -314,13 +316,13 @@ def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
     policy_data = []
     for predicts in (False, True):
         policy: Any = make_policy("marginal-cost")
-        there, waiting = [request_like(f"r{i}", i % 7) for i in range(150)], []
-        for i, true in enumerate(there):
+        requests, waiting = [request_like(f"r{i}", i % 7) for i in range(150)], []
+        for i, true in enumerate(requests):
             known = request_like(true.request_id, 100 + i % 7)
             known = replace(known, predicted=True) if predicts and i % 3 else true
             policy.on_assigned(known, i % 3)
             waiting.append((true, i % 3))
-            if len(waiting) > 5 or i == len(there) - 1:
+            if len(waiting) > 5 or i == len(requests) - 1:
                 for late in waiting[-1:] + waiting[:-1]:
                     policy.on_assigned(*late)
                 waiting = []
@@ -361,10 +363,10 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
         return PlacementRequest(name, np.minimum(counts, 100), 100, 10)
 
     policy: Any = make_policy("marginal-cost")
-    there = [request(str(n), int(rng.integers(6))) for n in range(4000)]
-    where = rng.integers(700, size=4000).tolist()
-    assign(policy, there, where)
-    load = loads(by_worker(there, where, 700))
+    requests = [request(str(n), int(rng.integers(6))) for n in range(4000)]
+    positions = rng.integers(700, size=4000).tolist()
+    assign(policy, requests, positions)
+    load = loads(by_worker(requests, positions, 700))
     regret = []
     for n in range(20):
         newcomer = request(f"new{n}", n % 6)

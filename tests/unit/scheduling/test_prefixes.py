@@ -48,20 +48,20 @@ def common(a: list[int], b: list[int]) -> int:
 def test_cached_tokens_are_those_of_the_longest_sent_prefix(
     sent: list[tuple[str, str, list[int]]], prompt: list[int], salt: str
 ) -> None:
-    known = PrefixMap()
-    for worker, theirs, ids in sent:
-        known.record_prompt(worker, blocks(*ids, salt=theirs))
+    prefix_map = PrefixMap()
+    for worker, other_salt, ids in sent:
+        prefix_map.record_prompt(worker, blocks(*ids, salt=other_salt))
     expected = []
     for name in "ab":
         # A block is cached if its prompt was computed to the end of it; the last token is not cached.
         whole = [
             min(common(prompt, ids), len(prompt) - 1, len(ids) - 1) // SIZE * SIZE
-            for worker, theirs, ids in sent
-            if (worker, theirs) == (name, salt)
+            for worker, other_salt, ids in sent
+            if (worker, other_salt) == (name, salt)
         ]
         expected.append(max([0, *whole]))
-    found = known.cached_tokens(["a", None, "b"], blocks(*prompt, salt=salt))
-    assert found.tolist() == [expected[0], 0, expected[1]]
+    cached_tokens = prefix_map.cached_tokens(["a", None, "b"], blocks(*prompt, salt=salt))
+    assert cached_tokens.tolist() == [expected[0], 0, expected[1]]
 
 
 class Naive:
@@ -111,19 +111,19 @@ def test_a_hash_covers_the_salt_and_all_tokens_up_to_the_end_of_its_block() -> N
 
 
 def test_the_map_holds_the_prefixes_of_live_workers_only() -> None:
-    known = PrefixMap()
-    known.set_capacity("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
+    prefix_map = PrefixMap()
+    prefix_map.set_capacity("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
     prompt = blocks(*range(21))
     for worker in "ab":
-        known.record_prompt(worker, prompt)
-    assert len(known) == 2 + 5
-    assert known.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 5 * SIZE]
-    known.set_capacity("b", kv_tokens=3 * SIZE, block_tokens=SIZE)
-    assert known.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 3 * SIZE]
-    known.keep("b")
-    assert known.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
-    known.record_prompt("a", prompt)
-    assert known.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # its capacity is forgotten too
+        prefix_map.record_prompt(worker, prompt)
+    assert len(prefix_map) == 2 + 5
+    assert prefix_map.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 5 * SIZE]
+    prefix_map.set_capacity("b", kv_tokens=3 * SIZE, block_tokens=SIZE)
+    assert prefix_map.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 3 * SIZE]
+    prefix_map.keep("b")
+    assert prefix_map.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
+    prefix_map.record_prompt("a", prompt)
+    assert prefix_map.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # its capacity is forgotten too
 
 
 def ids(prompt: PromptBlocks, *places: int) -> bytes:
@@ -132,54 +132,54 @@ def ids(prompt: PromptBlocks, *places: int) -> bytes:
 
 
 def test_a_prompt_counts_as_cached_until_its_engine_has_not_reported_it_for_long() -> None:
-    known, prompt, other = PrefixMap(), blocks(*range(13)), blocks(*range(50, 63))
+    prefix_map, prompt, other = PrefixMap(), blocks(*range(13)), blocks(*range(50, 63))
 
     def cached(of: PromptBlocks = prompt) -> int:
-        return int(known.cached_tokens("a", of)[0])
+        return int(prefix_map.cached_tokens("a", of)[0])
 
-    assert not known.report("a", BlockChanges(ids(prompt, 0)))  # a report was missed
-    assert not known.report("a", None)
+    assert not prefix_map.report("a", BlockChanges(ids(prompt, 0)))  # a report was missed
+    assert not prefix_map.report("a", None)
     assert cached() == 0
-    assert known.reported_blocks("a") is None
-    assert known.report("a", BlockChanges(ids(prompt, 0), whole=True))
-    assert known.report("a", None)
+    assert prefix_map.reported_blocks("a") is None
+    assert prefix_map.report("a", BlockChanges(ids(prompt, 0), whole=True))
+    assert prefix_map.report("a", None)
     assert cached() == SIZE
-    known.record_prompt("a", prompt)
+    prefix_map.record_prompt("a", prompt)
     assert cached() == 3 * SIZE
-    known.report("a", BlockChanges(ids(prompt, 1), ids(prompt, 2)))  # the last was computed and evicted
+    prefix_map.report("a", BlockChanges(ids(prompt, 1), ids(prompt, 2)))  # the last was computed and evicted
     assert cached() == 2 * SIZE
-    assert known.reported_blocks("a") == 2
-    known.record_prompt("a", other)  # and is cancelled
+    assert prefix_map.reported_blocks("a") == 2
+    prefix_map.record_prompt("a", other)  # and is cancelled
     for _ in range(prefixes._UNCONFIRMED_REPORTS):
-        known.report("a", BlockChanges())
+        prefix_map.report("a", BlockChanges())
         assert cached(other) == 3 * SIZE
-    known.report("a", BlockChanges())
+    prefix_map.report("a", BlockChanges())
     assert [cached(other), cached()] == [0, 2 * SIZE]
-    known.report("a", BlockChanges(ids(other, 0), whole=True))
+    prefix_map.report("a", BlockChanges(ids(other, 0), whole=True))
     assert [cached(other), cached()] == [SIZE, 0]
-    known.keep("b")
+    prefix_map.keep("b")
     assert cached(other) == 0
 
 
 def test_prompts_to_be_computed_are_bounded() -> None:
-    known, prompt = PrefixMap(), blocks(*range(21))
-    known.set_capacity("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
-    known.report("a", BlockChanges(whole=True))
-    known.record_prompt("a", blocks(*range(90, 99)))
-    known.record_prompt("a", prompt)
-    assert known.cached_tokens("a", prompt).tolist() == [2 * SIZE]
-    assert (len(known), known.reported_blocks("a")) == (2, 0)
+    prefix_map, prompt = PrefixMap(), blocks(*range(21))
+    prefix_map.set_capacity("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
+    prefix_map.report("a", BlockChanges(whole=True))
+    prefix_map.record_prompt("a", blocks(*range(90, 99)))
+    prefix_map.record_prompt("a", prompt)
+    assert prefix_map.cached_tokens("a", prompt).tolist() == [2 * SIZE]
+    assert (len(prefix_map), prefix_map.reported_blocks("a")) == (2, 0)
 
 
 def test_prompts_whose_ids_are_not_the_engines_are_compared_with_each_other_only() -> None:
-    known, chat = PrefixMap(), prompt_blocks(np.arange(13, dtype=np.uint32), SIZE, exact=False)
+    prefix_map, chat = PrefixMap(), prompt_blocks(np.arange(13, dtype=np.uint32), SIZE, exact=False)
     exact = blocks(*range(13))
     assert chat.hashes.tolist() == exact.hashes.tolist()
-    known.report("a", BlockChanges(ids(exact, 0), whole=True))
-    assert known.cached_tokens("a", chat).tolist() == [0]
-    known.record_prompt("a", chat)
-    assert known.cached_tokens("a", chat).tolist() == [3 * SIZE]
-    assert known.cached_tokens("a", exact).tolist() == [SIZE]
+    prefix_map.report("a", BlockChanges(ids(exact, 0), whole=True))
+    assert prefix_map.cached_tokens("a", chat).tolist() == [0]
+    prefix_map.record_prompt("a", chat)
+    assert prefix_map.cached_tokens("a", chat).tolist() == [3 * SIZE]
+    assert prefix_map.cached_tokens("a", exact).tolist() == [SIZE]
 
 
 def test_the_router_asks_for_all_blocks_of_a_worker_that_it_does_not_know() -> None:

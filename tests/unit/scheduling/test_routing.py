@@ -143,11 +143,11 @@ def test_counts_and_their_encoding_give_the_same_placement() -> None:
 
 @given(arrays(np.float32, st.integers(1, 12), elements=st.floats(-1, 1, width=32)), st.integers(1, 12))
 def test_centroids_are_assigned_for_all_numbers_of_workers(similarity: np.ndarray, workers: int) -> None:
-    found = worker_similarity(similarity, workers)
+    best = worker_similarity(similarity, workers)
     k = len(similarity)
     for worker in range(workers):
         served = [c for c in range(k) if c % workers == worker] if k >= workers else [worker % k]
-        assert found[worker] == max(similarity[c] for c in served)
+        assert best[worker] == max(similarity[c] for c in served)
 
 
 def test_the_policy_names_are_those_documented() -> None:

@@ -41,7 +41,7 @@ class Recorded(Policy):
         return decision
 
 
-def shadowed(live: str, shadow: Shadow, *workers: str, **options: Any) -> Placer:
+def shadowed_placer(live: str, shadow: Shadow, *workers: str, **options: Any) -> Placer:
     """Return a placer with these workers and a shadow."""
     placer = Placer(make_policy(live), on_policy_error=fail, **options)
     placer.set_workers(workers)
@@ -54,13 +54,13 @@ def a_request(name: str, rng: np.random.Generator) -> PlacementRequest:
     return PlacementRequest(name, rng.integers(0, tokens + 1, (L, E)).astype(np.uint32), tokens, 10)
 
 
-def step_seconds(held: list[PlacementRequest], generated: dict[str, int]) -> float:
+def step_seconds(requests: list[PlacementRequest], generated: dict[str, int]) -> float:
     """Return the step time of a worker that holds these requests, from their counts alone."""
     idle = np.ones((L, E))
-    for request in held:
+    for request in requests:
         idle *= 1 - probability(levels_of(request.expert_counts / request.prompt_tokens)).astype(float)
-    tokens = sum(r.prompt_tokens + generated[r.request_id] for r in held)
-    return float(COST.seconds(len(held), tokens, (1 - idle).sum()))
+    tokens = sum(r.prompt_tokens + generated[r.request_id] for r in requests)
+    return float(COST.seconds(len(requests), tokens, (1 - idle).sum()))
 
 
 @settings(max_examples=40)
@@ -77,7 +77,7 @@ def test_both_placements_are_priced_as_from_scratch(
     rng = np.random.default_rng(seed)
     policy = Recorded(make_policy(other))
     shadow = Shadow(policy)
-    placer = shadowed(live, shadow, *(f"w{w}" for w in range(workers)), seed=seed)
+    placer = shadowed_placer(live, shadow, *(f"w{w}" for w in range(workers)), seed=seed)
     shadow.update_cost_model(COST)
     requests: dict[str, PlacementRequest] = {}
     generated: dict[str, int] = {}
@@ -111,7 +111,7 @@ def test_both_placements_are_priced_as_from_scratch(
 def test_a_policy_saves_nothing_against_itself(name: str) -> None:
     rng = np.random.default_rng(1)
     shadow = Shadow(make_policy(name))
-    placer = shadowed(name, shadow, "a", "b", "c")
+    placer = shadowed_placer(name, shadow, "a", "b", "c")
     placer.update_cost_model(COST)
     for number in range(40):
         placer.submit([Lease(a_request(f"r{number}", rng), State.SENT)])
@@ -133,7 +133,7 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
 def test_measured_counts_replace_predicted_ones_in_both_placements(name: str) -> None:
     rng = np.random.default_rng(2)
     shadow = Shadow(make_policy(name))
-    placer = shadowed(name, shadow, "a", "b", "c")
+    placer = shadowed_placer(name, shadow, "a", "b", "c")
     placer.update_cost_model(COST)
     for number in range(40):
         measured = a_request(f"r{number}", rng)
@@ -157,7 +157,7 @@ class OneWorker(Policy):
 def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval() -> None:
     now = [0.0]
     shadow = Shadow(OneWorker(), clock=lambda: now[0])
-    placer = shadowed("shortest-queue", shadow, "a", "b")
+    placer = shadowed_placer("shortest-queue", shadow, "a", "b")
     rng = np.random.default_rng(3)
     assert shadow.saving() is None
     for number in range(6):
@@ -165,11 +165,11 @@ def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval
         placer.progress({f"r{number}": 5})
         shadow.catch_up()
         now[0] += 11
-        found = shadow.saving()
-        assert (found.low_pct is None) == (number < 2)
-    assert found.tokens == 30
-    assert found.change_pct < 0  # two workers step faster than one with all requests
-    assert found.low_pct < found.change_pct < found.high_pct
+        saving = shadow.saving()
+        assert (saving.low_pct is None) == (number < 2)
+    assert saving.tokens == 30
+    assert saving.change_pct < 0  # two workers step faster than one with all requests
+    assert saving.low_pct < saving.change_pct < saving.high_pct
 
 
 def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> None:
@@ -198,7 +198,7 @@ def test_the_shadow_runs_outside_placement_and_must_keep_up(monkeypatch: pytest.
             raise KeyError("mine")
 
     shadow = Shadow(Broken())
-    placer = shadowed("shortest-queue", shadow, "a")
+    placer = shadowed_placer("shortest-queue", shadow, "a")
     rng = np.random.default_rng(0)
     (placed,) = placer.submit([Lease(a_request("r", rng), State.SENT)])
     assert placed.state is State.LEASED
