@@ -76,7 +76,7 @@ def find_leftovers(world: World) -> list[str]:
             f"{process} requests that wait for the router": list(ingress._client._waiting),
             f"{process} open calls to the router": ingress._client._calls,
             f"{process} progress to report": ingress._client._progress,
-            f"{process} ended streams to report": len(ingress._client._finished),
+            f"{process} ended streams to report": len(ingress._client._ended_streams),
             f"{process} local fallback": len(ingress._client._fallback._ledger),
             f"{process} background": path.kv_release.num_pending,
             f"{process} prompts that wait for prefill": path.admission.queues.outstanding,

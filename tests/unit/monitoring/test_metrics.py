@@ -15,18 +15,18 @@ from ray._private.telemetry.open_telemetry_metric_recorder import OpenTelemetryM
 
 from eldr_serve.ingress.metrics import IngressMetrics
 from eldr_serve.metrics import (
-    COUNTED,
     COUNTER,
+    COUNTERS,
+    COUNTERS_BY_NAME,
     ENGINE,
     EXPERTS,
     GAUGE,
     HISTOGRAM,
     INGRESS,
+    INGRESS_STATUS,
     LOOP,
     METRICS,
-    NAMED,
     OBJECTIVES,
-    OWN,
     PREFIX,
     PROCESS,
     REPLICA,
@@ -122,14 +122,14 @@ def _counted_keys() -> Iterator[str]:
 
 def test_each_counter_has_a_metric_and_each_metric_a_counter() -> None:
     counted = set(_counted_keys()) | set(router_status(router_state())["counters"])
-    assert counted == set(COUNTED) | {f"{key}:" for key in NAMED}
+    assert counted == set(COUNTERS) | {f"{key}:" for key in COUNTERS_BY_NAME}
 
 
 async def test_each_status_key_of_the_ingress_has_a_metric() -> None:
     async with running_app() as app:
         await app.post(COMPLETIONS, HELLO)
         status = await app.status()
-    assert set(status["ingress"]) == set(OWN) | {"experts", "objectives"}
+    assert set(status["ingress"]) == set(INGRESS_STATUS) | {"experts", "objectives"}
     assert {key for entry in status["ingress"]["objectives"].values() for key in entry} == set(OBJECTIVES)
     assert set(status["loops"]["ingress"]) == set(LOOP)
 
@@ -149,20 +149,24 @@ def test_counters_begin_near_zero_and_follow_the_status(fake_metrics: dict[str, 
     state, metrics = router_state(policy="shortest-queue"), RouterMetrics()
     metrics.export(state)
     policy = (("policy", "shortest-queue"),)
-    for metric in COUNTED.values():
+    for metric in COUNTERS.values():
         (begin,) = fake_metrics[metric.name].samples[policy]
         assert begin + 1 == 1
     place(state, request("a"))
-    events = dict.fromkeys(COUNTED, 2) | {"failed_work:the export": 3, "of_newer_code": 1, "of_newer:code": 1}
+    events = dict.fromkeys(COUNTERS, 2) | {
+        "failed_work:the export": 3,
+        "of_newer_code": 1,
+        "of_newer:code": 1,
+    }
     state.report("c", IngressReport(events))
     for _ in range(2):
         metrics.export(state)
     counters = router_status(state)["counters"]
-    for key, metric in COUNTED.items():
+    for key, metric in COUNTERS.items():
         if key != "predictor_failures":  # the policy counts these itself
             assert sum(fake_metrics[metric.name].samples[policy]) == counters[key] >= 2
-    assert fake_metrics[NAMED["failed_work"].name].samples == {(*policy, ("work", "the export")): [3]}
-    (reason,) = fake_metrics[NAMED["reason"].name].samples
+    assert fake_metrics[COUNTERS_BY_NAME["failed_work"].name].samples == {(*policy, ("work", "the export")): [3]}
+    (reason,) = fake_metrics[COUNTERS_BY_NAME["reason"].name].samples
     assert dict(reason)["policy"] == "shortest-queue"
     assert counters[f"reason:{dict(reason)['reason']}"] == 1
     state.live_settings.set_policy("random", {})

@@ -240,7 +240,7 @@ async def test_a_requested_refit_keeps_each_workers_kind() -> None:
 async def test_a_table_swapped_in_during_a_fit_stays() -> None:
     local = LocalPool(60)
     file = unit_table(2, num_experts=EXPERTS).to_bytes()
-    local.during_fit = lambda: local.router._state.swap_table(file)
+    local.during_fit = lambda: local.router._state.live_settings.swap_table(file)
     await local.poll()
     assert local.router._state.settings.table == file
 
