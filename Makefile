@@ -10,7 +10,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .PHONY: help setup browser promtool test test-unit test-engine test-families test-faults test-demo test-e2e \
-	test-package lint format demo bench tables docs package clean
+	test-package lint format demo bench like-vllm tables docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -92,6 +92,10 @@ demo: setup ## serve, compare three policies by experts and CPU time per step, r
 
 bench: setup ## run the benchmarks; results in benchmarks/results
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+like-vllm: setup ## compare each field of requests with a plain vLLM server; write docs/tables/like_vllm.md
+	ELDR_LIKE_VLLM=benchmarks/results/like_vllm.json $(BIN)/python -m pytest tests/e2e/test_like_vllm.py
+	$(BIN)/python -m benchmarks.lib.tables
 
 tables: setup ## rewrite docs/tables, docs/plots and the README's table from benchmarks/results
 	$(BIN)/python -m benchmarks.lib.tables

@@ -1,33 +1,41 @@
-"""The ingress answers like a plain vLLM server: tokens, usage, invalid fields, health."""
+"""The ingress answers like a plain vLLM server: every field, tokens, usage, invalid fields, health.
+
+`make like-vllm` writes the results of the fields to docs/tables/like_vllm.md.
+"""
 
 import json
+import os
 import socket
 import sys
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
-import openai
 import pytest
 
 from benchmarks.lib.engines import process, wait_http
 from benchmarks.lib.ports import free_port
 from tests.e2e.service import ENGINE_ENV, HTTP, Demo, Service
+from tests.support.vllm_answers import Server
 from tests.support.vllm_cases import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
-    MESSAGES,
     MODEL,
     REFUSED,
     REFUSED_GENERATION,
-    RESPONSES,
     TOKENIZE,
     TOKENIZED,
 )
+from tests.support.vllm_fields import ALONE, STREAMING, TRIED
+from tests.support.vllm_table import FieldTable, try_field
+
+IN_FLIGHT = 4  # requests to each server
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,9 @@ def plain(demo: Demo, service: Service) -> Iterator[str]:
         "--enforce-eager",
     ]
     url, log = f"http://127.0.0.1:{port}", demo.out / "plain_vllm.txt"
-    with process(command, env=ENGINE_ENV, log=log) as server:
+    # Otherwise the first request for log-probabilities waits for a compilation.
+    environment = ENGINE_ENV | {"TORCHDYNAMO_DISABLE": "1"}
+    with process(command, env=environment, log=log) as server:
         wait_http(f"{url}/health", server, log, 180)
         yield url
 
@@ -117,67 +127,27 @@ def _usage(answer: httpx.Response) -> dict[str, Any]:
     return dict(json.loads(events[-1].removeprefix("data: "))["usage"])
 
 
-_RANDOM = {"id", "item_id", "created_at", "completed_at", "signature"}
+@pytest.fixture(scope="module")
+def table() -> Iterator[FieldTable]:
+    """Provide the table of fields, and write it to the file in ELDR_LIKE_VLLM if that is set."""
+    fields = FieldTable()
+    yield fields
+    if file := os.environ.get("ELDR_LIKE_VLLM"):
+        fields.publish(Path(file))
 
 
-def _comparable(value: Any) -> Any:
-    """Return JSON types without ids and times."""
-    if isinstance(value, dict):
-        return {name: _comparable(item) for name, item in value.items() if name not in _RANDOM}
-    return [_comparable(item) for item in value] if isinstance(value, list) else value
-
-
-def _merge(events: list[Any]) -> list[Any]:
-    """Join successive events of text: engines may put tokens into events differently."""
-    merged: list[Any] = []
-    for event in events:
-        event.pop("sequence_number", None)
-        text = event.get("delta")
-        if merged and event["type"] == merged[-1]["type"] and isinstance(text, str):
-            merged[-1]["delta"] += text
-        elif merged and event["type"] == merged[-1]["type"] == "content_block_delta":
-            merged[-1]["delta"]["text"] += text["text"]
-        else:
-            merged.append(event)
-    return merged
-
-
-def _answer(answer: Any, stream: bool) -> Any:
-    """Return what a vendor's client received."""
-    if not stream:
-        return _comparable(answer.model_dump())
-    return _merge([_comparable(event.model_dump()) for event in answer])
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("fields", RESPONSES)
-def test_openais_client_gets_the_same_response(
-    service: Service, plain: str, fields: dict[str, Any], stream: bool
 ) -> None:
-    asked = {"model": MODEL, "max_output_tokens": 8, "temperature": 0, "stream": stream} | fields
-    ours, theirs = (
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=HTTP).responses.create(**asked)
-        for url in (service.url, plain)
-    )
-    assert _answer(ours, stream) == _answer(theirs, stream)
+    servers = Server(service.url, HTTP), Server(plain, HTTP)
+    together = [field for field in TRIED[path] if field not in ALONE]
 
+    def try_one(field: str) -> None:
+        table.add(path, field, stream, try_field(servers, path, field, stream))
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("fields", MESSAGES)
-def test_anthropics_client_gets_the_same_message(
-    service: Service, plain: str, fields: dict[str, Any], stream: bool
-) -> None:
-    untyped = {"temperature": 0, "top_k": None, "top_p": None}  # newer clients have no arguments for these
-    extra = {name: fields.get(name, default) for name, default in untyped.items()}
-    typed = {name: value for name, value in fields.items() if name not in untyped}
-    asked = {"model": MODEL, "max_tokens": 8, "stream": stream, "extra_body": extra} | typed
-    clients = [anthropic.Anthropic(base_url=url, api_key="none") for url in (service.url, plain)]
-    ours, theirs = (client.messages.create(**asked) for client in clients)
-    assert _answer(ours, stream) == _answer(theirs, stream)
-    sizes = ("messages", "system", "tools", "tool_choice")
-    counted = {name: fields[name] for name in sizes if name in fields}
-    counts = [client.messages.count_tokens(model=MODEL, **counted) for client in clients]
-    assert counts[0].input_tokens == counts[1].input_tokens
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        list(threads.map(try_one, together))
+    for field in TRIED[path].keys() & ALONE:
+        try_one(field)
+    assert not table.surprises(path, stream)
 
 
 def test_anthropics_client_understands_a_refusal(service: Service) -> None:

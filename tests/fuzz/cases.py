@@ -74,10 +74,10 @@ def by_hand(model: str, admin_key: str | None) -> list[Case]:
 
 
 @cache
-def tables_for(model: str) -> dict[str, list[Any]]:
-    """Return lists of values and parts of bodies, for a model with that id."""
+def tables_for(model: str) -> dict[str, Any]:
+    """Return lists of values, of fields and of parts of bodies, for a model with that id."""
     text = Path(__file__).with_suffix(".json").read_text().replace("MODEL", json.dumps(model)[1:-1])
-    tables: dict[str, list[Any]] = expand(json.loads(text))
+    tables: dict[str, Any] = expand(json.loads(text))
     return tables
 
 
@@ -174,7 +174,8 @@ def _other_endpoints(model: str) -> Iterator[Case]:
             yield case(path, path, text)
         for name in (model, f"{model}:x", "x", None, 5, "a\ud800"):
             yield case(path, path, {"model": name} | fields)
-        for field in (*fields, *tables["endpoint_fields"]):
+        own = tables["own_fields"].get(path, [])
+        for field in dict.fromkeys((*fields, *own, *tables["endpoint_fields"])):
             for odd in tables["odd"]:
                 yield case(f"{path}:{field}", path, {"model": model} | fields | {field: odd})
     for tokens in ([10**9], [-1], [1] * 100_000, [2**62]):

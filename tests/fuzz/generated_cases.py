@@ -78,19 +78,28 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
         ("/v1/responses", {"model": model, "input": [{"role": "user", "content": "x"}], "stream": True}),
         ("/v1/messages", chat(model, system="x", stop_sequences=["y"])),
         ("/v1/messages", chat(model, stream=True, tools=[{"name": "f", "input_schema": {}}])),
+        ("/v1/messages/count_tokens", chat(model, system=[{"type": "text", "text": "x"}])),
         ("/tokenize", {"model": model, "prompt": "x"}),
         ("/detokenize", {"model": model, "tokens": [1]}),
         ("/v1/embeddings", {"model": model, "input": "x"}),
+        ("/v1/embeddings", {"model": model, "messages": [{"role": "user", "content": "x"}]}),
         ("/v1/score", {"model": model, "text_1": "x", "text_2": "y"}),
+        ("/v1/score", {"model": model, "queries": ["x"], "documents": ["y", "z"]}),
         ("/v1/rerank", {"model": model, "query": "x", "documents": ["y", "z"], "top_n": 1}),
     ]
+
+    tables = tables_for(model)
 
     @st.composite
     def mutated_case(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
         path, valid = draw(st.sampled_from(bodies))
+        # A field that the endpoint alone has is as likely as all others together.
+        fields = st.sampled_from(tables["fields"])
+        if own := tables["own_fields"].get(path):
+            fields = st.sampled_from(own) | fields
         body = json.loads(json.dumps(valid))
         for _ in range(draw(st.integers(1, 3))):
-            body = _mutate(body, draw)
+            body = _mutate(body, draw, fields)
         raw = json.dumps(body).encode(errors="surrogatepass")
         if draw(st.integers(0, 9)) == 9:
             at = draw(st.integers(0, len(raw)))
@@ -104,23 +113,23 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
     return list(cases)[:count]
 
 
-def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any]) -> Any:
-    """Return the body with one value replaced, removed or added."""
+def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any], fields: st.SearchStrategy[str]) -> Any:
+    """Return the body with one value replaced, removed or added; `fields` are the names of added ones."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
         return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
     if isinstance(body, list):
         at = draw(st.integers(0, len(body) - 1))
-        body[at] = _mutate(body[at], draw)
+        body[at] = _mutate(body[at], draw, fields)
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:
-        body[draw(st.sampled_from(tables_for("m")["fields"]))] = deepcopy(draw(_VALUES))
+        body[draw(fields)] = deepcopy(draw(_VALUES))
         return body
     key = draw(st.sampled_from(sorted(body)))
     if kind == 2:
         del body[key]
     else:
-        body[key] = _mutate(body[key], draw)
+        body[key] = _mutate(body[key], draw, fields)
     return body
 
 

@@ -69,27 +69,3 @@ REFUSED_GENERATION: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [USER], "temperature": "hot"}),
     (CHAT, {"messages": [USER], "tool_choice": "required"}),
 ]
-
-# Fields of valid requests to the Responses API, and to Anthropic's Messages API.
-RESPONSES: list[dict[str, Any]] = [
-    {"input": "How are you?"},
-    {"input": [USER]},
-    {"input": "How?", "instructions": "Be brief."},
-    {"input": "How?", "metadata": {"a": "b"}, "store": False},
-    {"input": "How?", "top_p": 0.5, "truncation": "auto"},
-    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "How?"}]}]},
-    {"input": "How?", "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": False}]},
-]
-MESSAGES: list[dict[str, Any]] = [
-    {"messages": [USER]},
-    {"messages": [USER], "system": "Be brief."},
-    {"messages": PARTS, "system": [{"type": "text", "text": "Be brief."}]},
-    {"messages": [USER, {"role": "assistant", "content": "I am"}]},
-    {"messages": [USER], "stop_sequences": ["e"], "top_p": 0.5, "top_k": 3},
-    {
-        "messages": [USER],
-        "tools": [{"name": "f", "input_schema": {"type": "object", "properties": {}}}],
-        "tool_choice": {"type": "none"},  # vLLM's server refuses others without a parser of tool calls
-    },
-    {"messages": [USER], "thinking": {"type": "disabled"}, "metadata": {"user_id": "x"}},
-]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from vllm.entrypoints.anthropic.make_serving import AnthropicServingMessages
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
 from eldr_serve.engine.calls import error_event, is_end
 from eldr_serve.engine.protocol import EngineRequest

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eldr_serve.engine.vllm.ep.live_experts import LiveExperts
 from torch import distributed as dist
 
 from benchmarks.lib.ep.ranks import on_ranks
-from eldr_serve.engine.vllm.ep import live_experts as live_module
+from eldr_serve.engine.vllm.ep import live as live_module
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
+from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import EngineExperts, PlacementError, swap_placement
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import Topology, placement_id

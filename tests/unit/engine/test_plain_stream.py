@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.entrypoints.openai.chat_completion.serving_of import OpenAIServingChat
-from vllm.entrypoints.openai.completion.serving_of import OpenAIServingCompletion
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from eldr_serve.engine.vllm.compat.serve_llm import ChatCompletionRequest, CompletionRequest

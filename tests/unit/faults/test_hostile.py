@@ -3,12 +3,15 @@
 import asyncio
 import base64
 import json
+import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from eldr_serve.ingress.openapi import _PATHS
 from tests.fuzz.__main__ import _read, hostile, send, send_all
 from tests.fuzz.cases import Case, by_hand, case, known_cases
 from tests.fuzz.connections import occupied, slow_request
@@ -79,6 +82,18 @@ def test_cases_are_numerous_and_distinct_and_repeat_by_seed() -> None:
     raw = case("x", "/path", {"a": "\u00e9"}).raw
     assert raw.startswith(b"POST /path HTTP/1.1\r\nhost: eldr\r\n")
     assert raw.endswith(b'content-length: 15\r\n\r\n{"a": "\\u00e9"}')
+
+
+def test_each_endpoint_has_hundreds_of_written_cases_and_its_share_of_mutations() -> None:
+    path_of: dict[str, str] = {}
+    for path, method in _PATHS.items():
+        path_of.setdefault(method, path)  # the others are aliases
+    written, mutated = (
+        Counter(path for c in cases for path in re.findall(rb"^POST (\S+)", c.raw))
+        for cases in (by_hand("m", None), mutations("m", 400, 0))
+    )
+    assert not [path for path in path_of.values() if written[path.encode()] < 300]
+    assert not [path for path in path_of.values() if mutated[path.encode()] < 5]
 
 
 @pytest.mark.parametrize("url", ["nowhere", "http://127.0.0.1:1"])

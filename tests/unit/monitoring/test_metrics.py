@@ -165,7 +165,9 @@ def test_counters_begin_near_zero_and_follow_the_status(fake_metrics: dict[str, 
     for key, metric in COUNTERS.items():
         if key != "predictor_failures":  # the policy counts these itself
             assert sum(fake_metrics[metric.name].samples[policy]) == counters[key] >= 2
-    assert fake_metrics[COUNTERS_BY_NAME["failed_work"].name].samples == {(*policy, ("work", "the export")): [3]}
+    assert fake_metrics[COUNTERS_BY_NAME["failed_work"].name].samples == {
+        (*policy, ("work", "the export")): [3]
+    }
     (reason,) = fake_metrics[COUNTERS_BY_NAME["reason"].name].samples
     assert dict(reason)["policy"] == "shortest-queue"
     assert counters[f"reason:{dict(reason)['reason']}"] == 1

@@ -123,7 +123,9 @@ async def test_only_the_newest_latencies_are_kept_for_an_unreachable_actor() -> 
         for number in range(3000):
             client.record_stream(StreamLatencies(float(number), None))
         await wait_until(lambda: client.router_unreachable)
-        assert [answered.ttft_s for answered in client._ended_streams] == [float(n) for n in range(1976, 3000)]
+        assert [answered.ttft_s for answered in client._ended_streams] == [
+            float(n) for n in range(1976, 3000)
+        ]
         actor.alive = True
         await wait_until(lambda: actor.state.view._answers)
         assert len(actor.state.view._answers) == 1024
