@@ -136,6 +136,12 @@ def table() -> Iterator[FieldTable]:
         fields.publish(Path(file))
 
 
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [(path, stream) for path in TRIED for stream in (False, True) if path in STREAMING or not stream],
+)
+def test_each_field_gets_vllms_answer(
+    service: Service, plain: str, table: FieldTable, path: str, stream: bool
 ) -> None:
     servers = Server(service.url, HTTP), Server(plain, HTTP)
     together = [field for field in TRIED[path] if field not in ALONE]
