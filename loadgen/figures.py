@@ -60,15 +60,7 @@ def policy_rows(
     several equivalent baselines is biased low; `*_pooled_change_pct` is relative to the requests of all
     baselines together, if there are several.
     """
-    records = {
-        p: [
-            (trial.round, r)
-            for trial in trials
-            if trial.policy == p
-            for r in trial.measured_requests(warm_up_s, seconds)
-        ]
-        for p in policies
-    }
+    records = {p: _records(p, trials, warm_up_s, seconds) for p in policies}
     arrivals = sorted({(round_, r["number"]) for of_policy in records.values() for round_, r in of_policy})
     unit = {arrival: number for number, arrival in enumerate(arrivals)}
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
@@ -83,11 +75,8 @@ def policy_rows(
         for number, (row, (value, draws)) in enumerate(zip(rows, values, strict=True)):
             _put(row, name, interval(value, draws))
             if best is not None and best != number:
-                _put(
-                    row,
-                    f"{name}_change_pct",
-                    relative_percent(value, values[best][0], draws, values[best][1]),
-                )
+                change = relative_percent(value, values[best][0], draws, values[best][1])
+                _put(row, f"{name}_change_pct", change)
                 row[f"{name}_baseline"] = policies[best]
 
     baselines = [p for p in policies if _is_baseline(p)]
@@ -115,6 +104,14 @@ def policy_rows(
     good = [_good(records[p], unit, objective) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
     return [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
+
+
+def _records(
+    policy: str, trials: list[Trial], warm_up_s: int, seconds: int
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return the measured requests of a policy, each with the round of its trial."""
+    of_policy = [trial for trial in trials if trial.policy == policy]
+    return [(trial.round, r) for trial in of_policy for r in trial.measured_requests(warm_up_s, seconds)]
 
 
 def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds: int) -> list[dict[str, Any]]:

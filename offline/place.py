@@ -88,16 +88,9 @@ def place(
     files: dict[Path, bytes] = {}
     parts = _split_by_worker(loaded, fit, held_out, workers, cluster_of, out, seed)
     for name, path, to_fit, to_evaluate in parts:
+        fit_routes = loaded.decode_routes(to_fit)
         problem = Problem(
-            loaded.decode_routes(to_fit),
-            num_experts,
-            num_slots,
-            topology,
-            batch,
-            groups,
-            layer_cost,
-            token_bytes,
-            seed,
+            fit_routes, num_experts, num_slots, topology, batch, groups, layer_cost, token_bytes, seed
         )
         placement, new_rows = _place_and_evaluate(
             problem, method, loaded, fingerprint, name, to_evaluate, expert_bytes

@@ -251,11 +251,8 @@ def capture_overhead(
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
             model_folder = write_config(Path(folder), **wide)
-            room = (
-                {"kv_cache_memory_bytes": _PROMPTS_TIMES_LAYERS * engine_tokens * KV_BYTES}
-                if device == "cuda"
-                else {}
-            )
+            cache_bytes = _PROMPTS_TIMES_LAYERS * engine_tokens * KV_BYTES
+            room = {"kv_cache_memory_bytes": cache_bytes} if device == "cuda" else {}
             job |= {"model": str(model_folder), "arguments": DUMMY | room}
             rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(

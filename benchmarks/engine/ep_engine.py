@@ -103,16 +103,8 @@ def ep_choice(
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
-    settings = {
-        "prompts": prompts.name,
-        "batch": batch,
-        "replication": replication,
-        "ranks": ranks,
-        "tokens": tokens,
-        "intermediate": intermediate,
-        "requests": requests,
-        "seed": seed,
-    }
+    settings = {"prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks}
+    settings |= {"tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed}
     journal = Journal(work / "ep_choice.jsonl", settings)
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     experts = load.shape[1]

@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -358,20 +359,16 @@ def at_scale(
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(sizes) * len(arrivals))
         requests = progress.add_task("requests", total=None)
-        for size, count in zip(sizes, counts, strict=True):
-            for path in arrivals:
-                runs = Runs(
-                    study,
-                    path,
-                    loads[path],
-                    size,
-                    finished_runs,
-                    finished_only=finished_only,
-                    on_requests=partial(progress.advance, requests),
-                    on_run=lambda name: progress.update(bar, description=name),
-                )
-                rows += rows_of(runs, names, _split(saving), count)
-                progress.advance(bar)
+        start_runs = partial(
+            Runs,
+            finished_only=finished_only,
+            on_requests=partial(progress.advance, requests),
+            on_run=lambda name: progress.update(bar, description=name),
+        )
+        for (size, count), path in product(zip(sizes, counts, strict=True), arrivals):
+            runs = start_runs(study, path, loads[path], size, finished_runs)
+            rows += rows_of(runs, names, _split(saving), count)
+            progress.advance(bar)
     trace = observed(routes_of(routes))
     publish(
         out.stem if out else "at_scale",

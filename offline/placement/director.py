@@ -84,8 +84,7 @@ def director_placement(
     """Return the placement for a pending batch; replicas of an expert share its tokens evenly.
 
     Args:
-        workload: tokens by source rank and expert, [L, G, E]; or by expert, [L, E], if all ranks have
-            the same.
+        workload: tokens by source rank and expert, [L, G, E]; or [L, E] if all ranks have the same.
         slots: slots of each rank, C (the paper's C_max); ranks * slots = P.
         token_bytes: bytes that a token sends to a rank which serves it.
         start: int[L, P], a placement to improve with as few swaps as reach the tolerance; None: a new one.
@@ -93,8 +92,7 @@ def director_placement(
         seed: seed of the random walk that rounds.
 
     Returns:
-        int[L, P], rank-major, and its quality. Slots that no replica needs repeat an expert of
-        the same rank.
+        int[L, P], rank-major, and its quality. Slots without need repeat an expert of the same rank.
 
     Raises:
         UserInputError: the workload has another shape or is not finite, or slots are fewer than experts.

@@ -69,7 +69,7 @@ def find_leftovers(world: World) -> list[str]:
         held_items |= {
             f"{process} in flight": ingress.gate.in_flight,
             f"{process} waiting": ingress.gate.limiter.num_waiting,
-            f"{process} places of tenants": dict(ingress.gate.limiter._held),
+            f"{process} places of tenants": dict(ingress.gate.limiter._permits),
             f"{process} retries": world.retries_at_once - path._services.retries._permits._value,
             f"{process} moves": set(path._services.moves._moving),
             f"{process} placements": dict(ingress._client.leases),

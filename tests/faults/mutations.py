@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         "a prompt that fails stays in the queue for prefill",
         "eldr_serve.pipeline.split_prefill",
-        "        finally:\n            self._admission.queues.leave(ticket)",
+        "        finally:\n            self._queues.leave(ticket)",
         "        finally:\n            pass",
     ),
     Mutation(
@@ -255,7 +255,7 @@ MUTATIONS = (
         "if False:",
     ),
     # -- admission and tenants
-    Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._held[tenant.name] -= 1"),
+    Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._permits[tenant.name] -= 1"),
     Mutation(
         "whoever came first is served first, whatever his tenant holds",
         "eldr_serve.limits.concurrency",
@@ -265,7 +265,7 @@ MUTATIONS = (
     Mutation(
         "what tenants take at other ingresses does not count",
         "eldr_serve.limits.tenants",
-        "tenant.requests.add_usage(charged[0] - known[0])",
+        "tenant.requests.add_usage(charged[0] - last_charged[0])",
     ),
     Mutation(
         "ingresses are not told what tenants take elsewhere",

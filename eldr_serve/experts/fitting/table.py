@@ -89,15 +89,14 @@ def fit_table(
         fingerprint=trace.fingerprint,
     )
     all_layers = SignatureSpec(spec.weights, np.arange(table.num_layers), spec.element)
+    points_of_all = all_layers.encode(trace.prefill_counts)
     report = {
         "model": trace.model,
         "requests": len(trace.ids),
         "workers": workers,
         "transform": transform,
         "rho": signature_quality(points, trace.decode_probability, seed=seed),
-        "rho_all_layers": signature_quality(
-            all_layers.encode(trace.prefill_counts), trace.decode_probability, seed=seed
-        ),
+        "rho_all_layers": signature_quality(points_of_all, trace.decode_probability, seed=seed),
         "layers": spec.layers.tolist(),
         "cluster_sizes": clusters.sizes.tolist(),
         "clusters_by_domain": _count_by_domain(clusters, trace.domains),

@@ -122,7 +122,7 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
 ) -> None:
     trace = synthetic_trace(num_layers=LAYERS)
     data = CapturedRoutes(trace, [[1, 2, 3]] * len(trace.ids))
-    monkeypatch.setattr(replay, "captured", lambda *_, **__: data)
+    monkeypatch.setattr(replay, "load_or_capture", lambda *_, **__: data)
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
     pools: list[_EnginePool] = []
 

@@ -95,7 +95,7 @@ def test_every_mutation_of_the_code_is_found() -> None:
         (SplitPrefill, "prepare", lambda step, context: step.prefill(context), 5),
         (RouterState, "hold", lambda state, lease: None, 5),
         (Placer, "finish", lambda placer, request_id: placer._leave(request_id), 40),
-        (RouterClient, "hold", lambda client, leases: None, 20),
+        (RouterClient, "send_leases", lambda client, leases: None, 20),
         (
             RouterClient,
             "_lease_by_local_fallback",

@@ -97,7 +97,7 @@ def test_the_command_waits_until_the_replica_has_no_calls(monkeypatch: pytest.Mo
         calls.append((method, path, kwargs["json"]))
         return {"replica": "r0", "in_flight": remaining.pop(0)}
 
-    monkeypatch.setattr(Client, "_ask", ask)
+    monkeypatch.setattr(Client, "_request_json", ask)
     monkeypatch.setattr(operator, "_DRAIN_POLL_S", 0.0)
     done = CliRunner().invoke(command, ["drain", "r0"], prog_name="eldr")
     assert json.loads(done.output) == {"replica": "r0", "in_flight": 0}

@@ -23,7 +23,7 @@ H100 = gpu_of("H100")
 
 def engines(role: str = "decode", model: str = "acme/Moe", **arguments: Any) -> Any:
     spec = SimpleNamespace(arguments=lambda: arguments, model_source=model)
-    return SimpleNamespace(role=role, spec=spec, model=json.dumps(CONFIGS["acme/Moe"]))
+    return SimpleNamespace(role=role, spec=spec, model_config=json.dumps(CONFIGS["acme/Moe"]))
 
 
 @pytest.mark.usefixtures("kernels")

@@ -129,7 +129,7 @@ def test_a_round_in_which_no_answer_ends_is_reported(
         trial.requests = next(ended)
 
     monkeypatch.setattr(demo, "_load", load)
-    made = demo._rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
+    made = demo._measure_rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
     assert [len(trial.requests) for trial in made] == [5, 0, 5]
     output = " ".join(capsys.readouterr().out.split())
     assert output == "no answer ended in the measured 10 s: give more --seconds"

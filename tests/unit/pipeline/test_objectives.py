@@ -308,7 +308,7 @@ def test_cached_tokens_of_a_whole_engine_take_no_time() -> None:
     service.decode.directory.publish({name: {BLOCK_TOKENS: 16} for name in ("d0", "d1")})
 
     async def main() -> None:
-        service.measured()
+        service.report_measurement()
         service.client.loads = loads(0, 0, cached_tokens=[0, 1900], step=StepLoad(), cached_share=0.5)
         context = await service.send(2000, ttft_s=1.0)
         assert context is not None

@@ -181,7 +181,7 @@ class Conservation(RuleBasedStateMachine):
         self.waits: dict[str, str] = {}  # request -> client, in the clients' view
         self.leases: dict[str, tuple[str, str]] = {}  # request -> client, replica
         self.tokens: dict[str, int] = {}  # generated tokens of requests with a lease
-        self.state.set_callbacks(on_leases=self.granted)
+        self.state.set_callbacks(on_leases=self.take_grants)
 
     def take_grants(self, leases: list[Lease]) -> None:
         for lease in leases:

@@ -152,7 +152,7 @@ async def test_only_calls_that_need_a_slot_count_as_load(monkeypatch: pytest.Mon
     """On a whole replica each request has a second call, which waits for the counts of its prompt."""
     options: Any = {"router_name": "router", "deployment_config": {"max_ongoing_requests": 2}}
     async with serving(servers.DecodeServer, **options) as (server, channel):
-        monkeypatch.setattr(server._engine, "expert_counts", lambda request_id: asyncio.Event().wait())
+        monkeypatch.setattr(server._engine, "wait_for_counts", lambda request_id: asyncio.Event().wait())
         counts = [channel.call(measured_counts.METHOD, {"id": name}) for name in ("a", "b")]
         answers = [generate(channel, name, tokens=10**6) for name in ("a", "b")]
         await asyncio.gather(*(answer.read() for answer in answers))  # neither is refused
