@@ -1,4 +1,4 @@
-"""The ingress's view of the engine replicas: which live, channels to them, and calls to one or all of them.
+"""The ingress's view of the engine replicas: which replicas are live, channels to them, and calls of them.
 
-Everything here runs in an ingress, but request_router runs in every Serve handle of an engine deployment.
+Everything here runs in an ingress; only request_router runs in each Serve handle of an engine deployment.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 
+from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.fleet import Fleet
-from eldr_serve.fleet.report_fields import SLOTS
 from eldr_serve.queues.due_estimate import DueEstimator, QueuedCall
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.wait_estimate import WaitEstimator

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from eldr_serve.engine.report_fields import BLOCK_TOKENS, EXPERTS, QUEUE, RANKS
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.fleet.report_fields import BLOCK_TOKENS, EXPERTS, QUEUE, RANKS
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.scheduling.worker_names import worker_names
 

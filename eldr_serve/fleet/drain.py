@@ -8,11 +8,10 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
+from eldr_serve.engine.methods import DRAIN
 from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_message
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.scheduling.worker_names import replica_of
-
-METHOD = "drain"  # name of the channel's method
 
 
 class Drain(BaseModel):
@@ -46,7 +45,7 @@ async def drain(decode: Fleet, body: bytes) -> dict[str, Any]:
     if not decode.is_connected(name):
         raise BadRequestError(f"there is no decode replica {name!r}: `eldr status` shows their names")
     try:
-        call = decode.call(name, METHOD, {})
+        call = decode.call(name, DRAIN, {})
         try:
             chunk = await call.read()
         finally:

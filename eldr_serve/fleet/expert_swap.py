@@ -6,42 +6,12 @@ import json
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
+from eldr_serve.engine.methods import PLACE_EXPERTS, ExpertsChange
 from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError, one_line_message
-from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.scheduling.worker_names import replica_of
-
-METHOD = "place_experts"  # name of the channel's method
-
-
-class ExpertsChange(BaseModel):
-    """Body of PUT /eldr/experts."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    map: dict[str, Any] = Field(description="content of the placement's .json")
-    meta: dict[str, Any] = Field(description="content of its .meta.json")
-    load: list[list[float]] | None = Field(
-        default=None,
-        description="expected tokens per expert, [layers][experts], for replica choices that need them; "
-        "null: those of the placement",
-    )
-    replicas: list[str] | None = Field(default=None, description="decode replicas; null: all")
-
-    @classmethod
-    def parse(cls, body: bytes) -> tuple[ExpertsChange, ExpertPlacement]:
-        """Return the body and its placement; raise BadRequestError if they are invalid."""
-        try:
-            change = cls.model_validate_json(body)
-            placement = ExpertPlacement.parse(
-                json.dumps(change.map).encode() + b"\n", json.dumps(change.meta), ("map", "meta")
-            )
-        except (ValidationError, ArtifactError) as error:
-            raise BadRequestError(one_line_message(error)) from error
-        return change, placement
 
 
 async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
@@ -75,7 +45,7 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
 
 
 async def _place_on(decode: Fleet, name: str, body: bytes) -> Any:
-    call = decode.call(name, METHOD, {}, body)
+    call = decode.call(name, PLACE_EXPERTS, {}, body)
     try:
         chunk = await call.read()
     finally:

@@ -10,16 +10,15 @@ from typing import Any
 
 from eldr_serve.channel import Call, Channel, ChannelLostError
 from eldr_serve.channel.address import Address
+from eldr_serve.engine.methods import SLOT_METHODS
+from eldr_serve.engine.report_fields import ADDRESS
 from eldr_serve.fleet.directory import ReplicaDirectory, workers_of
-from eldr_serve.fleet.report_fields import ADDRESS
 from eldr_serve.fleet.waiters import Waiters
 from eldr_serve.scheduling.worker_names import rank_of, replica_of
 
 logger = logging.getLogger(__name__)
 
 RANK = "rank"  # field of a call's header, see EngineRequest
-# Methods whose calls need one of an engine's slots; other calls, such as those for expert counts, need none.
-SLOT_METHODS = frozenset({"generate", "prefill"})
 _RETRY_S, _MAX_RETRY_S = 0.5, 5.0  # time to the next try to connect; it doubles with each failure
 _GATHER_S = 0.05  # reports that arrive within this time are processed together
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eldr_serve.fleet.report_fields import KV_USAGE, REPORT_NUMBER
+from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 
 _STALE_S = 10.0
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.experts.signature import unpack_counts
 
-METHOD = "expert_counts"  # see protocol.Engine.wait_for_counts
 _LATER_S = 1.0  # maximum delay after the answer to the request itself
 
 _Answer = tuple[int, str]  # tokens of the prompt, its packed counts
@@ -23,7 +22,7 @@ class MeasuredCounts:
     """A call for a prompt's expert counts, made before the prompt is sent.
 
     Args:
-        call: the call of METHOD.
+        call: the call of WAIT_FOR_COUNTS.
         on_counts: called once, if the engine counts the prompt.
     """
 

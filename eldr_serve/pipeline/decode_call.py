@@ -7,7 +7,8 @@ from typing import Any
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError, Chunk
 from eldr_serve.engine.calls import decode_header
-from eldr_serve.fleet.measured_counts import METHOD, MeasuredCounts
+from eldr_serve.engine.methods import WAIT_FOR_COUNTS
+from eldr_serve.fleet.measured_counts import MeasuredCounts
 from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
@@ -109,5 +110,5 @@ class DecodeCall:
             return None
         set_counts = partial(services.client.set_measured_counts, request_id, prompt_ids)
         return MeasuredCounts(
-            services.engines.decode.call(self.worker, METHOD, {"id": request_id}), set_counts
+            services.engines.decode.call(self.worker, WAIT_FOR_COUNTS, {"id": request_id}), set_counts
         )

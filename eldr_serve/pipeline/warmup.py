@@ -18,7 +18,8 @@ from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.engine.calls import WARM, decode_header, expert_counts_of, prefill_header, warm_up_body
-from eldr_serve.fleet.measured_counts import METHOD, MeasuredCounts
+from eldr_serve.engine.methods import WAIT_FOR_COUNTS
+from eldr_serve.fleet.measured_counts import MeasuredCounts
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.split_prefill import prefill_answer
@@ -128,7 +129,7 @@ class Warmup:
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
-        call = self._engines.decode.call(decode, METHOD, {"id": request_id})
+        call = self._engines.decode.call(decode, WAIT_FOR_COUNTS, {"id": request_id})
         measured_counts = MeasuredCounts(call, lambda counts, tokens: shapes.append(counts.shape))
         try:
             await _read(self._generate(decode, request_id))

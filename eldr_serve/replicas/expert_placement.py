@@ -1,11 +1,11 @@
-"""Apply an expert placement to the engine of a replica, for the calls of `fleet.expert_swap`."""
+"""Apply an expert placement to the engine of a replica, for the calls of PLACE_EXPERTS."""
 
 from __future__ import annotations
 
 import msgspec
 
+from eldr_serve.engine.methods import ExpertsChange
 from eldr_serve.engine.protocol import Engine
-from eldr_serve.fleet.expert_swap import ExpertsChange
 
 
 async def place_experts(engine: Engine, body: bytes) -> bytes:

@@ -19,11 +19,9 @@ from eldr_serve.channel import Answer, CallFailedError
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WARM
+from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
-from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
-from eldr_serve.fleet import drain, expert_swap, measured_counts
-from eldr_serve.fleet.fleet import SLOT_METHODS
-from eldr_serve.fleet.report_fields import (
+from eldr_serve.engine.report_fields import (
     ADDRESS,
     BLOCK_TOKENS,
     EXPERTS,
@@ -33,6 +31,7 @@ from eldr_serve.fleet.report_fields import (
     REPORT_NUMBER,
     SLOTS,
 )
+from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.queues.reports import Meter
@@ -249,12 +248,12 @@ class DecodeServer(EngineServer):
         }
 
     async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer and of the modules measured_counts, expert_swap and drain."""
-        if method == measured_counts.METHOD:
+        """Answer the calls of an EngineServer and the calls for counts, placements and draining."""
+        if method == WAIT_FOR_COUNTS:
             answer.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(header["id"])))
-        elif method == expert_swap.METHOD:
+        elif method == PLACE_EXPERTS:
             answer.send(await place_experts(self._engine, body), 0)
-        elif method == drain.METHOD:
+        elif method == DRAIN:
             self._channel.leave()
             answer.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
         else:

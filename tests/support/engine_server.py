@@ -12,7 +12,7 @@ from eldr_serve.channel import Call, Channel
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.calls import decode_header
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
-from eldr_serve.fleet.report_fields import ADDRESS
+from eldr_serve.engine.report_fields import ADDRESS
 
 COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
+from eldr_serve.engine.methods import SLOT_METHODS
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.fleet import SLOT_METHODS
 from eldr_serve.fleet.waiters import Waiters
 from eldr_serve.replicas.servers import describe
 

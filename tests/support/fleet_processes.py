@@ -16,8 +16,8 @@ from ray import serve
 
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.engine.report_fields import ADDRESS
 from eldr_serve.fleet.directory import directory
-from eldr_serve.fleet.report_fields import ADDRESS
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.http_server import HttpServer

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
-from eldr_serve.fleet.report_fields import SLOTS
 from eldr_serve.queues.due_estimate import QueuedCall
 from eldr_serve.queues.reports import QueueReport
 from tests.support.request_path import on_virtual_time

@@ -14,9 +14,10 @@ from eldr_serve.channel.address import Address
 from eldr_serve.cli import app as command
 from eldr_serve.commands import client as operator
 from eldr_serve.commands.client import Client
+from eldr_serve.engine.methods import DRAIN
+from eldr_serve.engine.report_fields import ADDRESS
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.fleet.drain import METHOD, drain
-from eldr_serve.fleet.report_fields import ADDRESS
+from eldr_serve.fleet.drain import drain
 from eldr_serve.replicas import servers
 from tests.support.engine_server import generate, serving
 from tests.support.fake_fleet import FakeFleet, Sent
@@ -26,7 +27,7 @@ from tests.support.ingress_app import KEY, running_app
 
 def fleet(*names: str) -> Any:
     async def answer(sent: Sent) -> AsyncIterator[Any]:
-        assert sent.method == METHOD
+        assert sent.method == DRAIN
         yield msgspec.msgpack.encode(3), 0
 
     return FakeFleet(answer, *names)
@@ -41,7 +42,7 @@ async def test_a_drained_replica_counts_its_calls_and_refuses_others_on_every_ch
         call = generate(channel, tokens=5000)
         assert await call.read() is not None
         for _ in range(2):  # the request may be repeated
-            chunk = await channel.call(METHOD, {}).read()
+            chunk = await channel.call(DRAIN, {}).read()
             assert chunk is not None
             assert msgspec.msgpack.decode(chunk.payload) == 1
         await wait_until(lambda: not channel.open)
@@ -52,7 +53,7 @@ async def test_a_drained_replica_counts_its_calls_and_refuses_others_on_every_ch
         await server.check_health()  # Serve keeps it
         call.cancel()
         await call.wait_until_ended()
-        again = await channel.call(METHOD, {}).read()
+        again = await channel.call(DRAIN, {}).read()
         assert again is not None
         assert msgspec.msgpack.decode(again.payload) == 0
 

@@ -12,12 +12,13 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.engine.fake import FakeEngine
+from eldr_serve.engine.methods import PLACE_EXPERTS
+from eldr_serve.engine.report_fields import EXPERTS
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import placement_id
 from eldr_serve.experts.routing_table import ExpertPlacement
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.expert_swap import METHOD, place_everywhere
-from eldr_serve.fleet.report_fields import EXPERTS
+from eldr_serve.fleet.expert_swap import place_everywhere
 from eldr_serve.replicas import servers
 from eldr_serve.replicas.expert_placement import place_experts
 from tests.support.engine_server import serving
@@ -59,7 +60,7 @@ def engines() -> dict[str, Ranked]:
 @pytest.fixture
 def fleet(engines: dict[str, Ranked]) -> Any:
     async def answer(sent: Sent) -> AsyncIterator[Any]:
-        assert sent.method == METHOD
+        assert sent.method == PLACE_EXPERTS
         yield await place_experts(engines[sent.replica], sent.body), 0
 
     return FakeFleet(answer, *engines)
@@ -139,7 +140,7 @@ async def test_a_placement_needs_the_admin_key() -> None:
 
 async def test_a_decode_replica_reports_its_placement() -> None:
     async with serving(servers.DecodeServer, engine=Ranked.start, router_name="router") as (server, channel):
-        chunk = await channel.call(METHOD, {}, body()).read()
+        chunk = await channel.call(PLACE_EXPERTS, {}, body()).read()
         assert chunk is not None
         stats = server.report()
         assert stats[EXPERTS]["placement"] == PLACED.id
@@ -151,7 +152,7 @@ async def test_a_decode_replica_reports_its_placement() -> None:
 async def test_an_engine_without_expert_parallelism_refuses_a_placement() -> None:
     async with serving(servers.DecodeServer, router_name="router") as (server, channel):
         with pytest.raises(CallFailedError, match="cannot be moved") as failure:
-            await channel.call(METHOD, {}, body()).read()
+            await channel.call(PLACE_EXPERTS, {}, body()).read()
         assert failure.value.status == 400
         assert EXPERTS not in server.report()
 

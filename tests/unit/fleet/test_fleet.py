@@ -9,10 +9,11 @@ import pytest
 
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.channel.address import Address
+from eldr_serve.engine.methods import SLOT_METHODS
+from eldr_serve.engine.report_fields import ADDRESS
 from eldr_serve.fleet import fleet as fleet_module
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.fleet import SLOT_METHODS, Fleet
-from eldr_serve.fleet.report_fields import ADDRESS
+from eldr_serve.fleet.fleet import Fleet
 from tests.support.fake_router import wait_until
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.fleet.report_fields import KV_USAGE, REPORT_NUMBER
 
 
 class TimedKvUsage(KvUsage):

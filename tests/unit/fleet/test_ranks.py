@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.engine.calls import decode_header
+from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, RANKS, REPORT_NUMBER, SLOTS
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.drain import drain
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import FAILURES, OutlierDetector
-from eldr_serve.fleet.report_fields import KV_USAGE, QUEUE, RANKS, REPORT_NUMBER, SLOTS
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.replicas import servers
 from eldr_serve.scheduling import StepSums

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER, SLOTS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.fleet.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER, SLOTS
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions

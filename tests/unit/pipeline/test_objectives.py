@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eldr_serve.engine.report_fields import BLOCK_TOKENS, QUEUE, SLOTS
 from eldr_serve.errors import OverloadedError
-from eldr_serve.fleet.report_fields import BLOCK_TOKENS, QUEUE, SLOTS
 from eldr_serve.objective import Objective
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath

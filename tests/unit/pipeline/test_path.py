@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError, SlowReaderError
 from eldr_serve.engine.calls import EXPERT_COUNTS, prefill_header
+from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.fleet.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.pipeline import kv_release
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.channel import ChannelLostError
+from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.fleet.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from tests.support.clock import Clock
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal

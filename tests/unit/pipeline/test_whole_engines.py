@@ -13,11 +13,12 @@ import pytest
 
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.engine.calls import CACHED_TOKENS
+from eldr_serve.engine.methods import WAIT_FOR_COUNTS
+from eldr_serve.engine.report_fields import BLOCK_TOKENS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
 from eldr_serve.fleet.outliers import FAILURES
-from eldr_serve.fleet.report_fields import BLOCK_TOKENS
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.queues.throughput import DEFAULT_RATE
@@ -30,7 +31,7 @@ from tests.support.request_path import COUNTS, Pipeline, pack_ids, request_conte
 
 async def whole_engine(sent: Sent) -> Any:
     """Report the prompt's counts to one call, and generate two tokens for the other."""
-    if sent.method == measured_counts.METHOD:
+    if sent.method == WAIT_FOR_COUNTS:
         yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))
         return
     for _ in range(50):  # iterations of the event loop
@@ -47,7 +48,7 @@ async def test_a_whole_engine_gets_the_request_unchanged_and_reports_its_counts(
     assert (placed.prompt_tokens, given) == (3, None)
     assert pipeline.client.token_ids[0].tolist() == [5, 6, 7]
     counted, sent = pipeline.decode.requests
-    assert (counted.method, sent.method) == (measured_counts.METHOD, "generate")
+    assert (counted.method, sent.method) == (WAIT_FOR_COUNTS, "generate")
     assert counted.replica == sent.replica == "d0"
     assert sent.header["id"] == counted.header["id"]
     assert not sent.header["token_ids"]  # the engine applies its own template
@@ -87,7 +88,7 @@ async def test_block_hashes_are_sent_to_the_router_if_decode_engines_prefill() -
 
 async def test_predicted_and_measured_cached_tokens_are_counted_together() -> None:
     async def reporting(sent: Sent) -> Any:
-        if sent.method != measured_counts.METHOD:
+        if sent.method != WAIT_FOR_COUNTS:
             yield b"a"
             yield {CACHED_TOKENS: 3.0}
 
@@ -127,7 +128,7 @@ async def test_requests_succeed_without_measured_counts(monkeypatch: pytest.Monk
     monkeypatch.setattr(measured_counts, "_LATER_S", 0.001)
 
     async def silent(sent: Sent) -> Any:
-        if sent.method == measured_counts.METHOD:
+        if sent.method == WAIT_FOR_COUNTS:
             await asyncio.sleep(60)
         elif sent.replica == "d0":
             raise RuntimeError("no memory")
@@ -182,7 +183,7 @@ async def test_prompt_sizes_are_learnt_from_true_counts_and_not_from_estimates(
 
 async def test_the_prompt_of_a_resumed_answer_includes_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async def lost_once(sent: Sent) -> Any:
-        if sent.method == measured_counts.METHOD:
+        if sent.method == WAIT_FOR_COUNTS:
             return
         if not sent.header["generated"]:
             yield b"a", 2, pack_ids(8, 9)

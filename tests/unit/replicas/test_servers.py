@@ -14,9 +14,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import expert_counts_of, prefill_header
-from eldr_serve.fleet import measured_counts
-from eldr_serve.fleet.fleet import SLOT_METHODS
-from eldr_serve.fleet.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
+from eldr_serve.engine.methods import SLOT_METHODS, WAIT_FOR_COUNTS
+from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
 from eldr_serve.pipeline.split_prefill import prefill_answer
 from eldr_serve.replicas import servers
 from eldr_serve.scheduling import BlockChanges, StepSums
@@ -153,7 +152,7 @@ async def test_only_calls_that_need_a_slot_count_as_load(monkeypatch: pytest.Mon
     options: Any = {"router_name": "router", "deployment_config": {"max_ongoing_requests": 2}}
     async with serving(servers.DecodeServer, **options) as (server, channel):
         monkeypatch.setattr(server._engine, "wait_for_counts", lambda request_id: asyncio.Event().wait())
-        counts = [channel.call(measured_counts.METHOD, {"id": name}) for name in ("a", "b")]
+        counts = [channel.call(WAIT_FOR_COUNTS, {"id": name}) for name in ("a", "b")]
         answers = [generate(channel, name, tokens=10**6) for name in ("a", "b")]
         await asyncio.gather(*(answer.read() for answer in answers))  # neither is refused
         assert (server._channel.in_flight, channel.in_flight) == (4, 4)

@@ -1,0 +1,44 @@
+"""Names of methods that a replica's channel answers, and the body of `PLACE_EXPERTS`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_serve.errors import BadRequestError, one_line_message
+from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
+
+DRAIN = "drain"
+WAIT_FOR_COUNTS = "expert_counts"  # see protocol.Engine.wait_for_counts
+PLACE_EXPERTS = "place_experts"
+# Methods whose calls need one of an engine's slots; other calls, such as those for expert counts, need none.
+SLOT_METHODS = frozenset({"generate", "prefill"})
+
+
+class ExpertsChange(BaseModel):
+    """Body of PUT /eldr/experts, and of the call that follows from it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    map: dict[str, Any] = Field(description="content of the placement's .json")
+    meta: dict[str, Any] = Field(description="content of its .meta.json")
+    load: list[list[float]] | None = Field(
+        default=None,
+        description="expected tokens per expert, [layers][experts], for replica choices that need them; "
+        "null: those of the placement",
+    )
+    replicas: list[str] | None = Field(default=None, description="decode replicas; null: all")
+
+    @classmethod
+    def parse(cls, body: bytes) -> tuple[ExpertsChange, ExpertPlacement]:
+        """Return the body and its placement; raise BadRequestError if they are invalid."""
+        try:
+            change = cls.model_validate_json(body)
+            placement = ExpertPlacement.parse(
+                json.dumps(change.map).encode() + b"\n", json.dumps(change.meta), ("map", "meta")
+            )
+        except (ValidationError, ArtifactError) as error:
+            raise BadRequestError(one_line_message(error)) from error
+        return change, placement
