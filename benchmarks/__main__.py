@@ -80,8 +80,8 @@ SERVING = {
     "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
-# They need a GPU, an extra, and published routes.
-NOT_HERE = {"gpu", "gpu_application", "step_cost", "gpu_cost", "tail_price"}
+# They need a GPU, an extra, published routes, and a trace.
+NOT_HERE = {"gpu", "gpu_application", "step_cost", "gpu_cost", "tail_price", "barrier"}
 
 
 def bench(

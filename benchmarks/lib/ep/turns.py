@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Annotated, Any, TypeVar
 
@@ -15,12 +16,13 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.lib.ep.engine import Decoded, EpEngine
+from benchmarks.lib.ep.engine import Decoded
 from eldr_serve.commands.errors import UserInputError
 from loadgen.journal import Journal
 
 Ints = NDArray[np.int64]
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
+Engine = TypeVar("Engine")
 HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
 PROMPT = 65  # maximum tokens of a prompt, since only decode is measured
 SKIPPED = 2  # decode steps after the prefill that no figure includes
@@ -33,14 +35,14 @@ Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the sa
 def measure_in_turns(
     journal: Journal,
     keys: Iterable[Key],
-    engine: Callable[[], EpEngine],
-    measure: Callable[[EpEngine, Key], Any],
+    engine: Callable[[], AbstractContextManager[Engine]],
+    measure: Callable[[Engine, Key], Any],
     minutes: float | None,
 ) -> dict[Key, Any]:
     """Return the measurement of each key, in this order; measure only those that the journal lacks.
 
     Args:
-        engine: called if anything is left to measure.
+        engine: called if anything is left to measure; returns a context with what `measure` needs.
         measure: function that returns a JSON-serialisable result.
         minutes: time limit, after which UserInputError is raised; None: no limit.
     """

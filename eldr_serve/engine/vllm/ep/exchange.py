@@ -19,18 +19,21 @@ class RankBatches:
 
     Attributes:
         sizes: number of tokens of each rank in the current forward; 0 for a rank without requests.
+        forwards: number of forwards begun, which is the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sizes = [0] * self.ranks
+        self.forwards = 0
 
     def begin(self, tokens: int) -> None:
         """Begin a forward: exchange the numbers of tokens, of which this rank has `tokens`."""
         gathered = torch.empty(self.ranks, dtype=torch.int64)
         dist.all_gather_into_tensor(gathered, torch.tensor([tokens]), group=self._group)
         self.sizes = gathered.tolist()
+        self.forwards += 1
 
     def gather(self, *parts: Tensor) -> list[Tensor]:
         """Return the rows of all ranks, in the order of ranks.

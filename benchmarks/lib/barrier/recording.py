@@ -1,0 +1,38 @@
+"""Record the steps of data-parallel ranks, in vLLM's engine cores; set as `scheduler_cls` of an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.barrier.steps import FOLDER, file_of
+from eldr_serve.engine.vllm.compat.ep_ranks import rank_batches
+from eldr_serve.engine.vllm.scheduler import EldrAsyncScheduler
+
+
+class RecordingScheduler(EldrAsyncScheduler):
+    """The decode engines' scheduler, which also writes a line for each step of its rank.
+
+    A line is a JSON list: the number of the step's forward, which is the same on all ranks; the rank's
+    requests; the KV tokens that they attend to; time.perf_counter() when the step was scheduled, s. Steps
+    without requests have no line. The environment variable FOLDER names the folder of the files.
+    """
+
+    def __init__(self, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(vllm_config, *arguments, **named)
+        path = file_of(Path(os.environ[FOLDER]), vllm_config.parallel_config.data_parallel_rank)
+        self._steps = path.open("w", buffering=1)
+
+    def schedule(self, *arguments: Any, **named: Any) -> Any:
+        """Schedule a step, and write its line."""
+        output = super().schedule(*arguments, **named)
+        if scheduled := output.num_scheduled_tokens:
+            # Scheduler and model run in one process, so all earlier forwards have begun.
+            forward = rank_batches().forwards + 1
+            kv_tokens = sum(self.requests[name].num_computed_tokens for name in scheduled)
+            line = [forward, len(scheduled), kv_tokens, time.perf_counter()]
+            self._steps.write(f"{json.dumps(line)}\n")
+        return output

@@ -1,0 +1,129 @@
+"""The result table of `barrier`: each policy beside the baseline and its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.lib.barrier.predicted import Prediction
+from benchmarks.lib.barrier.trial import Trial
+from loadgen.statistics import Interval, Sample, interval, relative_percent, resampled_counts
+
+BASE = "shortest-queue"
+QUANTILES = (0.5, 0.99)
+MEASURES = ("spread", "imbalance")
+_BLOCKS = 20  # parts of a trial, the units of an interval if there are few rounds; steps alone would depend
+
+Floats = NDArray[np.float64]
+Values = tuple[float, Floats]  # a figure, and the same of each resample
+
+
+def policy_rows(
+    trace: str,
+    trials: Mapping[str, Sequence[Trial]],
+    predictions: Mapping[str, Sequence[Prediction]],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Return a row for each policy.
+
+    `spread` is the largest less the smallest number of KV tokens of a rank, `imbalance` the number of ranks
+    times the largest less the sum, both as means over steps. `*_below` is how many times less they are than
+    those of BASE, and `*_change_pct` the change against BASE. Intervals resample rounds if there are four or
+    more, else requests within rounds, and parts of trials.
+
+    Args:
+        trials, predictions: by policy; those of all rounds, which have equal requests for all policies.
+    """
+    sent = max(trial.sent for mine in trials.values() for trial in mine)
+    measured = {policy: _figures(mine, sent, seed) for policy, mine in trials.items()}
+    simulated = {policy: _simulated(mine) for policy, mine in predictions.items()}
+    rows = []
+    for policy, own in trials.items():
+        row = {"trace": trace, "policy": policy, **_counts(own)}
+        for name, values in measured[policy].items():
+            expected = simulated[policy][name]
+            column, change = _compare(name, values, measured[BASE][name])
+            expected_change = _compare(name, _exact(expected), _exact(simulated[BASE][name]))[1].value
+            _put(row, name, interval(*values))
+            _put(row, column, None if policy == BASE else change)
+            row[f"simulated_{name}"] = expected
+            row[f"simulated_{column}"] = None if policy == BASE else expected_change
+            row[f"{name}_error_pct"] = 100 * (expected / values[0] - 1)
+        rows.append(row)
+    return rows
+
+
+def _counts(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return sums and means that have no interval."""
+    steps = [trial.steps for trial in trials]
+    return {
+        "rounds": len(trials),
+        "requests": sum(len(trial.tpot_ms) for trial in trials),
+        "failures": sum(sum(trial.errors.values()) for trial in trials),
+        "steps": sum(len(s.seconds) for s in steps),
+        "batch_size": float(np.mean(np.concatenate([s.requests for s in steps]))),
+        "kv_tokens": float(np.mean(np.concatenate([s.kv_tokens for s in steps]))),
+        "step_ms": 1e3 * float(np.nanmean(np.concatenate([s.seconds for s in steps]))),
+        "tokens_per_s": float(np.mean([s.tokens_per_s for s in steps])),
+        "ttft_p50_ms": float(np.nanmedian(np.concatenate([trial.ttft_ms for trial in trials]))),
+    }
+
+
+def _figures(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
+    """Return the quantiles of TPOT and the means of MEASURES; no trial sent more than `sent` requests."""
+    return _times(trials, sent, seed) | _imbalances(trials, seed)
+
+
+def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
+    """Return the quantiles of TPOT, ms; requests of equal number in a round are drawn together."""
+    counts = resampled_counts(np.repeat(np.arange(len(trials)), sent), seed=seed)
+    ms = np.concatenate([trial.tpot_ms for trial in trials])
+    units = np.concatenate([sent * round_ + trial.number for round_, trial in enumerate(trials)])
+    known = np.isfinite(ms)  # one token has no time per token
+    sample = Sample(ms[known], units[known])
+    draws = sample.resampled(counts, QUANTILES)
+    return {_quantile_name(q): (sample.quantile(q), draws[:, n]) for n, q in enumerate(QUANTILES)}
+
+
+def _imbalances(trials: Sequence[Trial], seed: int) -> dict[str, Values]:
+    """Return the means over steps of MEASURES."""
+    counts = resampled_counts(np.repeat(np.arange(len(trials)), _BLOCKS), seed=seed)
+    figures = {}
+    for name in MEASURES:
+        by_trial = [getattr(trial.steps, name) for trial in trials]
+        parts = [part for steps in by_trial for part in np.array_split(steps, _BLOCKS)]
+        sums, sizes = (np.array([float(measure(part)) for part in parts]) for measure in (np.sum, len))
+        figures[f"{name}_tokens"] = (float(sums.sum() / sizes.sum()), (counts @ sums) / (counts @ sizes))
+    return figures
+
+
+def _simulated(predictions: Sequence[Prediction]) -> dict[str, float]:
+    """Return the same figures of all rounds together, simulated."""
+    ms = np.concatenate([prediction.tpot_ms for prediction in predictions])
+    figures = {_quantile_name(q): float(np.quantile(ms, q)) for q in QUANTILES}
+    means = {f"{name}_tokens": float(np.mean([getattr(p, name) for p in predictions])) for name in MEASURES}
+    return figures | means
+
+
+def _quantile_name(q: float) -> str:
+    return f"tpot_p{100 * q:.0f}_ms"
+
+
+def _exact(value: float) -> Values:
+    return value, np.array([value])
+
+
+def _compare(name: str, values: Values, base: Values) -> tuple[str, Interval]:
+    """Return the column of the comparison with BASE, and its value."""
+    if name.endswith("_ms"):
+        return f"{name}_change_pct", relative_percent(values[0], base[0], values[1], base[1])
+    with np.errstate(divide="ignore"):
+        times = np.divide(base[0], values[0]), np.divide(base[1], values[1])
+    return f"{name.removesuffix('_tokens')}_below", interval(*times)
+
+
+def _put(row: dict[str, Any], name: str, figure: Interval | None) -> None:
+    row[name], row[f"{name}_low"], row[f"{name}_high"] = figure or (None, None, None)
