@@ -105,7 +105,9 @@ def capture(
     tokens: Annotated[Path, typer.Option(help="JSON of token ids to write.")],
     requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
-    max_prompt_tokens: Annotated[int, typer.Option(min=32, help="Longer prompts lose their start.")] = 1024,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=32, help="Longer prompts are cut at the start.")
+    ] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     device: options.Device = "cpu",
 ) -> None:

@@ -44,9 +44,9 @@ from benchmarks.lib.barrier.trial import ClosedLoop, Trial, timed_loop
 from benchmarks.lib.client import Send, closed_loop, errors, sender, session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.ep.turns import Minutes, in_turns
-from benchmarks.lib.live import serving
-from benchmarks.lib.replay.schedule import widened
+from benchmarks.lib.ep.turns import Minutes, measure_in_turns
+from benchmarks.lib.live import serve_without_table
+from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import Client
 from eldr_serve.commands.errors import UserInputError, run
 from eldr_serve.scheduling import Policy, make_policy
@@ -106,7 +106,7 @@ def _service(arguments: dict[str, Any], folder: Path, stems: list[list[int]], po
     """Run the application; the prefill engine has all stems in its prefix cache."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with serving(arguments, port=port) as service:
+    with serve_without_table(arguments, port=port) as service:
         asyncio.run(_send_one_by_one(sender(service.url), [request_body(stem, 2) for stem in stems]))
         yield service
 
@@ -247,10 +247,10 @@ def barrier(
     journal = Journal(work / "barrier.jsonl", inputs)
 
     def start() -> AbstractContextManager[Client]:
-        model = widened(_INTERMEDIATE, work, heads=heads)
+        model = widen_model(_INTERMEDIATE, work, heads=heads)
         return _service(barrier_arguments(deployment, model, **sizes), folder, stems, port)
 
-    measured = in_turns(journal, schedule([*lengths], names, rounds, seed), start, measure, minutes)
+    measured = measure_in_turns(journal, schedule([*lengths], names, rounds, seed), start, measure, minutes)
     rows: list[dict[str, Any]] = []
     for name, of_trace in lengths.items():
         trials = trials_of(name, names, rounds, measured)

@@ -1,4 +1,4 @@
-"""A connection between an ingress replica and an engine replica that carries all calls between the two."""
+"""A TCP connection that carries all calls of an ingress to one engine replica or to the router."""
 
 from eldr_serve.channel.calls import Call, Chunk, OpenCall
 from eldr_serve.channel.client import Channel

@@ -340,7 +340,9 @@ class _Connection(Peer):
         if kind != Kind.HELLO:
             raise BrokenFrameError("the first frame is not a hello")
         if version != bytes([VERSION]):
-            raise BrokenFrameError(f"it speaks version {version[0] if version else '?'} and not {VERSION}")
+            raise BrokenFrameError(
+                f"its protocol version is {version[0] if version else '?'}, it must be {VERSION}"
+            )
         if not self._server.accepts_secret(secret):
             raise BrokenFrameError("the secret is wrong")
         self.authenticated = True

@@ -20,7 +20,7 @@ _LOGGED_BYTES = 1000  # start of the body that is logged; the hash covers all of
 class Audit:
     """One line of JSON about one request to /eldr.
 
-    `what` is the start of a textual body, and `sha256` the hash of the whole body. `key_sha256` is the start
+    `what` is the start of an ASCII body, and `sha256` the hash of the whole body. `key_sha256` is the start
     of the admin key's hash if the key was right; nothing of wrong keys is logged.
     """
 

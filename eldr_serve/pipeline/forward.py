@@ -23,9 +23,9 @@ async def forward(services: Services, method: str, header: Mapping[str, Any], bo
     if not in_flight:
         raise OverloadedError("no decode replica can be reached")
     worker = min(services.outliers.usable_workers, key=lambda name: (in_flight[name], random.random()))
-    limit_s = services.options.first_token_timeout_s
+    timeout_s = services.options.first_token_timeout_s
     call = fleet.call(worker, method, header, body)
-    call.expect(limit_s, limit_s)  # from now: the call needs no slot, so it waits for no other request
+    call.expect(timeout_s, timeout_s)  # from now: the call needs no slot, so it waits for no other request
     try:
         answer = await call.read()
     except CallTimeoutError as error:

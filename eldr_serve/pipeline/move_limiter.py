@@ -1,4 +1,4 @@
-"""Limit the answers that move from decode engines that leave to others, in one ingress."""
+"""Limit, in one ingress, how many answers move off draining decode engines at once."""
 
 from __future__ import annotations
 

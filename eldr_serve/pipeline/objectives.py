@@ -23,7 +23,7 @@ from eldr_serve.request import needs_whole_engine
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import DecodeLoads
 
-_ROUTER_LIMIT_S = 0.1  # without the router's answer in this time, the TPOT is not predicted
+_ROUTER_TIMEOUT_S = 0.1  # without the router's answer in this time, the TPOT is not predicted
 _MAX_CACHED_SHARE = 0.95
 
 
@@ -118,7 +118,7 @@ class Objectives:
         if self._engines.whole and context.prompt_ids is not None:
             blocks = context.blocks(context.prompt_ids, self._engines.decode.directory.block_tokens)
         try:
-            async with asyncio.timeout(_ROUTER_LIMIT_S):
+            async with asyncio.timeout(_ROUTER_TIMEOUT_S):
                 return await self._client.decode_loads(blocks)
         except ACTOR_UNAVAILABLE:
             return None

@@ -44,14 +44,14 @@ class RequestContext:
         client_disconnected: the client disconnected before the end.
 
         failures: failures of the attempts.
-        left_workers: decode workers from which the answer has moved because their replicas leave.
+        left_workers: decode workers off which the answer has moved because their replicas drain.
         num_prefills: number of prefill calls, including failed ones.
         prefilled_ids: uint32[n], the prompt's token ids, from the prefill engine's answer; None before it.
         tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
         answer: the answer so far.
 
         prediction: predicted latencies, if the request has an objective.
-        late_workers: workers that prefill, at which it would miss its objective.
+        late_workers: prefill workers at which the request would miss its objective.
         first_token_s: time of the first token, time.monotonic().
     """
 

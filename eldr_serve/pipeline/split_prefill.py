@@ -94,7 +94,7 @@ class SplitPrefill:
         return prompt
 
     async def prefill(self, context: RequestContext) -> PreparedPrompt:
-        """Prefill the prompt; return it as it is if a decode engine is to compute it.
+        """Prefill the prompt; return it without prefill if a decode engine must compute it.
 
         Raises:
             OverloadedError: no engine has room, or none can be reached.
@@ -139,8 +139,8 @@ class SplitPrefill:
             header["prompt_tokens"] = ticket.num_tokens
             with context.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", header, request.body)
-                limit_s = self._options.prefill_timeout_s
-                call.expect(limit_s, limit_s, since=lambda: queued_call.due_s)
+                timeout_s = self._options.prefill_timeout_s
+                call.expect(timeout_s, timeout_s, since=lambda: queued_call.due_s)
                 result = await prefill_answer(call)
         except CallFailedError as error:
             if error.status < 500:

@@ -28,7 +28,7 @@ from eldr_serve.router_client.client import RouterClient
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
-_LIMIT_S = 60.0
+_TIMEOUT_S = 60.0
 _FIRST_PERIOD_S = 0.2  # until the first pair is warm, since the service is starting
 _WHOLE = ""  # in place of a pair's prefill engine
 
@@ -94,7 +94,7 @@ class Warmup:
 
     async def _try_pair(self, prefill: str, decode: str) -> None:
         try:
-            async with asyncio.timeout(_LIMIT_S):  # a pair that hangs must not delay the others
+            async with asyncio.timeout(_TIMEOUT_S):  # a pair that hangs must not delay the others
                 if prefill == _WHOLE:
                     await self._warm_whole(decode)
                 else:

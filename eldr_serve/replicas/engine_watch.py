@@ -44,19 +44,19 @@ class EngineWatch:
         engine: the engine of this replica.
         channel: the channel server through which the engine is called.
         role: role of this process, for the metrics.
-        limit_s: a core that answers nothing for this time hangs, s. Time in which this process itself was
-            stopped does not count.
+        timeout_s: time without an answer after which the core counts as hung, s. Time in which this process
+            itself was stopped does not count.
 
     Attributes:
         has_answered: whether the engine has answered a client. Before, it may be compiling: no limit applies.
         lost_reason: the reason why the engine is not called now, or None.
     """
 
-    def __init__(self, engine: Engine, channel: ChannelServer, role: str, limit_s: float) -> None:
+    def __init__(self, engine: Engine, channel: ChannelServer, role: str, timeout_s: float) -> None:
         self._engine = engine
         self._channel = channel
         self._role = role
-        self._limit_s = limit_s
+        self._timeout_s = timeout_s
         self._metrics = ReplicaMetrics()
         self._check_soon = asyncio.Event()
         self.has_answered = False
@@ -89,8 +89,8 @@ class EngineWatch:
                     stopped = await asyncio.to_thread(_stopped_child)
                     if stopped is not None:
                         self._mark_lost(f"process {stopped} of its core is stopped")
-                if silent_s >= self._limit_s and self.has_answered:
-                    self._mark_lost(f"its core has answered nothing for {self._limit_s:g} s")
+                if silent_s >= self._timeout_s and self.has_answered:
+                    self._mark_lost(f"its core has answered nothing for {self._timeout_s:g} s")
                 waited_s = await self._wait()
                 if ping is not None:
                     silent_s += waited_s

@@ -16,7 +16,7 @@ from eldr_serve.signatures.settings import pool_actor_name
 
 logger = logging.getLogger(__name__)
 
-_CALL_LIMIT_S = 10.0
+_CALL_TIMEOUT_S = 10.0
 
 
 class PoolClient:
@@ -59,7 +59,7 @@ class PoolClient:
         try:
             if index not in self._handles:
                 self._handles[index] = await asyncio.to_thread(self._find, self._names[index])
-            async with asyncio.timeout(_CALL_LIMIT_S):
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
                 self._shares[index] = float(await self._handles[index].add.remote(list(samples)))
         except (ValueError, RayError, TimeoutError) as error:
             self.dropped += len(samples)

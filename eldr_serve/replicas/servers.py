@@ -56,7 +56,7 @@ class EngineServer:
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
         engine: starts an engine.
-        stall_timeout_s: an engine whose core answers nothing for this time hangs, s.
+        stall_timeout_s: time without an answer of its core after which the engine counts as hung, s.
     """
 
     _engine: Engine
@@ -199,7 +199,7 @@ class DecodeServer(EngineServer):
 
     It reports the costs of its steps and changes of its prefix cache to the router, and samples of its
     requests to the signature pool. If its engine has data-parallel ranks, each is a worker of the router with
-    own reports.
+    its own reports.
 
     Args:
         application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without

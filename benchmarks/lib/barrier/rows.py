@@ -84,7 +84,7 @@ def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
     units = np.concatenate([sent * round_ + trial.number for round_, trial in enumerate(trials)])
     known = np.isfinite(ms)  # one token has no time per token
     sample = Sample(ms[known], units[known])
-    draws = sample.resampled(counts, QUANTILES)
+    draws = sample.resample(counts, QUANTILES)
     return {_quantile_name(q): (sample.quantile(q), draws[:, n]) for n, q in enumerate(QUANTILES)}
 
 

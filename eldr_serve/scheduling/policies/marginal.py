@@ -21,8 +21,8 @@ _MAX_EXACT_WORKERS = 512
 _FINALISTS = 32
 _DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
 _ANSWER_MEMORY = 64  # time constant of the mean length, answers
-# Times the median step time, and the mean batch, above which a tail power raises the cost. Step times are
-# estimated too low if answers use other experts than their prompts, so alone they let some batches grow.
+# Multiples of the median step time and of the mean batch; above them a tail power raises the cost. Step times
+# are estimated too low if answers use other experts than their prompts, so alone they let some batches grow.
 _SLOW = 1.05
 _LARGE = 1.5
 

@@ -89,7 +89,7 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -
 async def test_a_call_that_hangs_is_cancelled_and_its_blocks_are_released(
     leg: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warmup, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(warmup, "_TIMEOUT_S", 0.05)
     monkeypatch.setattr(kv_release, "_NOTICE_S", 0.0)
     hangs = answer_with(asyncio.Event())
     prefill = FakeFleet(hangs if leg == "prefill" else good_prefill, "p0")

@@ -147,7 +147,7 @@ async def test_an_actor_is_looked_up_again_only_after_it_died() -> None:
 
 
 async def test_a_call_to_an_actor_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_client, "_CALL_LIMIT_S", 0.01)
+    monkeypatch.setattr(pool_client, "_CALL_TIMEOUT_S", 0.01)
     never = SimpleNamespace(add=SimpleNamespace(remote=lambda batch: asyncio.Event().wait()))
     client = PoolClient("eldr", 1, lambda name: never)
     assert await client.add(samples("a")) == 1.0

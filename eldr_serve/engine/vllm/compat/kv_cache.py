@@ -90,7 +90,7 @@ def forward_slots(layer: str) -> Tensor | None:
 
 
 def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
-    """Return the same from the arguments that Model Runner V2 passes to `start_load_kv`, else None."""
+    """Return a layer's KV slots from what Model Runner V2 passes to `start_load_kv`, or None."""
     attention = (load_kwargs.get("attn_metadata") or {}).get(layer)
     slots: Tensor | None = getattr(attention, "slot_mapping", None)
     return slots
