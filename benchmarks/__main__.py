@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 
 _GROUPS = {  # modules of several commands
     "ep_engine": ("ep_choice", "ep_shift"),

@@ -26,7 +26,8 @@ import psutil
 import typer
 
 from benchmarks.lib.cluster import ROOT, python_path, unwind_on_sigterm
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.results import print_table, publish
 
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL

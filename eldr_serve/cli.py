@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eldr_serve.commands.errors import USER_ERRORS, UserInputError
+from eldr_serve.commands.errors import USER_ERRORS
 from eldr_serve.commands.lazy import LazyCommand
 from eldr_serve.data_root import ROOT
+from eldr_serve.errors import UserInputError
 
 _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"

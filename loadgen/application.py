@@ -13,8 +13,8 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from eldr_serve.commands.client import Client, ServiceError
-from eldr_serve.commands.errors import UserInputError
 from eldr_serve.config.ray_settings import QUIET
+from eldr_serve.errors import UserInputError
 
 NAME = "eldr"
 _POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on

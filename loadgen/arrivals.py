@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.workload import Prompt
 
 

@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
+from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_whole
 from loadgen.figures import method, policy_rows, tpot_by_domain
 from loadgen.journal import Journal

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import httpx
 
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.trial import parse_policy
 from loadgen.workload import Prompt
 

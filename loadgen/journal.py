@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_whole
 
 _SETTINGS = "settings"  # key of the first line

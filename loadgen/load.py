@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
 from loadgen.statistics import LatencyObjective
 from loadgen.traces import read_trace, replay

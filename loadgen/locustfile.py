@@ -32,7 +32,7 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival
 from loadgen.load import Load, verdict
 from loadgen.sse import StreamError, StreamTiming, read_stream

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:

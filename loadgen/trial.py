@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.commands.client import Client, ServiceError, parse_parameters
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import policy_names
 from loadgen.journal import Journal
 

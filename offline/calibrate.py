@@ -24,11 +24,12 @@ import yaml
 from ray.exceptions import RayTaskError
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.data_root import model_folder
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.protocol import CalibrationEngine, Sampling
 from eldr_serve.engine.routes import unpack_routes
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts

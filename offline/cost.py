@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.fitting import Fit, fit
 from eldr_serve.gpu_cost.readings import Setting

@@ -28,8 +28,7 @@ from eldr_serve.commands.client import Client, ServiceError
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import Topology
-from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
 from eldr_serve.router.actor import actor_name
 from offline.placement.cost import LayerCost
 from offline.placement.director import director_placement, renewed_placement

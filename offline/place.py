@@ -13,11 +13,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from eldr_serve.experts.routing_table import ExpertPlacement, RoutingTable
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, hosts_of
+from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import write_all
 from loadgen.results import print_table
 from offline.placement.cost import LayerCost

@@ -20,8 +20,8 @@ import typer
 
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError, run
-from eldr_serve.errors import OverloadedError, SwapRefusedError
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import OverloadedError, SwapRefusedError, UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.router.actor import actor_name

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_all
 from loadgen.progress import progress_bar

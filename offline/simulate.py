@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.progress import progress_bar
 from loadgen.results import publish

@@ -21,8 +21,9 @@ import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
+from eldr_serve.errors import UserInputError
 
 _WEIGHTS = ROOT / "examples/demo_model/weights"
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")

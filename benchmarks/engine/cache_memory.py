@@ -21,9 +21,10 @@ import typer
 import yaml
 
 from benchmarks.lib import options
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.engine.vllm.capture.block_counts import BlockExpertCounts, cell_dtype
 from eldr_serve.engine.vllm.config import engine_kwargs
+from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
 GOAL_PCT = 0.5

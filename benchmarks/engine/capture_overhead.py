@@ -46,8 +46,9 @@ from benchmarks.lib.synthetic import (
     table_near,
     write_config,
 )
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import pack_counts, unpack_counts
 from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import publish, time_calls

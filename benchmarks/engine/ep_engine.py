@@ -40,7 +40,8 @@ from benchmarks.lib.ep.turns import (
     summary,
 )
 from benchmarks.lib.replay.schedule import widen_model
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, publish

@@ -24,7 +24,8 @@ from benchmarks.lib.capture import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, on_ranks
 from benchmarks.lib.ep.timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
 from benchmarks.lib.replay.schedule import widen_model
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent

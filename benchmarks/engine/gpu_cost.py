@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import options
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, expected_steps
 from eldr_serve.gpu_cost.fitting import fit

@@ -19,7 +19,8 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.plots import lines
 from loadgen.results import publish
 

@@ -39,7 +39,8 @@ from benchmarks.lib.synthetic import (
     L,
     write_config,
 )
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import StepSums
 from loadgen.plots import lines
 from loadgen.results import publish

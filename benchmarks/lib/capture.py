@@ -26,9 +26,10 @@ from benchmarks.lib import options
 from benchmarks.lib.engines import device_kwargs, weights_name
 from benchmarks.lib.ports import free_port
 from benchmarks.lib.replay.engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, pad_to_blocks
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.vllm.config import ONE_PROCESS
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_whole
 from examples.demo_model import WEIGHTS

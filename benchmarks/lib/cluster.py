@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 
 ROOT = Path(__file__).parents[2]
 # For the import of ray: no token, no usage reports. By default Ray's workers have niceness 15; beside a load

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from benchmarks.lib.replay.engine import Arrival, ReplayEngine, Steps
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 
 Served = tuple[dict[str, np.ndarray], Steps]
 

@@ -21,8 +21,8 @@ import yaml
 
 from benchmarks.lib.cluster import ROOT
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.commands.errors import UserInputError
 from eldr_serve.engine.vllm.config import engine_kwargs
+from eldr_serve.errors import UserInputError
 from examples.demo_model import WEIGHTS
 
 ENGINE_ENV = {

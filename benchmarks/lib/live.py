@@ -28,8 +28,8 @@ from benchmarks.lib.normalised_time import (
 )
 from benchmarks.lib.prompts import no_longer_than
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError
 from eldr_serve.config.ray_settings import QUIET
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import BASELINES, policy_rows
 from loadgen.journal import Journal

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.trial import Trial
 
 NORMALISED = "even"  # value of `clock` in stored rows whose times are normalised

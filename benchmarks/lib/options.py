@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import typer
 import yaml
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import make_policy
 
 Prompts = Annotated[Path, typer.Option(envvar="ELDR_PROMPTS", help="Folder of JSONL prompts with domains.")]

@@ -34,7 +34,8 @@ from benchmarks.lib.ep.turns import (
     summary,
 )
 from benchmarks.lib.replay.schedule import widen_model
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepCost, make_policy

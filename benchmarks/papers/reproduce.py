@@ -25,7 +25,8 @@ from benchmarks.papers.figures import (
     whole,
 )
 from benchmarks.papers.figures.common import Figure, Options
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.results import publish
 

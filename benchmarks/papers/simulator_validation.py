@@ -27,7 +27,8 @@ from benchmarks.engine.replays import POLICIES
 from benchmarks.lib.replay.command import Replayed, replay_command
 from benchmarks.lib.replay.rows import LAYERS
 from benchmarks.lib.replay.schedule import Bench, Case
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import StepSums
 from loadgen.plots import save
 from loadgen.results import publish

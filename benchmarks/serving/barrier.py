@@ -48,7 +48,8 @@ from benchmarks.lib.ep.turns import Minutes, measure_in_turns
 from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy, make_policy
 from eldr_serve.scheduling.policies.base import QueuedPolicy
 from eldr_serve.scheduling.policies.registry import policy_class

@@ -52,7 +52,8 @@ from benchmarks.lib.channel_ways import (
     serve,
 )
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
 _STARTS_S = 30.0

@@ -40,8 +40,9 @@ from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import MODEL, bodies
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
+from eldr_serve.errors import UserInputError
 from eldr_serve.pipeline.stage_latencies import WINDOW
 from loadgen.journal import Journal
 from loadgen.results import publish

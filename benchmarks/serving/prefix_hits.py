@@ -32,7 +32,8 @@ from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.prompts import MODEL
 from benchmarks.lib.whole.workloads import SHRINK, SHRINK_ANSWERS, conversations
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
 

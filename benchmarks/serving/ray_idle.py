@@ -25,8 +25,9 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
 from benchmarks.lib.fakes.service import fake_service, in_new_process
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
+from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import median_ci

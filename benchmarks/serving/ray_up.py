@@ -24,7 +24,8 @@ import yaml
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, unwind_on_sigterm, wait_ready
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
 _CLUSTER = "ray_cluster_local.yaml"

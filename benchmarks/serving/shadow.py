@@ -35,7 +35,8 @@ from benchmarks.lib.live import length_options, serve_without_table, wide_argume
 from benchmarks.lib.prompts import MODEL, no_longer_than
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import interval, resampled_counts

@@ -35,7 +35,8 @@ from benchmarks.lib.fakes.service import (
     in_new_process,
     request_body,
 )
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen import processes
 from loadgen.results import publish
 

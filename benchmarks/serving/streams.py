@@ -32,8 +32,9 @@ from benchmarks.lib.client import Answer, allow_open_files, complete, errors, mo
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
+from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
 _WAYS: dict[str, dict[str, str]] = {"proxy": {}, "haproxy": HAPROXY, "own": {}}

@@ -57,7 +57,8 @@ from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.lib.whole.report import at_mean_speed, means, rows
 from benchmarks.lib.whole.systems import POLICIES, Engines
 from benchmarks.lib.whole.workloads import Chains, many_domains, sessions, system_prompts
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar

@@ -13,8 +13,6 @@ from pydantic import ValidationError
 
 from eldr_serve.errors import UserInputError
 
-__all__ = ["USER_ERRORS", "UserInputError", "app_of", "exit_on_bad_input", "run"]
-
 # Any other exception is a fault of the program and ends with a traceback. A full disk or a lost connection is
 # an OSError without the name of a file.
 USER_ERRORS = (UserInputError, ValidationError, UnicodeDecodeError, json.JSONDecodeError, OSError)

@@ -11,11 +11,8 @@ from pydantic import Field
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
-from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, Element, SignatureSpec
-from eldr_serve.records import ArtifactError, Record, build, require
-
-__all__ = ["ArtifactError", "ExpertPlacement", "RoutingTable"]
+from eldr_serve.records import Record, build, require
 
 _UNIT_TOLERANCE = 1e-3
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from eldr_serve.errors import SwapRefusedError
-from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
+from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.records import ArtifactError
 from eldr_serve.router.messages import Settings
 from eldr_serve.scheduling import PlacementRequest, Policy, PolicyError, make_policy
 

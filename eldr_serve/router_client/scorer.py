@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.experts.online_predictor import OnlinePredictor
-from eldr_serve.experts.routing_table import ArtifactError, RoutingTable
+from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.records import ArtifactError
 from eldr_serve.router.messages import Settings
 from eldr_serve.scheduling import PlacementRequest
 

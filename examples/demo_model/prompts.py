@@ -12,7 +12,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.workload import Prompt, write_prompts
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 
 TASKS = ("code", "math", "medical", "legal")
 MAIN_LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")

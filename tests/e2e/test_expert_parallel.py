@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
-from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 from examples.demo_model import WEIGHTS
 from loadgen.processes import is_alive
 from loadgen.results import RESULTS

@@ -84,7 +84,7 @@ class Session:
     def swap(self, rows: Any, ranks: int = RANKS) -> Any:
         """Swap the placement like the client of a running engine."""
         from eldr_serve.engine.vllm.ep.swap import swap_placement
-        from eldr_serve.experts.routing_table import ExpertPlacement
+        from eldr_serve.experts.parallel.placement import ExpertPlacement
 
         async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
@@ -169,7 +169,7 @@ def main(model: str, expected: Path) -> None:
 
 def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     """Start 4 ranks with a placement, and migrate to others while they serve."""
-    from eldr_serve.experts.routing_table import ExpertPlacement
+    from eldr_serve.experts.parallel.placement import ExpertPlacement
 
     alone = json.loads(expected.read_text())
     config = {"placement": first, "replica_choice": "metro", "moves_per_slice": 24}

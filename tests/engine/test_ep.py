@@ -24,8 +24,7 @@ from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
-from eldr_serve.experts.parallel.placement import Topology
-from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
 from examples.demo_model import WEIGHTS
 from offline.placement.affinity import co_activation
 from offline.placement.cost import LayerCost

@@ -9,8 +9,7 @@ import torch
 from vllm.distributed.eplb.eplb_state import _commit_eplb_maps, compute_logical_maps
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
-from eldr_serve.experts.parallel.placement import Topology
-from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
 from offline.placement.affinity import co_activation, expert_load
 from offline.placement.eplb import activation_placement, eplb_placement
 from offline.placement.grace import grace_placement

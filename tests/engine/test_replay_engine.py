@@ -17,7 +17,8 @@ from benchmarks.lib.replay import command as replay_command
 from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from offline.simulation.calibration import fit_steps
 from tests.engine.scripts import ROOT
 from tests.support.processes import output

@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts

@@ -26,7 +26,8 @@ import typer
 from rich.console import Console
 
 from eldr_serve.commands.client import Client, ServiceError
-from eldr_serve.commands.errors import UserInputError, run
+from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
 from tests.fuzz.cases import Case, by_hand, known_cases

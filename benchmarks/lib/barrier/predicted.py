@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 
 from benchmarks.lib.barrier.steps import RankSteps
 from benchmarks.lib.barrier.trial import ClosedLoop
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy, StepCost
 from offline.simulation.cluster import Cluster
 from offline.simulation.requests import Requests

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from examples.demo_model import WEIGHTS
 from loadgen.traces import TraceRequest
 from loadgen.workload import read_prompts

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib.barrier.steps import RankSteps
 from benchmarks.lib.client import Answer, Send, errors, session
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 
 _TIMEOUT_S = 120.0  # slower requests count as failed
 

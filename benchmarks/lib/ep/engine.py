@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib.engine_pool import EngineProcesses
 from benchmarks.lib.replay.engine import ENGINE_ENV
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 
 Ints = NDArray[np.int64]
 

@@ -17,7 +17,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib.ep.engine import Decoded
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 
 Ints = NDArray[np.int64]

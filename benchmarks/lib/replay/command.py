@@ -15,7 +15,7 @@ from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.engines import check_device
 from benchmarks.lib.replay.rows import arm_rows
 from benchmarks.lib.replay.schedule import FIT_REQUESTS, Arm, Bench, Case, loads_of, widen_model
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_whole
 from loadgen.journal import Journal
 from loadgen.plots import bars

@@ -32,7 +32,7 @@ from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
 from benchmarks.lib.engine_pool import Replays
 from benchmarks.lib.engines import weights_name
 from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival, Steps
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.clustering import kmeans
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable

@@ -26,7 +26,7 @@ from benchmarks.papers.figures.common import (
     requests_at_batch,
 )
 from benchmarks.papers.figures.eldr import COST
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.scheduling import StepCost, make_policy

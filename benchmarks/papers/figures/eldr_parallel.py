@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
 from benchmarks.papers.figures.eldr import BALANCERS, PREFILL, scenario_of, workloads
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.plots import lines
 from offline.placement.eplb import activation_placement

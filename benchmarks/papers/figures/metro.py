@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, steps
 from benchmarks.papers.replica_choice import route_even, route_optimal
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import hosts_of

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.figures.eldr import TASKS
 from benchmarks.papers.signature_methods import Prompts
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor

@@ -40,7 +40,7 @@ from benchmarks.papers.figures.common import (
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST, PREFILL
 from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import Policy, StepCost, make_policy

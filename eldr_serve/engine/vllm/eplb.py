@@ -33,9 +33,8 @@ from eldr_serve.engine.vllm.compat.eplb import (
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse
-from eldr_serve.experts.parallel.placement import Topology, check_fits
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
 from eldr_serve.experts.parallel.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
-from eldr_serve.experts.routing_table import ExpertPlacement
 
 Ints = NDArray[np.int64]
 

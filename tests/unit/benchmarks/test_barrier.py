@@ -22,7 +22,7 @@ from benchmarks.lib.barrier.steps import RankSteps, file_of, join_ranks, read_st
 from benchmarks.lib.barrier.trial import ClosedLoop, Trial, timed_loop
 from benchmarks.lib.client import Answer
 from benchmarks.serving.barrier import barrier, barrier_arguments, policy_and_parameters, schedule
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.sse import StreamTiming
 from loadgen.traces import TraceRequest

@@ -19,7 +19,7 @@ from benchmarks.lib.rounds import medians
 from benchmarks.serving.handover import _row
 from benchmarks.serving.peers import _rows
 from benchmarks.serving.ray_idle import summarise
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.sse import StreamTiming
 from tests.support.in_process import command, sentence
 from tests.support.processes import output

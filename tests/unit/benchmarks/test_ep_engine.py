@@ -12,7 +12,7 @@ from benchmarks.engine.ep_engine import add_empty_slots
 from benchmarks.lib.ep.engine import Decoded
 from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import SKIPPED, draw_disjoint_batches, measure_in_turns, summary
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.lib import live
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.figures import policy_rows

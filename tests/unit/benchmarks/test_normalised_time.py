@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.normalised_time import NormalisedTime, fit_engine_sensitivity, normalise_trial
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.trial import Trial
 
 HALF_AT = 50.0  # from here on the cores of `samples` do half as much

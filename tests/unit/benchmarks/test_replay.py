@@ -17,8 +17,8 @@ from benchmarks.lib.replay.command import chosen_arms
 from benchmarks.lib.replay.engine import BLOCK, Arrival, Steps, pad_to_blocks
 from benchmarks.lib.replay.rows import LAYERS
 from benchmarks.lib.replay.schedule import FIT_REQUESTS, Arm, Bench, Case, Load, fit_batches, loads_of
-from eldr_serve.commands.errors import UserInputError
 from eldr_serve.engine.vllm.config import engine_kwargs
+from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 from tests.support.traces import synthetic_trace
 

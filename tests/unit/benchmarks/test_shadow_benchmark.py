@@ -10,7 +10,7 @@ import pytest
 from benchmarks.serving import shadow as module
 from benchmarks.serving.shadow import Part, rows, shadow, sums
 from eldr_serve.commands import client
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from tests.support.fake_service import KEY, fake_service
 
 # 100 steps of 4 requests, 10 ms each; tokens at the client take twice as long.

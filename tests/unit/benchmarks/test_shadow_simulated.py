@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers.shadow_simulated import shadow_simulated
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import make_policy
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests

@@ -22,7 +22,7 @@ from benchmarks.lib.whole.workloads import (
     system_prompts,
 )
 from benchmarks.serving import whole_replicas
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.sse import StreamTiming
 from loadgen.traces import BLOCK_TOKENS, TraceRequest
 from loadgen.workload import Prompt

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from examples.demo_model import WEIGHTS, corpus, dialogues, evaluate, sources, train
 from offline import widen
 from tests.support.in_process import command, sentence

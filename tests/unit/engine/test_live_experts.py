@@ -16,8 +16,7 @@ from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import EngineExperts, PlacementError, swap_placement
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import Topology, placement_id
-from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, placement_id
 
 LAYERS, EXPERTS, SLOTS, MAX_MOVED = 2, 6, 8, 2
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, output_lengths, poisson, share
 from loadgen.load import Load
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from eldr_serve.commands import client
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.compare import compare
 from loadgen.figures import policy_rows, tpot_by_domain
 from loadgen.journal import Journal

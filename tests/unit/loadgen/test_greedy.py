@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from eldr_serve.commands.client import Client
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen import greedy
 from loadgen.greedy import differing_answers, greedy_sentence
 from loadgen.workload import Prompt

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from loadgen.arrivals import closed_loop
 from loadgen.workload import Prompt, balanced_sample, read_prompts, traffic_sample, write_prompts
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_serve.commands.errors import UserInputError
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.routes import pack_routes, unpack_routes
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from loadgen.workload import Prompt

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.application import _gpus
 from loadgen.trial import LoadSpec, Trial

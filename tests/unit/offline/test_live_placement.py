@@ -7,8 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from eldr_serve.commands.client import ServiceError
-from eldr_serve.experts.parallel.placement import hosts_of
-from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement, hosts_of
 from offline.live_placement import Planner, learn_correction, update_placement
 from offline.placement import director, relaxation
 from offline.placement.cost import LayerCost

@@ -10,7 +10,7 @@ import pytest
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.routing_table import ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 from offline.place import METHODS, place
 from offline.placement import director, director_paper, relaxation
 from offline.placement.cost import LayerCost

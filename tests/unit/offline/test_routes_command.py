@@ -15,7 +15,7 @@ import pytest
 from benchmarks.papers.figures import director, eldr
 from benchmarks.papers.figures.predicted_signatures import gptoss_prompts
 from benchmarks.papers.reproduce import reproduce
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.papers.figures import eldr_domains, eldr_signatures
 from benchmarks.papers.figures.common import Options
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import TRANSFORMS
 from offline.scenario import observed, routes_of
 from tests.support.traces import favourites_trace, route_file, route_records, save_trace

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.papers.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.reproduce import reproduce
-from eldr_serve.commands.errors import UserInputError
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.scenario import Work
 from tests.support.in_process import command, sentence

@@ -13,8 +13,8 @@ from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
 from eldr_serve.experts.parallel.moves import Move, fill_with_replicas, keep_slots, slice_moves
-from eldr_serve.experts.parallel.placement import Topology, check_fits
-from eldr_serve.experts.routing_table import ArtifactError, ExpertPlacement
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
+from eldr_serve.records import ArtifactError
 
 
 def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: Any) -> int:
