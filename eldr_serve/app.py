@@ -32,7 +32,7 @@ from eldr_serve.validation import first_problem
 if TYPE_CHECKING:
     from eldr_serve.engine.active_backend import EngineSpec
 
-_REPLICA_PUBLISHER = "eldr_serve.fleet.request_router.ReplicaPublisher"
+_REPLICA_PUBLISHER = "eldr_serve.fleet.replica_publisher.ReplicaPublisher"
 _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 

@@ -26,7 +26,7 @@ def other(ray_cluster: str) -> Any:
             return replica
 
     router = RequestRouterConfig(
-        request_router_class="eldr_serve.fleet.request_router.DecodeRequestRouter",
+        request_router_class="eldr_serve.integrations.decode_request_router.DecodeRequestRouter",
         request_router_kwargs={
             "directory_name": "other",
             "router_name": actor_name("other"),

@@ -67,7 +67,7 @@ def test_importing_the_package_loads_no_engine(code: str) -> None:
 
 
 def test_an_ingress_needs_no_engine() -> None:
-    code = "import sys, eldr_serve.ingress.deployment, eldr_serve.fleet.request_router"
+    code = "import sys, eldr_serve.ingress.deployment, eldr_serve.integrations.decode_request_router"
     loaded = f"{code}; print([m for m in ('vllm', 'torch', 'ray.llm') if m in sys.modules])"
     assert in_a_process(loaded) == "[]\n"
 

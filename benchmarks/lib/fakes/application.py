@@ -48,7 +48,7 @@ def fake_application(
 
     def deploy(server: type[EngineServer], directory_name: str, replicas: int, **arguments: Any) -> Any:
         router = RequestRouterConfig(
-            request_router_class="eldr_serve.fleet.request_router.ReplicaPublisher",
+            request_router_class="eldr_serve.fleet.replica_publisher.ReplicaPublisher",
             request_router_kwargs={"directory_name": directory_name},
         )
         return serve.deployment(

@@ -10,7 +10,8 @@ from ray.serve.request_router import ReplicaID, RequestRouter
 
 from eldr_serve.engine.calls import REPLICA
 from eldr_serve.fleet.directory import directory
-from eldr_serve.fleet.request_router import DecodeRequestRouter, ReplicaPublisher
+from eldr_serve.fleet.replica_publisher import ReplicaPublisher
+from eldr_serve.integrations.decode_request_router import DecodeRequestRouter
 
 ID = DeploymentID("d")
 
@@ -31,7 +32,7 @@ def router(kind: Any, **kwargs: Any) -> Any:
 def leasing_router(place: Any) -> Any:
     """Return a DecodeRequestRouter whose client places by this function."""
     client = Mock(place=AsyncMock(side_effect=place))
-    with patch("eldr_serve.fleet.request_router.RouterClient", return_value=client):
+    with patch("eldr_serve.integrations.decode_request_router.RouterClient", return_value=client):
         return router(DecodeRequestRouter, router_name="r")
 
 

@@ -27,7 +27,7 @@ from ray import cloudpickle
 
 async def main():
     kind, arguments = map(cloudpickle.loads, cloudpickle.load(sys.stdin.buffer))
-    import eldr_serve.fleet.request_router  # its handles choose replicas there
+    import eldr_serve.integrations.decode_request_router  # its handles choose replicas there
     replica = kind.__new__(kind)
     await kind.__init__(replica, **arguments)
     cors, *_ = replica.app.user_middleware

@@ -1,9 +1,4 @@
-"""Ray Serve request routers, which choose the replica for a call of a deployment.
-
-`ReplicaPublisher` publishes the live replicas to the ingress of its process, which calls them through
-channels. `DecodeRequestRouter` is for other Ray Serve LLM applications: it leases a replica for each decode
-call. Both are set by `deployment_config.request_router_config`.
-"""
+"""Place the calls of another Ray Serve LLM application on its decode replicas, without our ingress."""
 
 from __future__ import annotations
 
@@ -14,10 +9,10 @@ import threading
 from collections import Counter
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from eldr_serve.engine.calls import REPLICA, expert_counts_of, transfer_params
-from eldr_serve.fleet.directory import ReplicaDirectory, directory
+from eldr_serve.fleet.replica_publisher import ReplicaPublisher
 from eldr_serve.request import max_new_tokens
 from eldr_serve.router.actor import connect
 from eldr_serve.router.settings import RouterSettings
@@ -26,33 +21,6 @@ from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import PlacementRequest
 
 logger = logging.getLogger(__name__)
-
-
-class ReplicaPublisher(RequestRouter):
-    """Publishes the live replicas; a call goes to any of them.
-
-    Keyword arguments (request_router_kwargs):
-        directory_name: name of the ReplicaDirectory that the ingress of this process reads.
-    """
-
-    directory: ReplicaDirectory
-
-    def initialize_state(self, *, directory_name: str, **kwargs: Any) -> None:
-        self.directory = directory(directory_name)
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        super().update_replicas(replicas)
-        self.directory.publish({r.replica_id.unique_id: r.replica_metadata or {} for r in replicas})
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        super().on_replica_actor_died(replica_id)
-        self.directory.drop(replica_id.unique_id)
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Return all replicas; called by Serve."""
-        return [candidate_replicas]
 
 
 class DecodeRequestRouter(ReplicaPublisher):
