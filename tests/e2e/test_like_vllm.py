@@ -151,7 +151,8 @@ def test_each_field_gets_vllms_answer(
 
     with ThreadPoolExecutor(IN_FLIGHT) as threads:
         list(threads.map(try_one, together))
-    for field in TRIED[path].keys() & ALONE:
+    # A batch changes low bits of log-probabilities, and so perhaps which of two likely tokens is chosen.
+    for field in [*(TRIED[path].keys() & ALONE), *table.surprises(path, stream)]:
         try_one(field)
     assert not table.surprises(path, stream)
 

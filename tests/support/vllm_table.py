@@ -48,13 +48,13 @@ class FieldTable:
         """Store the outcome that `try_field` returned."""
         self.outcomes[path, name, stream] = outcome
 
-    def surprises(self, path: str, stream: bool) -> list[str]:
-        """Return the fields of an endpoint whose answers differ, or should by the documented differences."""
-        return [
-            f"{name}: {outcome}"
+    def surprises(self, path: str, stream: bool) -> dict[str, str]:
+        """Return the outcomes of fields whose answers differ, or should by the documented differences."""
+        return {
+            name: outcome
             for (tried, name, streamed), outcome in self.outcomes.items()
             if (tried, streamed) == (path, stream) and is_alike(outcome) == is_different(path, name, stream)
-        ]
+        }
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each field, by endpoint."""
