@@ -131,6 +131,15 @@ class Service:
     def counter(self, name: str) -> int:
         return self.status()["counters"].get(name, 0)
 
+    def settled_counter(self, name: str) -> int:
+        """Return a counter that has not changed for 3 s: a restarted router gets older counts late."""
+        value, since = self.counter(name), time.monotonic()
+        while time.monotonic() < since + 3.0:
+            time.sleep(0.5)
+            if (now := self.counter(name)) != value:
+                value, since = now, time.monotonic()
+        return value
+
     def decodes(self) -> set[str]:
         """Return the ids of the decode replicas that get requests."""
         return {worker["worker"] for worker in self.status()["workers"]}

@@ -88,6 +88,7 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     from ray.util.state import list_actors
 
     service.set_policy("round-robin")
+    prefills_before, rerouted_before = service.settled_counter("prefills"), service.counter("rerouted")
     victim = service.status()["workers"][0]["worker"]
     actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if victim in (a.name or ""))
     # Stopped, the replica takes requests and never answers: none of them has a token yet.
@@ -97,16 +98,15 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
         await asyncio.sleep(2.0)
         ray.kill(ray.get_actor(actor.name, namespace="serve"))
 
-    before = service.status()["counters"]
     # With this salt no engine has the prompts' blocks yet.
     answers = (service.greedy_async(prompt, cache_salt="survive") for prompt in prompts)
     *texts, _ = await asyncio.gather(*answers, kill())
     assert texts == single_engine["completions"]
     # Serve sends a call that its replica has not accepted to another one, and we correct the lease; we
     # place an accepted call again ourselves.
-    wait_for(lambda: service.counter("rerouted") > before.get("rerouted", 0), "requests went elsewhere", 10)
+    wait_for(lambda: service.counter("rerouted") > rerouted_before, "requests went elsewhere", 10)
     # Each at least once, and at most once more for each decode attempt.
-    prefills = service.counter("prefills") - before.get("prefills", 0)
+    prefills = service.counter("prefills") - prefills_before
     assert len(prompts) <= prefills <= 3 * len(prompts)
     wait_for(lambda: len(service.status()["workers"]) == 2, "Serve has started another decode replica", 240)
     wait_for(lambda: service.status()["ingress"]["ready"], "the new replica is warm", 120)

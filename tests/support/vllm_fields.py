@@ -21,6 +21,8 @@ EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 STREAMING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 # With such a request in a batch, vLLM 0.32 gives the others wrong log-probabilities.
 ALONE = ("logprob_token_ids",)
+# Fields that constrain the text, which then often has several, almost equally likely, sequences of tokens.
+CONSTRAINING = ("response_format", "structured_outputs")
 READ = ("/v1/models", "/health", "/ping", "/version")  # by GET
 Fields = dict[str, Any]
 
@@ -82,7 +84,7 @@ _GENERATION: dict[str, list[Fields]] = {
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}},
     ],
-    "structured_outputs": [{"structured_outputs": {"choice": ["yes", "no"]}}],
+    "structured_outputs": [{"structured_outputs": {"choice": ["A", "B"]}}],
     "priority": [{"priority": 0}, {"priority": 1}],
     "request_id": [{"request_id": "mine"}],
     "session_id": [{"session_id": "s"}],
@@ -174,7 +176,7 @@ TRIED: dict[str, dict[str, list[Fields]]] = {
             {"text": {"format": {"type": "text"}}},
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA}}},
         ],
-        "structured_outputs": [{"structured_outputs": {"choice": ["yes", "no"]}}],
+        "structured_outputs": [{"structured_outputs": {"choice": ["A", "B"]}}],
         "tools": [{"tools": [_OPENAI_TOOL]}],
         "tool_choice": [{"tools": [_OPENAI_TOOL], "tool_choice": "none"}],
         "parallel_tool_calls": [{"parallel_tool_calls": False}],
