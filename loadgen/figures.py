@@ -16,6 +16,7 @@ from loadgen.statistics import (
     Sample,
     interval,
     paired_ratio_percent,
+    put_interval,
     relative_percent,
     resampled_counts,
 )
@@ -73,10 +74,10 @@ def policy_rows(
     def add(name: str, values: list[tuple[float, Floats]], *, more_is_better: bool = False) -> None:
         best = _best(policies, [value for value, _ in values], more_is_better)
         for number, (row, (value, draws)) in enumerate(zip(rows, values, strict=True)):
-            _put(row, name, interval(value, draws))
+            put_interval(row, name, interval(value, draws))
             if best is not None and best != number:
                 change = relative_percent(value, values[best][0], draws, values[best][1])
-                _put(row, f"{name}_change_pct", change)
+                put_interval(row, f"{name}_change_pct", change)
                 row[f"{name}_baseline"] = policies[best]
 
     baselines = [p for p in policies if _is_baseline(p)]
@@ -93,13 +94,13 @@ def policy_rows(
             if len(baselines) > 1:
                 for row, (value, draws) in zip(rows, values, strict=True):
                     change = relative_percent(value, pool.quantile(q), draws, pool_drawn[:, column])
-                    _put(row, f"{name}_pooled_change_pct", change)
+                    put_interval(row, f"{name}_pooled_change_pct", change)
     for name in STEPS:
         by_round = [step_figure_by_round(p, trials, name) for p in policies]
         best = _best(policies, [row[name] for row in rows], more_is_better=False)
         for number, row in enumerate(rows):
             if best is not None and best != number:
-                _put(row, f"{name}_change_pct", _paired_change(by_round[number], by_round[best]))
+                put_interval(row, f"{name}_change_pct", _paired_change(by_round[number], by_round[best]))
                 row[f"{name}_baseline"] = policies[best]
     good = [_good(records[p], unit, objective) for p in policies]
     add("goodput_rps", [(g.sum() / measured_s, counts @ g / measured_s) for g in good], more_is_better=True)
@@ -201,10 +202,6 @@ def _best(policies: list[str], values: list[float], more_is_better: bool) -> int
 
 def _is_baseline(policy: str) -> bool:
     return policy.partition(":")[0] in BASELINES
-
-
-def _put(row: dict[str, Any], name: str, interval: Interval) -> None:
-    row[name], row[f"{name}_low"], row[f"{name}_high"] = interval
 
 
 def _finite_or_none(value: Any) -> Any:

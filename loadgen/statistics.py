@@ -32,6 +32,11 @@ class Interval(NamedTuple):
     high: float
 
 
+def put_interval(row: dict[str, Any], name: str, figure: Interval | None) -> None:
+    """Put a figure into a row as `name`, `name_low` and `name_high`; None if there is no figure."""
+    row[name], row[f"{name}_low"], row[f"{name}_high"] = figure or (None, None, None)
+
+
 class LatencyObjective(NamedTuple):
     """The maximum TTFT and TPOT of a good request, ms."""
 

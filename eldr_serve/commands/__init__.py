@@ -1,1 +1,1 @@
-"""What all `eldr` commands share: late imports, error sentences, the HTTP client of a running service."""
+"""Shared parts of the `eldr` commands: late imports, error sentences, the client of a running service."""

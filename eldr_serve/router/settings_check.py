@@ -16,7 +16,7 @@ MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which share one frame of
 
 
 class Policies(NamedTuple):
-    """What is made from settings: the policy, the shadow and the table that both use."""
+    """The policy and the shadow that settings name, and the table that both use."""
 
     policy: Policy
     shadow: Policy | None

@@ -1,4 +1,4 @@
-"""What simulated runs use in place of Ray and of files that the serving code reads.
+"""Replacements for Ray and for files that the serving code reads, in simulated runs.
 
 `world.patch_serving_code` puts these into the serving code: calls of actors (`Remote`), channels at addresses
 without Ray's node, metrics that are dropped, a tokenizer, a routing table, and the keys of tenants.

@@ -1,4 +1,4 @@
-"""What must hold in a world when its faults are over.
+"""Check what must hold in a world when its faults are over.
 
 Each check returns a text for each violation, and an empty list if all is well. The checks read private fields
 of the serving code: what a process still holds is visible only there.

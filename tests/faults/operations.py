@@ -75,7 +75,7 @@ class InjectedFault:
 
 @dataclass
 class Run:
-    """What has happened in a run so far; times are of time.monotonic().
+    """Record of a run; times are of time.monotonic().
 
     Attributes:
         record: file of the events.
@@ -188,7 +188,7 @@ class Operator:
     async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
         """Inject a fault every `every_s` seconds until `until_s`, each kind in turn.
 
-        No fault is injected into a role that has not recovered from the last one.
+        A role gets no fault before it has recovered from its last one.
         """
         self._shape = await asyncio.to_thread(self._read_shape)
         due: list[str] = []

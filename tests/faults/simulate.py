@@ -230,7 +230,7 @@ class _Simulation:
 
     @property
     def _only_router_faults(self) -> bool:
-        """Whether no process but the router has a fault in this run."""
+        """Return whether this run injects faults into the router alone."""
         return all(fault.role == "router" for fault in self.run.faults)
 
     async def _clients_place_without_router(self) -> None:

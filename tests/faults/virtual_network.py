@@ -24,7 +24,7 @@ class End(asyncio.Transport):
         process: the process that reads and writes at this end.
         peer: the other end.
         protocol: asyncio's protocol at this end.
-        open: whether this end has not been closed.
+        open: whether this end is open; `close` ends that.
         lost: whether what is written here is dropped.
     """
 

@@ -41,7 +41,7 @@ class Process:
 
     Attributes:
         name: role and number, such as "decode-2".
-        alive: whether it has not been killed.
+        alive: whether it runs or is stopped; a kill ends that.
         stopped: whether it is stopped, as by SIGSTOP.
         servable_object: the deployment that runs in it; Ray Serve's context uses the same name.
         steps: number of callbacks, including steps of tasks, that it has run.

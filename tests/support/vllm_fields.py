@@ -49,30 +49,39 @@ _ANTHROPIC_TOOL = {"name": "f", "input_schema": {"type": "object", "properties":
 _NO_CALL = {"tools": [TOOL], "tool_choice": "none"}
 _ANTHROPIC_NO_CALL = {"tools": [_ANTHROPIC_TOOL], "tool_choice": {"type": "none"}}
 
-# Sampling and text of /v1/chat/completions and /v1/completions.
-_GENERATION: dict[str, list[Fields]] = {
-    "model": [{}],
-    "stream": [{}],
-    "stream_options": [{"stream_options": {"include_usage": True}}],
-    "max_tokens": [{"max_tokens": 3}],
+# Fields of /v1/chat/completions, /v1/completions and /v1/responses.
+_SAMPLING: dict[str, list[Fields]] = {
     "temperature": [{"temperature": 0.5, "seed": 1}],
     "top_p": [_SEEDED | {"top_p": 0.5}],
     "top_k": [_SEEDED | {"top_k": 3}],
     "min_p": [_SEEDED | {"min_p": 0.1}],
     "seed": [_SEEDED],
-    "n": [_SEEDED | {"n": 2}],
-    "stop": [{"stop": "e"}, {"stop": ["a", "o"]}],
     "stop_token_ids": [{"stop_token_ids": list(range(200))}],
     "include_stop_str_in_output": [{"stop": ["e"], "include_stop_str_in_output": True}],
     "frequency_penalty": [{"frequency_penalty": 2.0}],
     "presence_penalty": [{"presence_penalty": 2.0}],
     "repetition_penalty": [{"repetition_penalty": 1.5}],
     "logit_bias": [{"logit_bias": {"100": 100}}],
+    "ignore_eos": [{"ignore_eos": True}],
+    "skip_special_tokens": [{"skip_special_tokens": False}],
+    "priority": [{"priority": 0}, {"priority": 1}],
+    "session_id": [{"session_id": "s"}],
+    "cache_salt": [{"cache_salt": "salt"}],
+    "vllm_xargs": [{"vllm_xargs": {"x": 1}}],
+    "user": [{"user": "u"}],
+}
+
+# Fields of /v1/chat/completions and /v1/completions.
+_GENERATION: dict[str, list[Fields]] = _SAMPLING | {
+    "model": [{}],
+    "stream": [{}],
+    "stream_options": [{"stream_options": {"include_usage": True}}],
+    "max_tokens": [{"max_tokens": 3}],
+    "n": [_SEEDED | {"n": 2}],
+    "stop": [{"stop": "e"}, {"stop": ["a", "o"]}],
     "allowed_token_ids": [{"allowed_token_ids": [100, 101, 102]}],
     "bad_words": [{"bad_words": ["the", "a"]}],
-    "ignore_eos": [{"ignore_eos": True}],
     "min_tokens": [{"min_tokens": 3}],
-    "skip_special_tokens": [{"skip_special_tokens": False}],
     "spaces_between_special_tokens": [{"spaces_between_special_tokens": False}],
     "use_beam_search": [{"use_beam_search": True, "n": 2}],
     "length_penalty": [{"use_beam_search": True, "n": 2, "length_penalty": 2.0}],
@@ -85,12 +94,8 @@ _GENERATION: dict[str, list[Fields]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}},
     ],
     "structured_outputs": [{"structured_outputs": {"choice": ["A", "B"]}}],
-    "priority": [{"priority": 0}, {"priority": 1}],
     "request_id": [{"request_id": "mine"}],
-    "session_id": [{"session_id": "s"}],
     "return_token_ids": [{"return_token_ids": True}],
-    "cache_salt": [{"cache_salt": "salt"}],
-    "vllm_xargs": [{"vllm_xargs": {"x": 1}}],
     "repetition_detection": [{"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}],
     "thinking_token_budget": [{"thinking_token_budget": 2}],
     "stream_interval": [{"stream_interval": 3}],
@@ -138,7 +143,8 @@ TRIED: dict[str, dict[str, list[Fields]]] = {
         "suffix": [{"suffix": "end"}],
         "prompt_embeds": [{"prompt": None, "prompt_embeds": "AAAA"}],
     },
-    RESPONSES: {
+    RESPONSES: _SAMPLING
+    | {
         "model": [{}],
         "stream": [{}],
         "input": [
@@ -148,20 +154,7 @@ TRIED: dict[str, dict[str, list[Fields]]] = {
         ],
         "instructions": [{"instructions": "Be brief."}],
         "max_output_tokens": [{"max_output_tokens": 3}],
-        "temperature": [{"temperature": 0.5, "seed": 1}],
-        "top_p": [_SEEDED | {"top_p": 0.5}],
-        "top_k": [_SEEDED | {"top_k": 3}],
-        "min_p": [_SEEDED | {"min_p": 0.1}],
-        "seed": [_SEEDED],
         "stop": [{"stop": ["e"]}],
-        "stop_token_ids": [{"stop_token_ids": list(range(200))}],
-        "include_stop_str_in_output": [{"stop": ["e"], "include_stop_str_in_output": True}],
-        "frequency_penalty": [{"frequency_penalty": 2.0}],
-        "presence_penalty": [{"presence_penalty": 2.0}],
-        "repetition_penalty": [{"repetition_penalty": 1.5}],
-        "logit_bias": [{"logit_bias": {"100": 100}}],
-        "ignore_eos": [{"ignore_eos": True}],
-        "skip_special_tokens": [{"skip_special_tokens": False}],
         "include": [{"include": ["message.output_text.logprobs"]}],
         "top_logprobs": [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}],
         "metadata": [{"metadata": {"a": "b"}}],
@@ -182,13 +175,8 @@ TRIED: dict[str, dict[str, list[Fields]]] = {
         "parallel_tool_calls": [{"parallel_tool_calls": False}],
         "max_tool_calls": [{"max_tool_calls": 1}],
         "truncation": [{"truncation": "auto"}],
-        "user": [{"user": "u"}],
-        "priority": [{"priority": 0}, {"priority": 1}],
         "request_id": [{"request_id": "resp_mine"}],
-        "session_id": [{"session_id": "s"}],
-        "cache_salt": [{"cache_salt": "salt"}],
         "enable_response_messages": [{"enable_response_messages": True}],
-        "vllm_xargs": [{"vllm_xargs": {"x": 1}}],
         "chat_template_kwargs": [{"chat_template_kwargs": {"enable_thinking": False}}],
     },
     MESSAGES: {

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib.barrier.predicted import Prediction
 from benchmarks.lib.barrier.trial import Trial
-from loadgen.statistics import Interval, Sample, interval, relative_percent, resampled_counts
+from loadgen.statistics import Interval, Sample, interval, put_interval, relative_percent, resampled_counts
 
 BASE = "shortest-queue"
 QUANTILES = (0.5, 0.99)
@@ -47,8 +47,8 @@ def policy_rows(
             expected = simulated[policy][name]
             column, change = _compare(name, values, measured[BASE][name])
             expected_change = _compare(name, _exact(expected), _exact(simulated[BASE][name]))[1].value
-            _put(row, name, interval(*values))
-            _put(row, column, None if policy == BASE else change)
+            put_interval(row, name, interval(*values))
+            put_interval(row, column, None if policy == BASE else change)
             row[f"simulated_{name}"] = expected
             row[f"simulated_{column}"] = None if policy == BASE else expected_change
             row[f"{name}_error_pct"] = 100 * (expected / values[0] - 1)
@@ -123,7 +123,3 @@ def _compare(name: str, values: Values, base: Values) -> tuple[str, Interval]:
     with np.errstate(divide="ignore"):
         times = np.divide(base[0], values[0]), np.divide(base[1], values[1])
     return f"{name.removesuffix('_tokens')}_below", interval(*times)
-
-
-def _put(row: dict[str, Any], name: str, figure: Interval | None) -> None:
-    row[name], row[f"{name}_low"], row[f"{name}_high"] = figure or (None, None, None)
