@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.scheduling.worker_names import replica_of
 
 logger = logging.getLogger(__name__)
@@ -32,15 +33,12 @@ class OutlierDetector:
 
     A replica that is not live keeps its record, because a failing one may lose its channel and reconnect.
     A failure of one data-parallel rank counts for its replica, whose ranks share an engine.
-
-    Args:
-        count: callback that counts an event of this name.
     """
 
     def __init__(
-        self, fleet: Fleet, count: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+        self, fleet: Fleet, counters: IngressCounters, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._fleet, self._count, self._clock = fleet, count, clock
+        self._fleet, self._counters, self._clock = fleet, counters, clock
         self._records: dict[str, _Record] = {}
 
     def record_success(self, worker: str) -> None:
@@ -66,7 +64,7 @@ class OutlierDetector:
         record.until_s = now + min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
         record.ejections += 1
         logger.warning("replica %s fails repeatedly and is ejected for a while", replica)
-        self._count("ejected")
+        self._counters.count(IngressEvent.EJECTED)
 
     @property
     def usable_workers(self) -> list[str]:

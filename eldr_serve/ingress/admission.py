@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -19,6 +20,7 @@ from eldr_serve.ingress.responses import adapt_to_api, refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import bearer_key, digest
 from eldr_serve.limits.tenants import Tenants, TokenReservation
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -30,28 +32,35 @@ class Gate:
 
     Args:
         admin_key_sha256: SHA-256 (hex) of the admin key; if None, requests that need it are refused.
-        count: callback that counts an event of this name for /eldr/status.
+        counters: counters of the ingress.
 
     Raises:
         KeysError: the keys file is invalid.
     """
 
     def __init__(
-        self, options: IngressOptions, admin_key_sha256: str | None, count: Callable[[str], None]
+        self, options: IngressOptions, admin_key_sha256: str | None, counters: IngressCounters
     ) -> None:
         self.options = options
         self.tenants = Tenants(options.keys_file)
         self.limiter = ConcurrencyLimiter(options.max_in_flight, options.max_waiting, options.max_wait_s)
         self.bodies = BodyBudget(
-            int(options.max_pending_mib * MIB), on_refusal=lambda: self.count("refused_pending_bodies")
+            int(options.max_pending_mib * MIB),
+            on_refusal=partial(counters.count, IngressEvent.REFUSED_PENDING_BODIES),
         )
-        self.count = count
+        self._counters = counters
         self._admin_key_sha256 = admin_key_sha256
 
     @property
     def in_flight(self) -> int:
         """Return the number of admitted requests that have not ended."""
         return self.limiter.in_flight
+
+    def count_refusal(self, refused: RequestRefusedError) -> None:
+        """Count a request that is refused by a limit."""
+        if refused.status == 429:
+            events = IngressEvent.REFUSED_OVERLOAD, IngressEvent.REFUSED_LIMITS
+            self._counters.count(events[refused.kind is not None])
 
     def check_key(self, headers: Headers) -> None:
         """Raise RequestRefusedError unless the headers carry the admin key."""
@@ -110,8 +119,7 @@ class Admission:
             else:
                 await self._serve(gate, headers, scope, receive, send)
         except RequestRefusedError as refused:
-            if refused.status == 429:
-                gate.count("refused_overload" if refused.kind is None else "refused_limits")
+            gate.count_refusal(refused)
             await adapt_to_api(path, refused_response(refused))(scope, receive, send)
         except ClientDisconnect:
             return

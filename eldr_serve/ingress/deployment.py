@@ -29,6 +29,7 @@ from eldr_serve.ingress.options import IngressOptions, TracingOptions
 from eldr_serve.ingress.port import Port, owner_of_port
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.ingress.status import IngressStatus
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import supervised
 from eldr_serve.pipeline.engines import Engines
@@ -98,15 +99,22 @@ class EldrIngress:
         self._prefill.directory.kv_usage.max_usage = prefill_options.max_kv_usage
         self._decode = Fleet(directory(decode_directory(application)))
         self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
-        self._client = RouterClient(self._calls, self._decode, on_predictor=self._start_tokenizer)
-        self.gate = Gate(options, admin_key_sha256, self._client.count)
+        self._counters = IngressCounters()
+        self._client = RouterClient(
+            self._calls, self._decode, counters=self._counters, on_predictor=self._start_tokenizer
+        )
+        self.gate = Gate(options, admin_key_sha256, self._counters)
         self._router_settings = router_settings
         engines = Engines(self._prefill, self._decode, prefill_options, whole=prefill is None)
         self._tokenizer = PromptTokens(tokenizer)
         self._whole = engines.whole
         self._tokenizer_task: asyncio.Task[None] | None = None
         self._path = RequestPath(
-            engines=engines, client=self._client, options=path_options, tokenizer=self._tokenizer
+            engines=engines,
+            client=self._client,
+            counters=self._counters,
+            options=path_options,
+            tokenizer=self._tokenizer,
         )
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
@@ -123,6 +131,7 @@ class EldrIngress:
         self.openai = OpenAIEndpoints(
             path=self._path,
             client=self._client,
+            counters=self._counters,
             log=self._log,
             max_sequences=options.max_sequences,
             model_card=model_card,
@@ -174,12 +183,8 @@ class EldrIngress:
         await asyncio.gather(
             self._warmup.run(),
             self._serve_port(),
-            *(supervised(what, work, count=self._count_failure) for what, work in works.items()),
+            *(supervised(what, work, count=self._counters.count_failed_work) for what, work in works.items()),
         )
-
-    def _count_failure(self, work: str) -> None:
-        self._client.count("background_failures")
-        self._client.count(f"failed_work:{work}")
 
     def _start_tokenizer(self) -> None:
         """Load the tokenizer once; a predictor may have been swapped in at another ingress."""

@@ -18,6 +18,7 @@ from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_mes
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.request import Request, RequestFields, max_new_tokens, num_sequences, tenant_salt
@@ -53,6 +54,7 @@ class OpenAIEndpoints:
         *,
         path: RequestPath,
         client: RouterClient,
+        counters: IngressCounters,
         log: RequestLog,
         max_sequences: int,
         model_card: dict[str, Any],
@@ -60,6 +62,7 @@ class OpenAIEndpoints:
     ) -> None:
         self._path = path
         self._client = client
+        self._counters = counters
         self._log = log
         self._max_sequences = max_sequences
         self._model_card = model_card
@@ -87,7 +90,7 @@ class OpenAIEndpoints:
         sending_tasks: list[asyncio.Task[Any]] = []
 
         def cancel_sending() -> None:
-            self._client.count("slow_clients")
+            self._counters.count(IngressEvent.SLOW_CLIENTS)
             for task in sending_tasks:
                 task.cancel()
 

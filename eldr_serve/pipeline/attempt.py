@@ -12,6 +12,7 @@ from contextlib import aclosing
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
 from eldr_serve.engine.calls import CACHED_TOKENS, TRANSPORT_S
 from eldr_serve.errors import OverloadedError
+from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.pipeline.decode_call import DecodeCall
 from eldr_serve.pipeline.failures import DecodeFailedError
 from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
@@ -86,7 +87,7 @@ class Attempt:
         wait_s = self._services.decode_starts.wait_s()
         bound_s = self._services.options.slot_wait_s
         if wait_s > bound_s:
-            self._services.client.count("refused_decode_backlog")
+            self._services.counters.count(IngressEvent.REFUSED_DECODE_BACKLOG)
             why = f"a request would wait {wait_s:.0f} s for a decode engine's slot; {bound_s:g} s are allowed"
             # Spread the retries over the time in which that many slots become free.
             raise OverloadedError(why, retry_after_s=math.ceil(wait_s - bound_s * random.random()))
@@ -142,10 +143,9 @@ class Attempt:
     async def _answer(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the decode call's chunks, and time its stages."""
         context = self._context
-        client = self._services.client
         resumed = context.answer.num_tokens > 0
         if resumed:
-            client.progress(context.request_id, context.answer.num_tokens)
+            self._services.client.progress(context.request_id, context.answer.num_tokens)
         stages = context.decode_stages(lease.worker)
         with stages:
             async with aclosing(self._decode(lease, stages)) as payloads:
@@ -154,7 +154,8 @@ class Attempt:
                         self._record_first_chunk(placing, stages)
                         if resumed:
                             moved = self._services.moves.end(context.request_id)
-                            client.count("moved" if moved else "resumed")
+                            event = IngressEvent.MOVED if moved else IngressEvent.RESUMED
+                            self._services.counters.count(event)
                     yield payload
 
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
@@ -219,8 +220,9 @@ class Attempt:
         assert self._call is not None
         measured = self._call.engine_report.get(CACHED_TOKENS)
         if measured is not None and lease.request.blocks is not None and lease.position >= 0:
-            self._services.client.count("prefix_tokens_predicted", lease.cached_tokens)
-            self._services.client.count("prefix_tokens_measured", int(measured))
+            counters = self._services.counters
+            counters.count(IngressEvent.PREFIX_TOKENS_PREDICTED, lease.cached_tokens)
+            counters.count(IngressEvent.PREFIX_TOKENS_MEASURED, int(measured))
 
     def _raise_unless_complete(self, error: Exception, decode: DecodeCall, *, alive: bool) -> None:
         """Raise DecodeFailedError, unless the client has the complete answer.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -45,6 +46,7 @@ class Objectives:
         *,
         engines: Engines,
         client: RouterClient,
+        counters: IngressCounters,
         admission: PrefillAdmission,
         decode_starts: DecodeStartEstimator,
         tokenizer: PromptTokens | None,
@@ -52,6 +54,7 @@ class Objectives:
         self._engines = engines
         self._prefill = engines.decode if engines.whole else engines.prefill
         self._client = client
+        self._counters = counters
         self._admission, self._queues = admission, admission.queues
         self._decode_starts = decode_starts
         self._tokenizer = tokenizer
@@ -251,7 +254,7 @@ class Objectives:
             retry_s = self._measured_at_s + WINDOW_S - now
         else:
             retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
-        self._client.count("refused_objective")
+        self._counters.count(IngressEvent.REFUSED_OBJECTIVE)
         raise OverloadedError(self._reason(context, prediction), retry_after_s=max(1, math.ceil(retry_s)))
 
     def _reason(self, context: RequestContext, prediction: Prediction) -> str:

@@ -15,6 +15,7 @@ from eldr_serve.engine.calls import error_event
 from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.attempt import Attempt
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFailedError
@@ -53,14 +54,15 @@ class RequestPath:
         *,
         engines: Engines,
         client: RouterClient,
+        counters: IngressCounters,
         options: PathOptions,
         tokenizer: PromptTokens | None = None,
     ) -> None:
         self.stage_latencies = StageLatencies()
         self.kv_release = KvRelease(engines.prefill)
         fleet = engines.decode if engines.whole else engines.prefill
-        outliers = OutlierDetector(engines.decode, client.count)
-        self.admission = PrefillAdmission(fleet, bound_s=options.prefill_queue_s, count=client.count)
+        outliers = OutlierDetector(engines.decode, counters)
+        self.admission = PrefillAdmission(fleet, bound_s=options.prefill_queue_s, counters=counters)
         prefill = (
             WholePrefill(outliers, self.admission, tokenizer)
             if engines.whole
@@ -68,7 +70,7 @@ class RequestPath:
                 engines=engines,
                 admission=self.admission,
                 options=options,
-                client=client,
+                counters=counters,
                 kv_release=self.kv_release,
                 stage_latencies=self.stage_latencies,
                 tokenizer=tokenizer,
@@ -78,6 +80,7 @@ class RequestPath:
         self.objectives = Objectives(
             engines=engines,
             client=client,
+            counters=counters,
             admission=self.admission,
             decode_starts=decode_starts,
             tokenizer=tokenizer,
@@ -85,6 +88,7 @@ class RequestPath:
         self._services = Services(
             engines=engines,
             client=client,
+            counters=counters,
             options=options,
             prefill=prefill,
             retries=RetryLimiter(options),
@@ -124,7 +128,7 @@ class RequestPath:
                     break
             if not answer.sent:
                 raise self._refusal(failures)
-            self._services.client.count("streams_lost")
+            self._services.counters.count(IngressEvent.STREAMS_LOST)
             context.error = "engine_lost"
             yield error_event("engine_lost", _LOST_BECAUSE, context.request.method)
 
@@ -143,7 +147,7 @@ class RequestPath:
             more = options.prefill_attempts - failures.prefills
             if lost_too_many or more < 0 or (more == 0 and self._services.engines.prefill.live):
                 return False  # without a live replica one more attempt may run on a decode engine alone
-            self._services.client.count("prefill_retries")
+            self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True
         failures.add_decode(failure, sent=answer.sent)
         if lost_too_many or (answer.sent and (failures.streams > 1 or not answer.can_continue)):
@@ -155,7 +159,7 @@ class RequestPath:
     def _refusal(self, failures: Failures) -> RequestRefusedError:
         """Return the error of a request that no engine has answered."""
         if failures.lost_engines >= self._services.options.max_lost_engines:
-            self._services.client.count("refused_lost_engines")
+            self._services.counters.count(IngressEvent.REFUSED_LOST_ENGINES)
             return EnginesLostError(
                 f"{failures.lost_engines} engines were lost while they worked on this request; it may be the "
                 "cause, so it is not tried again"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.prompt_sizes import PromptSizes
@@ -21,16 +22,15 @@ class PrefillAdmission:
     Args:
         fleet: the engines that prefill.
         bound_s: maximum predicted wait, s.
-        count: callback that counts an event of this name.
 
     Attributes:
         queues: the queues.
     """
 
-    def __init__(self, fleet: Fleet, *, bound_s: float, count: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, *, bound_s: float, counters: IngressCounters) -> None:
         self._fleet = fleet
         self._bound_s = bound_s
-        self._count = count
+        self._counters = counters
         self._measured = asyncio.Event()
         self._sizes = PromptSizes()
         self.queues = PrefillQueues(
@@ -80,7 +80,7 @@ class PrefillAdmission:
             names = workers()
             admitting = self.queues.workers_with_room(names, context.retry_key)
         if names and not admitting:
-            self._count("refused_prefill_backlog")
+            self._counters.count(IngressEvent.REFUSED_PREFILL_BACKLOG)
             wait_s = min(map(self.queues.wait_s, names))
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {self._bound_s:g} s are allowed"
             raise self.make_refusal(why, names, num_tokens, context.retry_key)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.objectives import Objectives
@@ -30,6 +31,7 @@ class Services:
     """Objects that all requests of one ingress share.
 
     Attributes:
+        counters: counters of the ingress.
         retries: limits how many failed requests are tried again at once.
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode workers start on waiting calls.
@@ -39,6 +41,7 @@ class Services:
 
     engines: Engines
     client: RouterClient
+    counters: IngressCounters
     options: PathOptions
     prefill: Prefill
     retries: RetryLimiter

@@ -12,6 +12,7 @@ from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelL
 from eldr_serve.engine.calls import prefill_header
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.outliers import OutlierDetector
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.failures import PrefillFailedError
 from eldr_serve.pipeline.kv_release import KvRelease
@@ -24,7 +25,6 @@ from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.request import needs_whole_engine, prompt_head
-from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
@@ -49,7 +49,7 @@ class SplitPrefill:
         engines: Engines,
         admission: PrefillAdmission,
         options: PathOptions,
-        client: RouterClient,
+        counters: IngressCounters,
         kv_release: KvRelease,
         stage_latencies: StageLatencies,
         tokenizer: PromptTokens | None,
@@ -58,11 +58,11 @@ class SplitPrefill:
         self._fleet = engines.prefill
         self._admission, self._queues = admission, admission.queues
         self._options = options
-        self._client = client
+        self._counters = counters
         self._kv_release = kv_release
         self._stage_latencies = stage_latencies
         self._tokenizer = tokenizer
-        self._outliers = OutlierDetector(engines.prefill, client.count)
+        self._outliers = OutlierDetector(engines.prefill, counters)
         self._without_prefill = CallRateLimiter(
             options.whole_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
@@ -86,7 +86,7 @@ class SplitPrefill:
                 if not context.answer.num_tokens:
                     raise
                 context.failures.messages.append(f"continues on a decode engine without prefill: {error}")
-                self._client.count("whole_without_prefill")
+                self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
         if prompt.kv_params is None:  # no prefill replica is to blame for a failure of the decode call
             context.failures.prefill_replica = ""
         if self._tokenizer is not None:
@@ -104,7 +104,7 @@ class SplitPrefill:
         num_tokens = self._admission.estimate_tokens(context)
         replicas = await self._eligible_replicas(context, num_tokens)
         if not replicas:
-            self._client.count("whole_without_prefill")
+            self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
             return PreparedPrompt()
         replicas = [name for name in replicas if name not in context.late_workers] or replicas
         in_flight = self._fleet.in_flight
@@ -162,7 +162,7 @@ class SplitPrefill:
         context.prefilled_ids = prompt_ids = np.frombuffer(result["token_ids"], np.uint32)
         self._admission.finish(ticket, len(prompt_ids) + context.answer.num_ids)
         self._admission.learn_size(context, len(prompt_ids))
-        self._client.count("prefills")
+        self._counters.count(IngressEvent.PREFILLS)
         self._stage_latencies.record(prefill=stage.seconds)
         return HeldPrompt(
             request_id,
@@ -215,7 +215,7 @@ class SplitPrefill:
     ) -> OverloadedError:
         """Return the error of a request that has waited for room in vain."""
         if not context.answer.num_tokens:  # otherwise it continues on a decode engine
-            self._client.count("refused_prefill_full")
+            self._counters.count(IngressEvent.REFUSED_PREFILL_FULL)
         if not is_reachable:
             return OverloadedError("no prefill replica can be reached")
         why = "the KV caches of all prefill replicas are full"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.channel import CallFailedError, OpenCall
 from eldr_serve.limits.tenants import Usage
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router import methods
 from eldr_serve.router.messages import (
@@ -55,6 +56,7 @@ class RouterClient:
     Args:
         router_calls: calls to the actor.
         workers, timeout_s: see RouterLink; if the actor takes longer, local fallback decides.
+        counters: counters of the ingress, which this client reports to the actor.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 
     Attributes:
@@ -68,20 +70,22 @@ class RouterClient:
         router_calls: RouterCalls,
         workers: LiveWorkers,
         *,
+        counters: IngressCounters | None = None,
         timeout_s: float = 1.0,
         on_predictor: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = uuid.uuid4().hex
         self.scorer = Scorer(on_predictor)
         self.leases: dict[str, Lease] = {}
-        self._link = RouterLink(self.name, router_calls, workers, self, timeout_s=timeout_s)
+        self._counters = counters or IngressCounters()
+        self._link = RouterLink(self.name, router_calls, workers, self, self._counters, timeout_s=timeout_s)
         self._fallback = LocalFallback(workers)
-        self._waiting = WaitingRequests(timeout_s, self._link.give_up, lambda: self.count("queue_expired"))
+        count_expired = partial(self._counters.count, IngressEvent.QUEUE_EXPIRED)
+        self._waiting = WaitingRequests(timeout_s, self._link.give_up, count_expired)
         self._calls: dict[str, OpenCall] = {}  # open calls of requests
         self._reporting: asyncio.Task[None] | None = None
         # `_report` sends these to the router.
         self._progress: set[str] = set()
-        self._events: Counter[str] = Counter()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
 
@@ -259,10 +263,6 @@ class RouterClient:
         if call is not None:
             call.close(lease.generated_tokens)
 
-    def count(self, event: str, increase: int = 1) -> None:
-        """Increment a counter of `/eldr/status`."""
-        self._events[event] += increase
-
     def record_stream(self, latencies: StreamLatencies) -> None:
         """Record the latencies of an ended stream, for the live page."""
         self._ended_streams.append(latencies)
@@ -300,7 +300,7 @@ class RouterClient:
 
     def _lease_by_local_fallback(self, lease: Lease) -> None:
         self._fallback.lease(lease, "router-unreachable" if self.router_unreachable else "no-worker")
-        self.count("placed_by_local_fallback")
+        self._counters.count(IngressEvent.PLACED_BY_LOCAL_FALLBACK)
         self._discard_unread_counts(lease)
         self.send_leases([lease])
 
@@ -348,8 +348,8 @@ class RouterClient:
         prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
         if prediction == self._reported_prediction:
             prediction = None
-        if self._events or self._ended_streams or prediction is not None:
-            self._link.report(IngressReport(dict(self._events), tuple(self._ended_streams), prediction))
-            self._events.clear()
+        counts = self._counters.take()
+        if counts or self._ended_streams or prediction is not None:
+            self._link.report(IngressReport(counts, tuple(self._ended_streams), prediction))
             self._ended_streams.clear()
             self._reported_prediction = prediction or self._reported_prediction

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
 from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router_client.calls import RouterCalls
@@ -49,9 +50,6 @@ class LinkOwner(Protocol):
     def on_router_unreachable(self) -> None:
         """End every request's wait for the router."""
 
-    def count(self, event: str) -> None:
-        """Increment a counter of the status."""
-
 
 class RouterLink:
     """Keeps one ingress subscribed to the actor, for one event loop.
@@ -69,12 +67,19 @@ class RouterLink:
     """
 
     def __init__(
-        self, name: str, calls: RouterCalls, workers: LiveWorkers, owner: LinkOwner, *, timeout_s: float
+        self,
+        name: str,
+        calls: RouterCalls,
+        workers: LiveWorkers,
+        owner: LinkOwner,
+        counters: IngressCounters,
+        *,
+        timeout_s: float,
     ) -> None:
         self._name = name
         self._calls = calls
         self._workers = workers
-        self._owner = owner
+        self._owner, self._counters = owner, counters
         self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._subscription: OpenCall | None = None
@@ -127,7 +132,7 @@ class RouterLink:
         """Close a channel whose router does not answer in time; place by local fallback until it does."""
         if not self.unreachable:
             logger.warning("DecodeRouter does not answer (%s); placing locally", type(error).__name__)
-            self._owner.count("router_lost")
+            self._counters.count(IngressEvent.ROUTER_LOST)
         self.unreachable = True
         self._close_channel()
         self._owner.on_router_unreachable()

@@ -14,6 +14,7 @@ import numpy as np
 
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.experts.signature import pack_counts
+from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
@@ -71,7 +72,6 @@ class FakeRouterClient:
         self.waits: list[float] = []
         self.leases: set[str] = set()
         self.tokens: list[int] = []
-        self.events: list[str] = []
         self.cached_tokens = 0  # of each lease
 
     async def place(self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float) -> Lease:
@@ -99,7 +99,15 @@ class FakeRouterClient:
         assert request_id in self.leases
         self.counts.append((request_id, token_ids, counts, prompt_tokens))
 
-    def count(self, event: str, increase: int = 1) -> None:
+
+class RecordedCounters(IngressCounters):
+    """Counters that record the events in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def count(self, event: IngressEvent, increase: int = 1) -> None:
         self.events += [event] * increase
 
 
@@ -118,12 +126,14 @@ class Pipeline:
         self.prefill = FakeFleet(prefill, "p0", "p1")
         self.decode = FakeFleet(decode, *workers)
         self.client: Any = FakeRouterClient(workers)
+        self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokens("") if whole else None
         self.path = RequestPath(
             engines=Engines(*fleets, PrefillRouterOptions(), whole=whole),
             client=self.client,
+            counters=self.counters,
             options=path_options,
             tokenizer=tokenizer,
         )

@@ -14,7 +14,16 @@ from eldr_serve.pipeline import kv_release
 from tests.support.clock import Clock
 from tests.support.fake_fleet import answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
-from tests.support.request_path import END, WHOLE, Pipeline, good_prefill, on, pack_ids, request_context
+from tests.support.request_path import (
+    END,
+    WHOLE,
+    Pipeline,
+    RecordedCounters,
+    good_prefill,
+    on,
+    pack_ids,
+    request_context,
+)
 
 
 def resumable(*chunks: Any) -> Any:
@@ -87,7 +96,7 @@ async def test_a_replica_that_fails_repeatedly_is_ejected() -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(refusal(500))), prefill=answer_with(prefill_result()))
     for _ in range(3):
         assert await pipeline.run() == b"abc"
-    assert pipeline.client.events.count("ejected") == 1
+    assert pipeline.counters.events.count("ejected") == 1
     pipeline.decode.sent.clear()
     assert await pipeline.run() == b"abc"
     assert [sent.replica for sent in pipeline.decode.requests] == ["d1"]
@@ -99,7 +108,7 @@ async def test_a_full_replica_is_not_ejected() -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(refusal(503))))
     for _ in range(9):
         assert await pipeline.run() == b"abc"
-    assert "ejected" not in pipeline.client.events
+    assert "ejected" not in pipeline.counters.events
 
 
 async def test_a_late_call_is_cancelled_once() -> None:
@@ -121,16 +130,16 @@ class Outliers(OutlierDetector):
     """A detector for the replicas `live`, which records the names of its events."""
 
     def __init__(self, live: str) -> None:
-        self.clock, self.events = Clock(), list[str]()
+        self.clock, self.counters = Clock(), RecordedCounters()
         self.fleet: Any = SimpleNamespace(live=tuple(live))
-        super().__init__(self.fleet, self.events.append, clock=self.clock)
+        super().__init__(self.fleet, self.counters, clock=self.clock)
 
     def fail(self, replica: str, times: int = 3) -> bool:
         """Fail calls of the replica; return whether it was ejected for one of them."""
-        before = len(self.events)
+        before = len(self.counters.events)
         for _ in range(times):
             self.record_failure(replica, CallTimeoutError())
-        return len(self.events) > before
+        return len(self.counters.events) > before
 
 
 def test_each_ejection_is_longer_until_a_success() -> None:

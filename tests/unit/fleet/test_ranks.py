@@ -30,7 +30,7 @@ from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from tests.support.engine_server import serving
 from tests.support.fake_fleet import FakeFleet, answer_with, refusal
 from tests.support.fake_router import place_one, router_state, wait_until
-from tests.support.request_path import END, WHOLE, Pipeline, good_decode, pack_ids
+from tests.support.request_path import END, WHOLE, Pipeline, RecordedCounters, good_decode, pack_ids
 
 WORKERS = ("d0/0", "d0/1", "d1/0", "d1/1")
 
@@ -126,13 +126,13 @@ async def test_the_ranks_of_a_lost_replica_leave_together() -> None:
 
 def test_failures_of_any_rank_eject_their_replica() -> None:
     fleet: Any = FakeFleet(good_decode, *WORKERS)
-    events: list[str] = []
-    outliers = OutlierDetector(fleet, events.append)
+    counters = RecordedCounters()
+    outliers = OutlierDetector(fleet, counters)
     for failure in range(FAILURES):
         assert outliers.usable_workers == list(WORKERS)
         outliers.record_failure(f"d0/{failure % 2}", RuntimeError("no"))
     assert outliers.usable_workers == ["d1/0", "d1/1"]
-    assert events == ["ejected"]
+    assert counters.events == ["ejected"]
     outliers.record_success("d0/1")
     assert outliers.usable_workers == list(WORKERS)
 

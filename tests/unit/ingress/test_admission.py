@@ -28,6 +28,7 @@ from eldr_serve.ingress.options import IngressOptions
 from tests.support.fake_fleet import answer_with
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app
+from tests.support.request_path import RecordedCounters
 
 
 def chat(content: Any) -> dict[str, Any]:
@@ -258,7 +259,8 @@ class Upload:
 
     def __init__(self, *chunks: bytes, path: str = COMPLETIONS, method: str = "POST", **headers: str) -> None:
         options = IngressOptions(max_body_mib=0.001, body_timeout_s=0.2)
-        self.gate = Gate(options, hashlib.sha256(b"key").hexdigest(), lambda event: None)
+        self.counters = RecordedCounters()
+        self.gate = Gate(options, hashlib.sha256(b"key").hexdigest(), self.counters)
         self.chunks = chunks
         self.received = 0
         self.bodies: list[bytes] = []
@@ -298,14 +300,12 @@ async def test_a_body_arrives_whole_and_a_failing_application_releases_the_permi
 
 
 async def test_bodies_that_wait_for_their_rest_have_a_bounded_total_size() -> None:
-    events: list[str] = []
     upload = Upload(b"x")
-    upload.gate.count = events.append
     shares = [BodyShare(upload.gate.bodies) for _ in range(2)]
     for share in shares:
         share.add(upload.gate.bodies.max_bytes // 2)
     assert await upload.status() == 503
-    assert events == ["refused_pending_bodies"]
+    assert upload.counters.events == ["refused_pending_bodies"]
     shares[0].reduce_to(0)
     assert await upload.status() == 200
 

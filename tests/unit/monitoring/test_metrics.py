@@ -33,6 +33,7 @@ from eldr_serve.metrics import (
     ROUTER,
 )
 from eldr_serve.monitoring import ray_metrics
+from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.monitoring.loop_watch import LoopMetrics
 from eldr_serve.replicas.engine_watch import ReplicaMetrics
 from eldr_serve.router.actor import actor_name
@@ -96,6 +97,7 @@ COUNTING = (
     "fleet",
     "ingress",
     "limits",
+    "monitoring",
     "pipeline",
     "queues",
     "replicas",
@@ -106,14 +108,15 @@ COUNTING = (
 
 
 def _counted_keys() -> Iterator[str]:
-    """Yield the keys that serving code counts by `count("x")`, `counters["x"]` or `counters.update(x=1)`."""
+    """Yield the keys that serving code counts.
+
+    The forms are `IngressEvent.X`, `counters["x"]` and `counters.update(x=1)`.
+    """
     for path in sorted(path for name in COUNTING for path in (ROOT / "eldr_serve" / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Call(
-                    func=ast.Attribute(attr="count" | "_count"), args=[given] | [ast.Constant() as given, _]
-                ):
-                    yield from _texts(given)
+                case ast.Attribute(value=ast.Name(id="IngressEvent"), attr=name):
+                    yield IngressEvent[name]
                 case ast.Subscript(value=ast.Attribute(attr="counters" | "_counters"), slice=key):
                     yield from _texts(key)
                 case ast.Call(func=ast.Attribute(ast.Attribute(attr="counters"), "update"), keywords=named):

@@ -20,7 +20,13 @@ from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import Request, RequestFields
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
-from tests.support.request_path import FakeRouterClient, good_decode, on_virtual_time, request_context
+from tests.support.request_path import (
+    FakeRouterClient,
+    RecordedCounters,
+    good_decode,
+    on_virtual_time,
+    request_context,
+)
 
 RATE = 9000.0  # throughput of an engine, tokens/s
 TOKENS = 1500
@@ -51,9 +57,12 @@ class Backlog:
         self.prefill = FakeFleet(prefill or Engine(PREFILLED), *names)
         self.decode = FakeFleet(decode, "d0", "d1", "d2")
         self.client: Any = FakeRouterClient()
+        self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         engines = Engines(*fleets, PrefillRouterOptions(), whole=whole)
-        self.path = RequestPath(engines=engines, client=self.client, options=PathOptions())
+        self.path = RequestPath(
+            engines=engines, client=self.client, counters=self.counters, options=PathOptions()
+        )
         self.statuses: Counter[int] = Counter()
         self.refused_s: list[float] = []
         self.tries: list[int] = []
@@ -102,8 +111,8 @@ def test_each_prompt_is_answered_or_refused_at_once_with_a_retry_time(before: in
     assert max(backlog.refused_s) <= 2.0
     assert max(backlog.tries) <= (2 if before else 4)
     assert len(backlog.prefill.requests) == before + 1000  # no prompt is sent twice
-    assert not {"ejected", "prefill_retries"} & set(backlog.client.events)
-    assert backlog.client.events.count("refused_prefill_backlog") == len(backlog.refused_s)
+    assert not {"ejected", "prefill_retries"} & set(backlog.counters.events)
+    assert backlog.counters.events.count("refused_prefill_backlog") == len(backlog.refused_s)
 
 
 def test_a_wait_behind_other_prompts_is_no_failure_of_an_engine() -> None:
@@ -113,7 +122,7 @@ def test_a_wait_behind_other_prompts_is_no_failure_of_an_engine() -> None:
     backlog.send_all(range(700))  # 117 s
     assert backlog.statuses == {200: 700}
     assert len(backlog.prefill.requests) == 700
-    assert "ejected" not in backlog.client.events
+    assert "ejected" not in backlog.counters.events
 
 
 def test_a_prompt_that_others_overtake_is_retried() -> None:
@@ -127,7 +136,7 @@ def test_a_prompt_that_others_overtake_is_retried() -> None:
     backlog.send_all(range(5))
     assert backlog.statuses == {200: 5}
     assert len(backlog.prefill.requests) == 6
-    assert backlog.client.events.count("prefill_retries") == 1
+    assert backlog.counters.events.count("prefill_retries") == 1
 
 
 def test_requests_that_wait_for_room_continue_at_once_in_order_of_arrival() -> None:
@@ -197,7 +206,7 @@ def test_an_engine_that_computes_nothing_is_ejected() -> None:
         assert {type(error) for error in errors} == {OverloadedError}
 
     on_virtual_time(main)
-    assert "ejected" in backlog.client.events
+    assert "ejected" in backlog.counters.events
 
 
 @pytest.mark.parametrize("reported", [0, 9])
@@ -221,7 +230,7 @@ def test_a_decode_call_waits_for_a_slot(reported: int) -> None:
 
     on_virtual_time(main)
     assert len(backlog.decode.requests) == len(backlog.tries) == requests
-    assert "ejected" not in backlog.client.events
+    assert "ejected" not in backlog.counters.events
 
 
 def test_whole_engines_bound_their_waiting_prompts_too() -> None:
@@ -233,7 +242,7 @@ def test_whole_engines_bound_their_waiting_prompts_too() -> None:
     assert max(backlog.refused_s) <= 2.0
     assert max(backlog.tries) <= 4
     assert len(backlog.decode.requests) == 600
-    assert "ejected" not in backlog.client.events
+    assert "ejected" not in backlog.counters.events
 
 
 def test_a_retry_is_recognised_by_its_tenant_and_body() -> None:

@@ -58,7 +58,7 @@ async def test_an_answer_moves_from_an_engine_that_leaves(stream: bool, tokens: 
     assert second.header["generated"] == pack_ids(*range(tokens + 1))
     assert second.header["id"] == first.header["id"]
     assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
-    assert pipeline.client.events == ["prefills", "prefills", "moved"]
+    assert pipeline.counters.events == ["prefills", "prefills", "moved"]
     assert [request.exclude for request, _ in pipeline.client.placed] == [(), ("d0",)]
     assert pipeline.client.waits[-1] == 0.0
     assert pipeline.client.tokens[-1] == TOKENS
@@ -81,7 +81,7 @@ async def test_an_answer_moves_again_and_stays_when_no_engine_is_left() -> None:
 async def test_a_stream_that_has_moved_resumes_after_a_loss() -> None:
     pipeline = Pipeline(decode=engines(2, lost=1))
     assert await pipeline.run(stream=True) == WHOLE + END
-    assert [event for event in pipeline.client.events if event != "prefills"] == ["moved", "resumed"]
+    assert [event for event in pipeline.counters.events if event != "prefills"] == ["moved", "resumed"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -23,7 +23,13 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prediction import WINDOW_S
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
-from tests.support.request_path import FakeRouterClient, on_virtual_time, pack_ids, request_context
+from tests.support.request_path import (
+    FakeRouterClient,
+    RecordedCounters,
+    on_virtual_time,
+    pack_ids,
+    request_context,
+)
 
 RATE = 1000.0  # of a prefill engine, tokens/s
 STEP = StepLoad(StepCost(fixed_s=0.01, per_request_s=0.01, per_expert_s=0.0))
@@ -47,11 +53,13 @@ class Service:
         self.prefill = FakeFleet(self._prefill, *(() if whole else prefill))
         self.decode = FakeFleet(self._whole if whole else self._decode, "d0", "d1")
         self.client: Any = FakeRouterClient()
+        self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         tokenizer: Any = PromptTokens("") if whole else None
         self.path = RequestPath(
             engines=Engines(*fleets, PrefillRouterOptions(), whole=whole),
             client=self.client,
+            counters=self.counters,
             options=PathOptions(retry_backoff_s=0.0, **options),
             tokenizer=tokenizer,
         )
@@ -126,7 +134,7 @@ def test_a_request_that_would_wait_too_long_is_refused_until_it_would_not() -> N
     assert retry_after_s(service) == [4, 4, 60]  # 3.1 s and 3.2 s
     assert "first token after 5100 ms (2000 asked)" in str(service.refusals[0])
     assert {error.status for error in service.refusals} == {503}
-    assert service.client.events.count("refused_objective") == 3
+    assert service.counters.events.count("refused_objective") == 3
 
 
 def test_refused_requests_return_one_after_the_other() -> None:

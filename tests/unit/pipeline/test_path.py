@@ -86,7 +86,7 @@ async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
     first, second = pipeline.prefill.requests
     assert first.replica != second.replica
     assert first.header["id"] != second.header["id"]
-    assert pipeline.client.events.count("prefill_retries") == 1
+    assert pipeline.counters.events.count("prefill_retries") == 1
 
 
 async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> None:
@@ -180,7 +180,7 @@ async def test_a_request_that_has_lost_three_engines_is_refused(prefill: Any, ca
     with pytest.raises(EnginesLostError, match="3 engines were lost while they worked on this request"):
         await pipeline.run()
     assert (len(pipeline.prefill.requests), len(pipeline.decode.requests)) == calls
-    assert pipeline.client.events[-1] == "refused_lost_engines"
+    assert pipeline.counters.events[-1] == "refused_lost_engines"
 
 
 async def test_only_engines_that_end_with_the_request_count_as_lost_by_it() -> None:
@@ -199,7 +199,7 @@ async def test_a_lost_stream_ends_with_an_error_event(error: Exception) -> None:
     assert answer.startswith(b"adata: ")
     assert b'"engine_lost"' in answer
     assert answer.endswith(b"data: [DONE]\n\n")
-    assert pipeline.client.events[-1] == "streams_lost"
+    assert pipeline.counters.events[-1] == "streams_lost"
 
 
 async def test_a_client_that_does_not_read_loses_its_stream() -> None:
@@ -223,7 +223,7 @@ async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refus
     with pytest.raises(OverloadedError, match="are full"):
         await pipeline.run()
     assert not pipeline.prefill.requests
-    assert pipeline.client.events == ["refused_prefill_full"]
+    assert pipeline.counters.events == ["refused_prefill_full"]
     waiting = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.06)
     kv_usage.update({"p0": full, "p1": full | {KV_USAGE: 0.5, REPORT_NUMBER: 1}})
@@ -271,7 +271,7 @@ async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool)
     assert await pipeline.run() == b"abc"
     (decode,) = pipeline.decode.requests
     assert not decode.kv
-    assert pipeline.client.events[-1] == "whole_without_prefill"
+    assert pipeline.counters.events[-1] == "whole_without_prefill"
     with pytest.raises(OverloadedError, match="no prefill replica can be reached"):
         await pipeline.run()
 

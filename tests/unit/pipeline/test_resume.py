@@ -72,7 +72,7 @@ async def test_an_answer_resumes_wherever_its_engine_is_lost(
         assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
     assert pipeline.client.tokens[-1] == TOKENS
     resumed = bool(rest and rest[0].header["generated"])
-    assert ("resumed" in pipeline.client.events) == resumed
+    assert ("resumed" in pipeline.counters.events) == resumed
 
 
 async def test_a_stream_resumes_once() -> None:
@@ -81,7 +81,7 @@ async def test_a_stream_resumes_once() -> None:
     assert answer.startswith(b"".join(EVENTS[:5]) + b'data: {"error"')
     assert b'"engine_lost"' in answer
     assert len(pipeline.decode.requests) == 2
-    assert pipeline.client.events[-1] == "streams_lost"
+    assert pipeline.counters.events[-1] == "streams_lost"
 
 
 async def test_a_stream_that_has_lost_too_many_engines_does_not_resume() -> None:
@@ -128,7 +128,7 @@ async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exce
     second = pipeline.decode.requests[-1].header
     assert (second["kv"], second["generated"]) == ({}, pack_ids(0, 1, 2))
     assert second["token_ids"] == TOKEN_IDS
-    assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
+    assert pipeline.counters.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
 async def test_a_prefill_replica_is_not_blamed_for_an_attempt_without_it() -> None:
@@ -152,7 +152,7 @@ async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
 
     engines, pipeline.decode.answer = pipeline.decode.answer, decode
     assert await pipeline.run(stream=True) == WHOLE + END
-    assert pipeline.client.events == ["prefills", "whole_without_prefill", "resumed"]
+    assert pipeline.counters.events == ["prefills", "whole_without_prefill", "resumed"]
 
 
 async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:
@@ -168,7 +168,7 @@ async def test_engines_that_refuse_resumed_answers_are_not_ejected() -> None:
     pipeline = Pipeline(decode=decode)
     for _ in range(4):
         assert b'"engine_lost"' in await pipeline.run(stream=True)
-    assert "ejected" not in pipeline.client.events
+    assert "ejected" not in pipeline.counters.events
 
 
 async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:

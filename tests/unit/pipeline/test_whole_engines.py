@@ -96,9 +96,10 @@ async def test_predicted_and_measured_cached_tokens_are_counted_together() -> No
     pipeline.client.cached_tokens = 2
 
     await pipeline.run(prompt=["a", "b"], n=2)  # nothing is predicted without token ids
-    assert not pipeline.client.events
+    assert not pipeline.counters.events
     await pipeline.run(prompt=[1, 2, 3, 4])
-    assert sorted(pipeline.client.events) == 3 * ["prefix_tokens_measured"] + 2 * ["prefix_tokens_predicted"]
+    events = pipeline.counters.events
+    assert sorted(events) == 3 * ["prefix_tokens_measured"] + 2 * ["prefix_tokens_predicted"]
 
 
 @pytest.mark.parametrize(

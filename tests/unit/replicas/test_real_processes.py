@@ -59,7 +59,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other
         async with running_ingress({"p": prefill.metadata}, {"d": quick.metadata}) as service:
             gate, client = service.ingress.gate, service.ingress._client
             counted = Counter[str]()
-            client.count = lambda event: counted.update([event])
+            service.ingress._counters.count = lambda event: counted.update([event])
             with (
                 process("client", service.port, ENDLESS | {"gap_ms": 5}) as (_, read_line),
                 process("deaf", service.port, ENDLESS | {"gap_ms": 0}) as (deaf, read_deaf_line),

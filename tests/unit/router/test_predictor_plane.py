@@ -13,6 +13,7 @@ from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.router import settings_check
 from eldr_serve.router.messages import IngressReport, Restore
@@ -310,7 +311,7 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
         assert actor.state.placer.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
         actor.alive = False
         client.release("gone")
-        client.count("anything")
+        client._counters.count(IngressEvent.SLOW_CLIENTS)
         await wait_until(lambda: client.router_unreachable)
         actor.restart()
         await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
