@@ -32,7 +32,7 @@ from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import supervised
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -105,12 +105,12 @@ class EldrIngress:
         )
         self.gate = Gate(options, admin_key_sha256, self._counters)
         self._router_settings = router_settings
-        engines = Engines(self._prefill, self._decode, prefill_options, whole=prefill is None)
+        fleets = Fleets(self._prefill, self._decode, prefill_options, whole=prefill is None)
         self._tokenizer = PromptTokens(tokenizer)
-        self._whole = engines.whole
+        self._whole = fleets.whole
         self._tokenizer_task: asyncio.Task[None] | None = None
         self._path = RequestPath(
-            engines=engines,
+            fleets=fleets,
             client=self._client,
             counters=self._counters,
             options=path_options,
@@ -119,11 +119,11 @@ class EldrIngress:
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
-        self._warmup = Warmup(engines=engines, handles=handles, client=self._client, model_id=model_id)
+        self._warmup = Warmup(fleets=fleets, handles=handles, client=self._client, model_id=model_id)
         self._status = IngressStatus(
             gate=self.gate,
             client=self._client,
-            engines=engines,
+            fleets=fleets,
             path=self._path,
             warmup=self._warmup,
             model_id=model_id,

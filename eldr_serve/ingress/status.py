@@ -8,7 +8,7 @@ from typing import Any
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.router_client.client import RouterClient
@@ -30,14 +30,14 @@ class IngressStatus:
         *,
         gate: Gate,
         client: RouterClient,
-        engines: Engines,
+        fleets: Fleets,
         path: RequestPath,
         warmup: Warmup,
         model_id: str,
     ) -> None:
         self._gate = gate
         self._client = client
-        self._engines = engines
+        self._fleets = fleets
         self._path = path
         self._warmup = warmup
         self.watch = LoopWatch("ingress")
@@ -57,14 +57,14 @@ class IngressStatus:
             "router_unreachable": self._client.router_unreachable,
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
-            "prefill_in_flight": self._engines.prefill.in_flight,
-            "prefill_oldest_s": self._engines.prefill.oldest_s,
+            "prefill_in_flight": self._fleets.prefill.in_flight,
+            "prefill_oldest_s": self._fleets.prefill.oldest_s,
             "stages": self._path.stage_latencies.summary(),
             "prefill_wait_s": self._path.admission.predict_waits(),
-            "prefill_kv_usage": self._engines.prefill.directory.kv_usage.by_worker,
-            "decode_kv_usage": self._engines.decode.directory.kv_usage.by_worker,
+            "prefill_kv_usage": self._fleets.prefill.directory.kv_usage.by_worker,
+            "decode_kv_usage": self._fleets.decode.directory.kv_usage.by_worker,
             "objectives": self._path.objectives.status(),
-            "experts": self._engines.decode.directory.experts,
+            "experts": self._fleets.decode.directory.experts,
         }
 
     def public(self) -> dict[str, Any]:
@@ -73,8 +73,8 @@ class IngressStatus:
         return {
             "model": self._model_id,
             "policy": settings.policy if settings else None,
-            "prefill_replicas": len(self._engines.prefill.live),
-            "decode_replicas": len(set(map(replica_of, self._engines.decode.live))),
+            "prefill_replicas": len(self._fleets.prefill.live),
+            "decode_replicas": len(set(map(replica_of, self._fleets.decode.live))),
             "ingress": {
                 "ready": self._warmup.ready,
                 "router_unreachable": self._client.router_unreachable,

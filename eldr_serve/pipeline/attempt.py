@@ -71,7 +71,7 @@ class Attempt:
 
     async def _wait_for_decode(self) -> None:
         """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
-        fleet = self._services.engines.decode
+        fleet = self._services.fleets.decode
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._services.options.prefill_wait_s
         with fleet.waiters.turn() as wait_until:
@@ -126,9 +126,9 @@ class Attempt:
         context, services = self._context, self._services
         avoided = (*context.failures.decode_workers, *context.left_workers)
         replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable_workers)
-        live = services.engines.decode.live
+        live = services.fleets.decode.live
         others = (name for name in live if name not in usable or replica_of(name) in replicas)
-        late = context.late_workers if services.engines.whole else ()
+        late = context.late_workers if services.fleets.whole else ()
         return tuple(dict.fromkeys((*avoided, *others, *late)))
 
     def _blocks(self) -> PromptBlocks | None:
@@ -136,7 +136,7 @@ class Attempt:
         prompt_ids = self._prompt.ids_to_compute
         if prompt_ids is None:
             return None
-        return self._context.blocks(prompt_ids, self._services.engines.decode.directory.block_tokens)
+        return self._context.blocks(prompt_ids, self._services.fleets.decode.directory.block_tokens)
 
     # -- decode ----------------------------------------------------------------------------------
 

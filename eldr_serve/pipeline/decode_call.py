@@ -58,7 +58,7 @@ class DecodeCall:
         services = self._services
         request = self._context.request
         self._measured = self._measure_counts()
-        self.call = services.engines.decode.call(self.worker, "generate", self._header, request.body)
+        self.call = services.fleets.decode.call(self.worker, "generate", self._header, request.body)
         self.call.on_overflow = self._context.on_overflow
         if request.fields.stream or self._prompt.kv_params is not None:  # others answer only as a whole
             options = services.options
@@ -110,5 +110,5 @@ class DecodeCall:
             return None
         set_counts = partial(services.client.set_measured_counts, request_id, prompt_ids)
         return MeasuredCounts(
-            services.engines.decode.call(self.worker, WAIT_FOR_COUNTS, {"id": request_id}), set_counts
+            services.fleets.decode.call(self.worker, WAIT_FOR_COUNTS, {"id": request_id}), set_counts
         )

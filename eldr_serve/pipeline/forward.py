@@ -18,7 +18,7 @@ async def forward(services: Services, method: str, header: Mapping[str, Any], bo
         OverloadedError: no engine can be reached, or the engine gave no answer in time.
         CallFailedError, ChannelLostError: see Call.read.
     """
-    fleet = services.engines.decode
+    fleet = services.fleets.decode
     in_flight = fleet.in_flight
     if not in_flight:
         raise OverloadedError("no decode replica can be reached")

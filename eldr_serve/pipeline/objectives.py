@@ -13,7 +13,7 @@ from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
@@ -44,15 +44,15 @@ class Objectives:
     def __init__(
         self,
         *,
-        engines: Engines,
+        fleets: Fleets,
         client: RouterClient,
         counters: IngressCounters,
         admission: PrefillAdmission,
         decode_starts: DecodeStartEstimator,
         tokenizer: PromptTokens | None,
     ) -> None:
-        self._engines = engines
-        self._prefill = engines.decode if engines.whole else engines.prefill
+        self._fleets = fleets
+        self._prefill = fleets.decode if fleets.whole else fleets.prefill
         self._client = client
         self._counters = counters
         self._admission, self._queues = admission, admission.queues
@@ -82,7 +82,7 @@ class Objectives:
         context.late_workers = ()
         if not context.request.objective or context.is_retry:
             return
-        if self._engines.whole and self._tokenizer is not None:
+        if self._fleets.whole and self._tokenizer is not None:
             await self._tokenizer.add_to(context)
         loads = await self._decode_loads(context)
         # The caller's next steps do not wait while there is room, so requests that arrive together count
@@ -97,7 +97,7 @@ class Objectives:
         prediction = context.prediction = Prediction(ttfts, min(tpots.values(), default=None), load, *margins)
         ttft_delays = self._ttft_delays(context, prediction, compute_s, num_tokens)
         tpot_delays = self._tpot_delays(context, prediction, loads, tpots, batches, num_tokens)
-        if self._engines.whole:  # one worker must meet both
+        if self._fleets.whole:  # one worker must meet both
             delays = {
                 name: max(ttft_delays.get(name, 0.0), tpot_delays.get(name, 0.0))
                 for name in ttft_delays.keys() | tpot_delays.keys()
@@ -118,8 +118,8 @@ class Objectives:
         if self._client.router_unreachable:
             return None
         blocks = None
-        if self._engines.whole and context.prompt_ids is not None:
-            blocks = context.blocks(context.prompt_ids, self._engines.decode.directory.block_tokens)
+        if self._fleets.whole and context.prompt_ids is not None:
+            blocks = context.blocks(context.prompt_ids, self._fleets.decode.directory.block_tokens)
         try:
             async with asyncio.timeout(_ROUTER_TIMEOUT_S):
                 return await self._client.decode_loads(blocks)
@@ -137,7 +137,7 @@ class Objectives:
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)
-        if loads is not None and self._engines.whole:
+        if loads is not None and self._fleets.whole:
             mean = 1.0 - min(loads.cached_share, _MAX_CACHED_SHARE)
             cached_tokens = dict(zip(loads.workers.names, loads.workers.cached_tokens.tolist(), strict=True))
             for name in names & cached_tokens.keys():
@@ -162,10 +162,10 @@ class Objectives:
         """
         if loads is None or loads.step.cost is None or not loads.workers.names:
             return {}
-        if self._engines.whole:  # those that wait in the decode queue have no worker for their prompt either
+        if self._fleets.whole:  # those that wait in the decode queue have no worker for their prompt either
             num_unplaced = max(self._queues.num_unplaced, loads.waiting)
         else:
-            num_unplaced = sum(self._engines.prefill.in_flight.values()) + loads.waiting
+            num_unplaced = sum(self._fleets.prefill.in_flight.values()) + loads.waiting
         workers = loads.workers
         batches = workers.in_flight + 1 + num_unplaced / len(workers.names)
         return dict(zip(workers.names, batches.tolist(), strict=True))
@@ -297,7 +297,7 @@ class Objectives:
         if needs_whole_engine(request.method, request.fields) is not None:
             return
         assert context.lease is not None
-        worker = context.lease.worker if self._engines.whole else context.failures.prefill_replica
+        worker = context.lease.worker if self._fleets.whole else context.failures.prefill_replica
         ttft_s, objective = prediction.ttft_s.get(worker), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:

@@ -17,8 +17,8 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.attempt import Attempt
-from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFailedError
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.forward import forward
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.move_limiter import MoveLimiter
@@ -52,22 +52,22 @@ class RequestPath:
     def __init__(
         self,
         *,
-        engines: Engines,
+        fleets: Fleets,
         client: RouterClient,
         counters: IngressCounters,
         options: PathOptions,
         tokenizer: PromptTokens | None = None,
     ) -> None:
         self.stage_latencies = StageLatencies()
-        self.kv_release = KvRelease(engines.prefill)
-        fleet = engines.decode if engines.whole else engines.prefill
-        outliers = OutlierDetector(engines.decode, counters)
+        self.kv_release = KvRelease(fleets.prefill)
+        fleet = fleets.decode if fleets.whole else fleets.prefill
+        outliers = OutlierDetector(fleets.decode, counters)
         self.admission = PrefillAdmission(fleet, bound_s=options.prefill_queue_s, counters=counters)
         prefill = (
             WholePrefill(outliers, self.admission, tokenizer)
-            if engines.whole
+            if fleets.whole
             else SplitPrefill(
-                engines=engines,
+                fleets=fleets,
                 admission=self.admission,
                 options=options,
                 counters=counters,
@@ -76,9 +76,9 @@ class RequestPath:
                 tokenizer=tokenizer,
             )
         )
-        decode_starts = DecodeStartEstimator(engines.decode)
+        decode_starts = DecodeStartEstimator(fleets.decode)
         self.objectives = Objectives(
-            engines=engines,
+            fleets=fleets,
             client=client,
             counters=counters,
             admission=self.admission,
@@ -86,7 +86,7 @@ class RequestPath:
             tokenizer=tokenizer,
         )
         self._services = Services(
-            engines=engines,
+            fleets=fleets,
             client=client,
             counters=counters,
             options=options,
@@ -95,7 +95,7 @@ class RequestPath:
             outliers=outliers,
             decode_starts=decode_starts,
             objectives=self.objectives,
-            moves=MoveLimiter(engines.decode, decode_starts, options.moves_at_once),
+            moves=MoveLimiter(fleets.decode, decode_starts, options.moves_at_once),
             stage_latencies=self.stage_latencies,
         )
 
@@ -145,7 +145,7 @@ class RequestPath:
         if isinstance(failure, PrefillFailedError):
             failures.add_prefill(failure)
             more = options.prefill_attempts - failures.prefills
-            if lost_too_many or more < 0 or (more == 0 and self._services.engines.prefill.live):
+            if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live):
                 return False  # without a live replica one more attempt may run on a decode engine alone
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True

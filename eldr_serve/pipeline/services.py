@@ -8,7 +8,7 @@ from typing import Protocol
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.objectives import Objectives
 from eldr_serve.pipeline.path_options import PathOptions
@@ -39,7 +39,7 @@ class Services:
         moves: limits how many answers leave their decode replicas at once.
     """
 
-    engines: Engines
+    fleets: Fleets
     client: RouterClient
     counters: IngressCounters
     options: PathOptions

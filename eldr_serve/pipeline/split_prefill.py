@@ -13,8 +13,8 @@ from eldr_serve.engine.calls import prefill_header
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
-from eldr_serve.pipeline.engines import Engines
 from eldr_serve.pipeline.failures import PrefillFailedError
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
@@ -46,7 +46,7 @@ class SplitPrefill:
     def __init__(
         self,
         *,
-        engines: Engines,
+        fleets: Fleets,
         admission: PrefillAdmission,
         options: PathOptions,
         counters: IngressCounters,
@@ -54,15 +54,15 @@ class SplitPrefill:
         stage_latencies: StageLatencies,
         tokenizer: PromptTokens | None,
     ) -> None:
-        self._engines = engines
-        self._fleet = engines.prefill
+        self._fleets = fleets
+        self._fleet = fleets.prefill
         self._admission, self._queues = admission, admission.queues
         self._options = options
         self._counters = counters
         self._kv_release = kv_release
         self._stage_latencies = stage_latencies
         self._tokenizer = tokenizer
-        self._outliers = OutlierDetector(engines.prefill, counters)
+        self._outliers = OutlierDetector(fleets.prefill, counters)
         self._without_prefill = CallRateLimiter(
             options.whole_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
@@ -111,7 +111,7 @@ class SplitPrefill:
         replica = choose_prefill(
             prompt_head(context.request.fields),
             {name: in_flight[name] for name in replicas},
-            max_load_ratio=self._engines.prefill_options.max_load_ratio,
+            max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )
         context.failures.prefill_replica = replica

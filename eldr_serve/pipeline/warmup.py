@@ -20,7 +20,7 @@ from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.engine.calls import WARM, decode_header, expert_counts_of, prefill_header, warm_up_body
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
 from eldr_serve.fleet.measured_counts import MeasuredCounts
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.split_prefill import prefill_answer
 from eldr_serve.router_client.client import RouterClient
@@ -37,13 +37,13 @@ class Warmup:
     """Warms each pair of live replicas once, and reports the shape of expert counts to the router."""
 
     def __init__(
-        self, *, engines: Engines, handles: list[DeploymentHandle], client: RouterClient, model_id: str
+        self, *, fleets: Fleets, handles: list[DeploymentHandle], client: RouterClient, model_id: str
     ) -> None:
-        self._engines = engines
+        self._fleets = fleets
         self._handles = handles
         self._client = client
         self._model_id = model_id
-        self._kv_release = KvRelease(engines.prefill)
+        self._kv_release = KvRelease(fleets.prefill)
         self._warm: set[tuple[str, str]] = set()
         self._engines_up = False
         self._all_were_warm = False
@@ -67,15 +67,15 @@ class Warmup:
         """
         if self._all_were_warm:
             warm = {decode for _, decode in self._warm}
-            return "no decode engine is up" if warm.isdisjoint(self._engines.decode.live) else None
+            return "no decode engine is up" if warm.isdisjoint(self._fleets.decode.live) else None
         if not self._engines_up:
             return "the engines are not up yet"
         pairs = self._pairs()
         return f"{len(pairs) - len(self._cold())} of {len(pairs)} pairs of engines are warm"
 
     def _pairs(self) -> list[tuple[str, str]]:
-        prefills = (_WHOLE,) if self._engines.whole else self._engines.prefill.directory.live
-        return [(prefill, decode) for prefill in prefills for decode in self._engines.decode.directory.live]
+        prefills = (_WHOLE,) if self._fleets.whole else self._fleets.prefill.directory.live
+        return [(prefill, decode) for prefill in prefills for decode in self._fleets.decode.directory.live]
 
     def _cold(self) -> list[tuple[str, str]]:
         return [pair for pair in self._pairs() if pair not in self._warm]
@@ -86,7 +86,7 @@ class Warmup:
         await asyncio.gather(*(handle.check_health.remote() for handle in self._handles))
         self._engines_up = True
         while True:
-            live = set(self._engines.decode.directory.live)
+            live = set(self._fleets.decode.directory.live)
             self._warm = {(prefill, decode) for prefill, decode in self._warm if decode in live}
             await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
             self._all_were_warm |= bool(self._warm) and not self._cold()
@@ -106,7 +106,7 @@ class Warmup:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         body = warm_up_body(self._model_id)
         header = prefill_header("completions", f"{request_id}-p")
-        call = self._engines.prefill.call(prefill, "prefill", header, body)
+        call = self._fleets.prefill.call(prefill, "prefill", header, body)
         reader: Call | None = None
         holds_blocks = True
         try:
@@ -129,7 +129,7 @@ class Warmup:
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
-        call = self._engines.decode.call(decode, WAIT_FOR_COUNTS, {"id": request_id})
+        call = self._fleets.decode.call(decode, WAIT_FOR_COUNTS, {"id": request_id})
         measured_counts = MeasuredCounts(call, lambda counts, tokens: shapes.append(counts.shape))
         try:
             await _read(self._generate(decode, request_id))
@@ -147,7 +147,7 @@ class Warmup:
         self, decode: str, request_id: str, params: dict[str, Any] | None = None, *, answers: int = 1
     ) -> Call:
         header = decode_header("completions", request_id, params)
-        return self._engines.decode.call(decode, "generate", header, warm_up_body(self._model_id, answers))
+        return self._fleets.decode.call(decode, "generate", header, warm_up_body(self._model_id, answers))
 
 
 async def _read(call: Call) -> None:

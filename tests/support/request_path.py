@@ -15,7 +15,7 @@ import numpy as np
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -131,7 +131,7 @@ class Pipeline:
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokens("") if whole else None
         self.path = RequestPath(
-            engines=Engines(*fleets, PrefillRouterOptions(), whole=whole),
+            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             client=self.client,
             counters=self.counters,
             options=path_options,

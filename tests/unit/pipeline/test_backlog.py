@@ -14,7 +14,7 @@ import pytest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER, SLOTS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.request_context import RequestContext
@@ -59,9 +59,11 @@ class Backlog:
         self.client: Any = FakeRouterClient()
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
-        engines = Engines(*fleets, PrefillRouterOptions(), whole=whole)
         self.path = RequestPath(
-            engines=engines, client=self.client, counters=self.counters, options=PathOptions()
+            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+            client=self.client,
+            counters=self.counters,
+            options=PathOptions(),
         )
         self.statuses: Counter[int] = Counter()
         self.refused_s: list[float] = []

@@ -15,7 +15,7 @@ import pytest
 from eldr_serve.engine.report_fields import BLOCK_TOKENS, QUEUE, SLOTS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.objective import Objective
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -57,7 +57,7 @@ class Service:
         fleets: Any = self.prefill, self.decode
         tokenizer: Any = PromptTokens("") if whole else None
         self.path = RequestPath(
-            engines=Engines(*fleets, PrefillRouterOptions(), whole=whole),
+            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             client=self.client,
             counters=self.counters,
             options=PathOptions(retry_backoff_s=0.0, **options),
@@ -86,7 +86,7 @@ class Service:
 
     def report_measurement(self, rate: float = RATE, *, queued: float = 0.0, replica: str = "p0") -> None:
         """Let a replica report its throughput and its queue."""
-        fleet = self.decode if self.path._services.engines.whole else self.prefill
+        fleet = self.decode if self.path._services.fleets.whole else self.prefill
         self._reports += 1
         report = {"number": self._reports, "rate": rate, "measured_s": 60.0, "callers": 2}
         reports = {name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live}

@@ -13,7 +13,7 @@ import pytest
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
 from eldr_serve.pipeline import kv_release, warmup
-from eldr_serve.pipeline.engines import Engines
+from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path_options import PrefillRouterOptions
 from eldr_serve.pipeline.warmup import Warmup
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
@@ -32,8 +32,12 @@ def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, health: Any = None) -> Warmup:
     handle: Any = Mock(check_health=Mock(remote=health or AsyncMock()))
     fleets: Any = prefill, decode
-    engines = Engines(*fleets, PrefillRouterOptions(), whole=whole)
-    return Warmup(engines=engines, handles=[handle], client=Mock(expect_counts=AsyncMock()), model_id="m")
+    return Warmup(
+        fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+        handles=[handle],
+        client=Mock(expect_counts=AsyncMock()),
+        model_id="m",
+    )
 
 
 async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCaptureFixture) -> None:

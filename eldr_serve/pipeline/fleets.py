@@ -1,4 +1,4 @@
-"""The engine deployments of an application."""
+"""The fleets of an application's engine deployments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from eldr_serve.pipeline.path_options import PrefillRouterOptions
 
 
 @dataclass(frozen=True)
-class Engines:
-    """The two deployments of an application; `prefill` has no replicas if decode engines prefill."""
+class Fleets:
+    """The fleets of prefill and of decode engines; `prefill` has no replicas if decode engines prefill."""
 
     prefill: Fleet
     decode: Fleet
