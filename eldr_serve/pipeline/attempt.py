@@ -53,6 +53,7 @@ class Attempt:
             async with services.retries.permit(context):
                 await self._wait_for_decode()
                 self._check_slots()
+                await services.prefill.tokenise(context)
                 await services.objectives.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.stage("place") as placing:
@@ -128,8 +129,7 @@ class Attempt:
         replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable_workers)
         live = services.fleets.decode.live
         others = (name for name in live if name not in usable or replica_of(name) in replicas)
-        late = context.late_workers if services.fleets.whole else ()
-        return tuple(dict.fromkeys((*avoided, *others, *late)))
+        return tuple(dict.fromkeys((*avoided, *others, *context.late_workers)))
 
     def _blocks(self) -> PromptBlocks | None:
         """Return the prompt's blocks if the decode engine computes it."""

@@ -16,3 +16,13 @@ class Fleets:
     decode: Fleet
     prefill_options: PrefillRouterOptions
     whole: bool = False  # decode engines prefill too
+
+    @property
+    def prefilling(self) -> Fleet:
+        """Return the fleet of the engines that prefill."""
+        return self.decode if self.whole else self.prefill
+
+    def known_pairs(self) -> list[tuple[str | None, str]]:
+        """Return the pairs of prefill replica and decode worker that Serve knows; None: a whole engine."""
+        prefills: tuple[str | None, ...] = (None,) if self.whole else self.prefill.directory.live
+        return [(prefill, decode) for prefill in prefills for decode in self.decode.directory.live]

@@ -15,7 +15,6 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prediction import WINDOW_S, Concurrency, Prediction, PredictionError
 from eldr_serve.queues.retry_times import RetryTimes
@@ -36,9 +35,6 @@ class Objectives:
     predicted for each decode worker. It is the time of a step with this request and with an even share of the
     requests that have no worker yet. A request is admitted if prediction and margin (see PredictionError) are
     within its objective at some worker. A latency that cannot be predicted does not count.
-
-    Args:
-        tokenizer: tokenises prompts that whole engines compute, to find their cached tokens.
     """
 
     def __init__(
@@ -49,15 +45,13 @@ class Objectives:
         counters: IngressCounters,
         admission: PrefillAdmission,
         decode_starts: DecodeStartEstimator,
-        tokenizer: PromptTokens | None,
     ) -> None:
         self._fleets = fleets
-        self._prefill = fleets.decode if fleets.whole else fleets.prefill
+        self._prefill = fleets.prefilling
         self._client = client
         self._counters = counters
         self._admission, self._queues = admission, admission.queues
         self._decode_starts = decode_starts
-        self._tokenizer = tokenizer
         self._ttft, self._tpot = PredictionError(_now), PredictionError(_now)
         self._retries = RetryTimes(clock=_now)  # one unit for each request
         self._ends = WaitEstimator(clock=_now)  # of requests that held a decode worker
@@ -73,17 +67,15 @@ class Objectives:
     async def admit(self, context: RequestContext) -> None:
         """Predict the latencies of a request that has an objective.
 
-        Set `context.late_workers` to those that would miss it. For a retry or without an objective, do
-        nothing else.
+        Set `context.late_replicas` or `late_workers` to those that would miss it. For a retry or without an
+        objective, do nothing else.
 
         Raises:
             OverloadedError: the request would miss its objective everywhere.
         """
-        context.late_workers = ()
+        context.late_replicas = context.late_workers = ()
         if not context.request.objective or context.is_retry:
             return
-        if self._fleets.whole and self._tokenizer is not None:
-            await self._tokenizer.add_to(context)
         loads = await self._decode_loads(context)
         # The caller's next steps do not wait while there is room, so requests that arrive together count
         # each other.
@@ -104,21 +96,21 @@ class Objectives:
             }
             delay_s = min(delays.values(), default=0.0)
             # A request that waits in the decode queue may find other loads when its turn comes.
-            late = delays if loads is not None and not loads.waiting else {}
+            if loads is not None and not loads.waiting:
+                context.late_workers = _late_names(delays)
         else:
             delay_s = max(min(d.values(), default=0.0) for d in (ttft_delays, tpot_delays))
-            late = ttft_delays
+            context.late_replicas = _late_names(ttft_delays)
         if delay_s:
             self._refuse(context, prediction, delay_s)
         self._retries.claim(context.retry_key)
-        context.late_workers = tuple(name for name, delay_s in late.items() if delay_s)
 
     async def _decode_loads(self, context: RequestContext) -> DecodeLoads | None:
         """Return the loads of the decode workers from the router; None if it does not answer in time."""
         if self._client.router_unreachable:
             return None
         blocks = None
-        if self._fleets.whole and context.prompt_ids is not None:
+        if context.prompt_ids is not None:
             blocks = context.blocks(context.prompt_ids, self._fleets.decode.directory.block_tokens)
         try:
             async with asyncio.timeout(_ROUTER_TIMEOUT_S):
@@ -137,7 +129,7 @@ class Objectives:
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)
-        if loads is not None and self._fleets.whole:
+        if loads is not None:
             mean = 1.0 - min(loads.cached_share, _MAX_CACHED_SHARE)
             cached_tokens = dict(zip(loads.workers.names, loads.workers.cached_tokens.tolist(), strict=True))
             for name in names & cached_tokens.keys():
@@ -162,10 +154,9 @@ class Objectives:
         """
         if loads is None or loads.step.cost is None or not loads.workers.names:
             return {}
-        if self._fleets.whole:  # those that wait in the decode queue have no worker for their prompt either
-            num_unplaced = max(self._queues.num_unplaced, loads.waiting)
-        else:
-            num_unplaced = sum(self._fleets.prefill.in_flight.values()) + loads.waiting
+        num_prefilling = sum(self._fleets.prefill.in_flight.values())
+        # Whole engines' requests in the decode queue are among those whose prompts have no worker.
+        num_unplaced = max(self._queues.num_unplaced, num_prefilling + loads.waiting)
         workers = loads.workers
         batches = workers.in_flight + 1 + num_unplaced / len(workers.names)
         return dict(zip(workers.names, batches.tolist(), strict=True))
@@ -297,7 +288,7 @@ class Objectives:
         if needs_whole_engine(request.method, request.fields) is not None:
             return
         assert context.lease is not None
-        worker = context.lease.worker if self._fleets.whole else context.failures.prefill_replica
+        worker = context.failures.prefill_replica or context.lease.worker
         ttft_s, objective = prediction.ttft_s.get(worker), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:
@@ -306,6 +297,10 @@ class Objectives:
         if prediction.tpot_s is not None and objective.tpot_s is not None and more_tokens > 0:
             tpot_s = (time.monotonic() - first_s) / more_tokens
             self._tpot.record(prediction.tpot_s, tpot_s, objective.tpot_s, growth * prediction.load)
+
+
+def _late_names(delays: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(name for name, delay_s in delays.items() if delay_s)
 
 
 def _now() -> float:

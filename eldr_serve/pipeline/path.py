@@ -28,7 +28,7 @@ from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.retry_limiter import RetryLimiter
-from eldr_serve.pipeline.services import Services
+from eldr_serve.pipeline.services import Prefill, Services
 from eldr_serve.pipeline.split_prefill import SplitPrefill
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.pipeline.whole_prefill import WholePrefill
@@ -60,13 +60,15 @@ class RequestPath:
     ) -> None:
         self.stage_latencies = StageLatencies()
         self.kv_release = KvRelease(fleets.prefill)
-        fleet = fleets.decode if fleets.whole else fleets.prefill
         outliers = OutlierDetector(fleets.decode, counters)
-        self.admission = PrefillAdmission(fleet, bound_s=options.prefill_queue_s, counters=counters)
-        prefill = (
-            WholePrefill(outliers, self.admission, tokenizer)
-            if fleets.whole
-            else SplitPrefill(
+        self.admission = PrefillAdmission(
+            fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters
+        )
+        prefill: Prefill
+        if fleets.whole:
+            prefill = WholePrefill(outliers, self.admission, tokenizer)
+        else:
+            prefill = SplitPrefill(
                 fleets=fleets,
                 admission=self.admission,
                 options=options,
@@ -75,7 +77,6 @@ class RequestPath:
                 stage_latencies=self.stage_latencies,
                 tokenizer=tokenizer,
             )
-        )
         decode_starts = DecodeStartEstimator(fleets.decode)
         self.objectives = Objectives(
             fleets=fleets,
@@ -83,7 +84,6 @@ class RequestPath:
             counters=counters,
             admission=self.admission,
             decode_starts=decode_starts,
-            tokenizer=tokenizer,
         )
         self._services = Services(
             fleets=fleets,

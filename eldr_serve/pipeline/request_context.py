@@ -51,7 +51,8 @@ class RequestContext:
         answer: the answer so far.
 
         prediction: predicted latencies, if the request has an objective.
-        late_workers: prefill workers at which the request would miss its objective.
+        late_replicas: prefill replicas on which the request would miss its objective.
+        late_workers: whole engines' workers on which it would miss it.
         first_token_s: time of the first token, time.monotonic().
     """
 
@@ -79,6 +80,7 @@ class RequestContext:
     answer: PartialAnswer = field(init=False)
     # See Objectives.
     prediction: Prediction | None = None
+    late_replicas: tuple[str, ...] = ()
     late_workers: tuple[str, ...] = ()
     first_token_s: float | None = None
 

@@ -22,6 +22,9 @@ from eldr_serve.router_client.client import RouterClient
 class Prefill(Protocol):
     """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
 
+    async def tokenise(self, context: RequestContext) -> None:
+        """Tokenise the prompt for its admission, if no prefill engine will tokenise it."""
+
     async def prepare(self, context: RequestContext) -> PreparedPrompt:
         """Return the prompt, ready for placement."""
 

@@ -67,6 +67,9 @@ class SplitPrefill:
             options.whole_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
 
+    async def tokenise(self, context: RequestContext) -> None:
+        """Do nothing: the prefill engine tokenises the prompt."""
+
     async def prepare(self, context: RequestContext) -> PreparedPrompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 
@@ -106,7 +109,7 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
             return PreparedPrompt()
-        replicas = [name for name in replicas if name not in context.late_workers] or replicas
+        replicas = [name for name in replicas if name not in context.late_replicas] or replicas
         in_flight = self._fleet.in_flight
         replica = choose_prefill(
             prompt_head(context.request.fields),

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _PERIOD_S = 2.0
 _TIMEOUT_S = 60.0
 _FIRST_PERIOD_S = 0.2  # until the first pair is warm, since the service is starting
-_WHOLE = ""  # in place of a pair's prefill engine
 
 
 class Warmup:
@@ -44,14 +43,14 @@ class Warmup:
         self._client = client
         self._model_id = model_id
         self._kv_release = KvRelease(fleets.prefill)
-        self._warm: set[tuple[str, str]] = set()
+        self._warm: set[tuple[str | None, str]] = set()  # see Fleets.known_pairs
         self._engines_up = False
         self._all_were_warm = False
 
     @property
     def pairs(self) -> int:
         """Return the number of warm pairs or whole engines that are live."""
-        return len(self._warm.intersection(self._pairs()))
+        return len(self._warm.intersection(self._fleets.known_pairs()))
 
     @property
     def ready(self) -> bool:
@@ -70,15 +69,11 @@ class Warmup:
             return "no decode engine is up" if warm.isdisjoint(self._fleets.decode.live) else None
         if not self._engines_up:
             return "the engines are not up yet"
-        pairs = self._pairs()
+        pairs = self._fleets.known_pairs()
         return f"{len(pairs) - len(self._cold())} of {len(pairs)} pairs of engines are warm"
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        prefills = (_WHOLE,) if self._fleets.whole else self._fleets.prefill.directory.live
-        return [(prefill, decode) for prefill in prefills for decode in self._fleets.decode.directory.live]
-
-    def _cold(self) -> list[tuple[str, str]]:
-        return [pair for pair in self._pairs() if pair not in self._warm]
+    def _cold(self) -> list[tuple[str | None, str]]:
+        return [pair for pair in self._fleets.known_pairs() if pair not in self._warm]
 
     async def run(self) -> None:
         """Keep all pairs warm until cancelled; replicas may come and go."""
@@ -92,10 +87,10 @@ class Warmup:
             self._all_were_warm |= bool(self._warm) and not self._cold()
             await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)
 
-    async def _try_pair(self, prefill: str, decode: str) -> None:
+    async def _try_pair(self, prefill: str | None, decode: str) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT_S):  # a pair that hangs must not delay the others
-                if prefill == _WHOLE:
+                if prefill is None:
                     await self._warm_whole(decode)
                 else:
                     await self._warm_pair(prefill, decode)
@@ -137,7 +132,7 @@ class Warmup:
         finally:
             reading = measured_counts.finish()
         await reading
-        self._warm.add((_WHOLE, decode))
+        self._warm.add((None, decode))
         if shapes:
             await self._client.expect_counts(*shapes[0])
         else:

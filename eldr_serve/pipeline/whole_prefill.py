@@ -25,6 +25,11 @@ class WholePrefill:
         self._admission, self._queues = admission, admission.queues
         self._tokenizer = tokenizer
 
+    async def tokenise(self, context: RequestContext) -> None:
+        """Tokenise the prompt, to find its cached tokens."""
+        if self._tokenizer is not None:
+            await self._tokenizer.add_to(context)
+
     async def prepare(self, context: RequestContext) -> PreparedPrompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
@@ -34,8 +39,6 @@ class WholePrefill:
         Raises:
             OverloadedError: no decode engine has room.
         """
-        if self._tokenizer is not None:
-            await self._tokenizer.add_to(context)
         if context.tokenised_ids is not None:
             self._admission.learn_size(context, len(context.tokenised_ids))
         fields = context.request.fields
