@@ -22,7 +22,6 @@ from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router import methods
-from eldr_serve.router.decode_loads import decode_loads
 from eldr_serve.router.messages import NamedPolicy, Settings
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
@@ -175,7 +174,7 @@ class DecodeRouter:
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         """Return the loads of all workers, to predict the latency of a request with these blocks."""
-        return decode_loads(self._state, blocks)
+        return self._state.decode_loads(blocks)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, unsigned[L,E], of recently placed prompts, the newest last."""
@@ -190,19 +189,10 @@ class DecodeRouter:
         return self._pool.report(self._state, status)
 
     async def swap_fitted_table(self, table: bytes, epoch: str, version: int, refit: bool) -> int | None:
-        """Swap in a table of the pool if this version is still live; return the new version.
-
-        Return None if another table has become live in the meantime; that table is kept.
-
-        Raises:
-            SwapRefusedError: the table does not fit.
-        """
-        state = self._state
-        if state.epoch != epoch or state.settings.table_version != version:
+        """Swap in a table of the pool for this state; see RouterState.swap_fitted_table."""
+        if self._state.epoch != epoch:
             return None
-        settings = state.live_settings.swap_table(table)
-        state.counters["refits"] += refit
-        return settings.table_version
+        return self._state.swap_fitted_table(table, version, refit=refit)
 
     async def status(self) -> dict[str, Any]:
         """Return the router's part of `GET /eldr/status`."""

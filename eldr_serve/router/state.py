@@ -6,6 +6,7 @@ event loop: a swap never happens in the middle of a placement.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import Counter, deque
@@ -21,7 +22,17 @@ from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, NamedPolic
 from eldr_serve.router.positions import Positions
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
-from eldr_serve.scheduling import BlockChanges, Lease, PlacementRequest, Placer, State, StepCost, StepSums
+from eldr_serve.scheduling import (
+    BlockChanges,
+    DecodeLoads,
+    Lease,
+    PlacementRequest,
+    Placer,
+    PromptBlocks,
+    State,
+    StepCost,
+    StepSums,
+)
 
 _MAX_RECENT_COUNTS = 1024
 
@@ -44,7 +55,7 @@ class RouterState:
     Attributes:
         epoch: identifies this state; each restart of the actor and each changed deployment has another one.
         live_settings: the live settings; operators change them here.
-        check: validation of settings, with the shape of expert counts that engines report.
+        model_id: id of the served model.
         placer: the running and the queued requests, and the live policy.
         comparison: comparison of the live policy with the shadow.
         costs: measured cost of decode steps.
@@ -72,6 +83,7 @@ class RouterState:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = uuid.uuid4().hex
+        self.model_id = model_id
         self.clock = clock
         self.counters: Counter[str] = Counter()
         self.recent_counts: deque[NDArray[Any]] = deque(maxlen=_MAX_RECENT_COUNTS)
@@ -79,7 +91,8 @@ class RouterState:
         self.positions = Positions()
         self.predictions: dict[str, dict[str, Any]] = {}
         self.earlier_failures = 0
-        self.check = SettingsCheck(model_id)
+        self._check = SettingsCheck(model_id)
+        self._prefill_tokens = self._cached_tokens = 0  # of placed requests with known blocks
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
         self.set_callbacks()
@@ -93,13 +106,13 @@ class RouterState:
             predictor_version=int(predictor is not None),
             shadow=shadow,
         )
-        policies = self.check.build_policies(first)
+        policies = self._check.build_policies(first)
         if predictor is not None:
-            self.check.require_predictor_fits(predictor)
+            self._check.require_predictor_fits(predictor)
         self.live_settings = LiveSettings(
             first,
             policies.table,
-            check=self.check,
+            check=self._check,
             counters=self.counters,
             on_change=self._apply,
             dispatch=self.dispatch,
@@ -137,15 +150,34 @@ class RouterState:
         """Return the live settings."""
         return self.live_settings.current
 
+    @property
+    def counts_shape(self) -> tuple[int, int] | None:
+        """Return the shape (MoE layers, experts) of expert counts as engines report it; None until known."""
+        return self._check.shape
+
     def expect_counts(self, num_layers: int, num_experts: int) -> None:
         """Set the shape that engines report; tables and predictors of other shapes are refused.
 
         If the live table or predictor has another shape, discard it; also discard predictions of that shape.
         """
-        self.check.shape = (num_layers, num_experts)
+        self._check.shape = (num_layers, num_experts)
         for lease in (*self.placer.running.values(), *self.placer.queue.values()):
-            lease.request = self.check.without_unusable_prediction(lease.request)
+            lease.request = self._check.without_unusable_prediction(lease.request)
         self.live_settings.discard_unfit_artifacts()
+
+    def swap_fitted_table(self, table: bytes, version: int, *, refit: bool) -> int | None:
+        """Swap in a table of the signature pool if this version is still live; return the new version.
+
+        Return None if another table has become live in the meantime; that table is kept.
+
+        Raises:
+            SwapRefusedError: the table does not fit.
+        """
+        if self.settings.table_version != version:
+            return None
+        settings = self.live_settings.swap_table(table)
+        self.counters["refits"] += refit
+        return settings.table_version
 
     def _apply(self, change: SettingsChange) -> None:
         now = change.now
@@ -186,6 +218,19 @@ class RouterState:
         if self.costs.cost is not None:
             self.placer.update_cost_model(self.costs.cost)
         return has_all_blocks
+
+    def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
+        """Return the loads of all live workers, for predictions of latency in the ingresses.
+
+        Args:
+            blocks: blocks of the prompt in question if the worker computes it too.
+        """
+        return DecodeLoads(
+            self.placer.worker_loads(blocks),
+            self.queue_size,
+            self.costs.load(math.prod(self.counts_shape or (0,))),
+            self._cached_tokens / max(self._prefill_tokens, 1),
+        )
 
     # -- workers and ingresses ---------------------------------------------------------------------
 
@@ -276,7 +321,7 @@ class RouterState:
 
     def hold(self, lease: Lease) -> None:
         """Add a lease that its ingress has made, or received from this actor before it was restarted."""
-        lease.request = self.check.without_unusable_prediction(lease.request)
+        lease.request = self._check.without_unusable_prediction(lease.request)
         current = self.placer.running.get(lease.request_id)
         new_counts = lease.request.expert_counts is not None and not lease.request.predicted
         if current is not None and (current.worker, current.policy) == (lease.worker, lease.policy):
@@ -302,7 +347,7 @@ class RouterState:
     def place(self, leases: list[Lease]) -> None:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
         for lease in leases:
-            lease.request = self.check.without_unusable_prediction(lease.request)
+            lease.request = self._check.without_unusable_prediction(lease.request)
             self._keep_counts(lease.request)
         queued_ids = {lease.request_id for lease in leases if lease.request_id in self.placer.queue}
         granted_leases = self.placer.submit(lease for lease in leases if not self.is_stale(lease.request))
@@ -329,7 +374,9 @@ class RouterState:
             self.counters["counts_predicted"] += lease.request.predicted
             self.counters["rerouted"] += lease.request.worker_failed
             if lease.request.blocks is not None:
-                self.counters["prefill_tokens"] += lease.request.prompt_tokens
-                self.counters["prefill_tokens_cached"] += lease.cached_tokens
+                self._prefill_tokens += lease.request.prompt_tokens
+                self._cached_tokens += lease.cached_tokens
+                self.counters["prefill_tokens"] = self._prefill_tokens
+                self.counters["prefill_tokens_cached"] = self._cached_tokens
         if leases:
             self._on_leases(leases)

@@ -21,7 +21,6 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router import methods
 from eldr_serve.router.actor import _error_response
-from eldr_serve.router.decode_loads import decode_loads
 from eldr_serve.router.messages import Counted, Place, Restore, decoder
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
@@ -221,7 +220,7 @@ class FakeActor(RouterCalls):
                     methods.SWAP_PREDICTOR,
                     lambda call: live.swap_predictor(call.predictor, call.tokenizer),
                 ),
-                bind(methods.DECODE_LOADS, lambda call: decode_loads(state, call.blocks)),
+                bind(methods.DECODE_LOADS, lambda call: state.decode_loads(call.blocks)),
             ]
         )
 

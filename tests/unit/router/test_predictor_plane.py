@@ -195,7 +195,7 @@ def test_a_configured_table_of_another_shape_is_dropped_with_the_predictor(resto
 async def test_a_client_rejects_a_predictor_of_another_shape(caplog: pytest.LogCaptureFixture) -> None:
     async with router_and_client("r0", policy="marginal-cost", table=None) as (actor, client):
         await client.expect_counts(L, E)
-        actor.state.check.shape = None  # as after a restart of the router
+        actor.state._check.shape = None  # as after a restart of the router
         actor.state.live_settings.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
         assert client.scorer.predictor is None

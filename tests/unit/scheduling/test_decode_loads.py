@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eldr_serve.router.decode_loads import decode_loads
 from eldr_serve.router.messages import decoder, encode
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, StepSums, WorkerLoads, prompt_blocks
 from tests.support.fake_router import place_one, router_and_client, router_state
@@ -81,4 +80,4 @@ def test_the_share_of_cached_tokens_is_that_of_all_placed_prompts() -> None:
     state = router_state(workers=1, table=None, policy="shortest-queue")
     place_one(state, "a", blocks=_blocks(33), prompt_tokens=33)
     place_one(state, "b", blocks=_blocks(33), prompt_tokens=33)
-    assert decode_loads(state, None).cached_share == pytest.approx(32 / 66)
+    assert state.decode_loads(None).cached_share == pytest.approx(32 / 66)
