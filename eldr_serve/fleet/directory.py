@@ -23,7 +23,7 @@ class ReplicaDirectory:
     else each replica is one.
 
     Attributes:
-        kv_usage: KV cache usage of the workers; the prefill fleet sets its bound.
+        kv_usage: KV cache usage of the workers; the fleet sets its bound.
         reports: newest report of each worker's queue.
         experts: experts of each replica whose experts can be moved.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,13 +30,15 @@ class Fleet:
 
     Args:
         directory: directory of the deployment's replicas.
+        max_kv_usage: see KvUsage.
 
     Attributes:
         waiters: requests that wait for other live replicas or for a report.
     """
 
-    def __init__(self, directory: ReplicaDirectory) -> None:
+    def __init__(self, directory: ReplicaDirectory, *, max_kv_usage: float = 1.0) -> None:
         self.directory = directory
+        directory.kv_usage.max_usage = max_kv_usage
         self.waiters = Waiters()
         self._channels: dict[str, Channel] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -84,6 +86,20 @@ class Fleet:
     def oldest_s(self) -> dict[str, float]:
         """Return the age of this process's oldest open call to the replica of each live worker, s."""
         return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live}
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens in a block of the replicas' prefix caches; 0 without one or if unknown yet."""
+        return self.directory.block_tokens
+
+    @property
+    def kv_usage(self) -> dict[str, float]:
+        """Return the share of KV blocks in use of each worker that has reported it, 0 to 1."""
+        return self.directory.kv_usage.by_worker
+
+    def replicas_with_room(self, replicas: Iterable[str]) -> list[str]:
+        """Return the prefill replicas that may get a prompt; see KvUsage."""
+        return self.directory.kv_usage.replicas_with_room(replicas)
 
     def is_connected(self, name: str) -> bool:
         """Return whether there is a channel to a replica, which may take no further calls."""

@@ -1,4 +1,4 @@
-"""Select, in an ingress, prefill workers with free KV cache, by the reports that they send every second."""
+"""Select, in an ingress, prefill replicas with free KV cache, by the reports that they send every second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KvUsage:
     A worker that has never sent a report has just started and counts as empty.
 
     Args:
-        max_usage: a worker with more than this share of its KV blocks in use gets no new prompt, 0 to 1.
+        max_usage: a replica with more than this share of its KV blocks in use gets no new prompt, 0 to 1.
     """
 
     def __init__(self, max_usage: float = 1.0, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,9 +52,9 @@ class KvUsage:
         """Return the newest report of each worker that has sent one: share of KV blocks in use, 0 to 1."""
         return {name: report.usage for name, report in self._newest.items()}
 
-    def workers_with_room(self, workers: Iterable[str]) -> list[str]:
-        """Return the workers that may get a prompt."""
-        names, now = list(workers), self._clock()
+    def replicas_with_room(self, replicas: Iterable[str]) -> list[str]:
+        """Return the prefill replicas that may get a prompt."""
+        names, now = list(replicas), self._clock()
         newest = {name: self._newest.get(name) for name in names}
         is_current = {name: s is None or now - s.at_s <= _STALE_S for name, s in newest.items()}
         if not any(is_current.values()):

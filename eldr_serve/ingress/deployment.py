@@ -95,8 +95,8 @@ class EldrIngress:
         admin_key_sha256: str | None = None,
         engine_version: str = "",
     ) -> None:
-        self._prefill = Fleet(directory(prefill_directory(application)))
-        self._prefill.directory.kv_usage.max_usage = prefill_options.max_kv_usage
+        max_kv_usage = prefill_options.max_kv_usage
+        self._prefill = Fleet(directory(prefill_directory(application)), max_kv_usage=max_kv_usage)
         self._decode = Fleet(directory(decode_directory(application)))
         self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
         self._counters = IngressCounters()

@@ -61,8 +61,8 @@ class IngressStatus:
             "prefill_oldest_s": self._fleets.prefill.oldest_s,
             "stages": self._path.stage_latencies.summary(),
             "prefill_wait_s": self._path.admission.predict_waits(),
-            "prefill_kv_usage": self._fleets.prefill.directory.kv_usage.by_worker,
-            "decode_kv_usage": self._fleets.decode.directory.kv_usage.by_worker,
+            "prefill_kv_usage": self._fleets.prefill.kv_usage,
+            "decode_kv_usage": self._fleets.decode.kv_usage,
             "objectives": self._path.objectives.status(),
             "experts": self._fleets.decode.directory.experts,
         }

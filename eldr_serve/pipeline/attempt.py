@@ -136,7 +136,7 @@ class Attempt:
         prompt_ids = self._prompt.ids_to_compute
         if prompt_ids is None:
             return None
-        return self._context.blocks(prompt_ids, self._services.fleets.decode.directory.block_tokens)
+        return self._context.blocks(prompt_ids, self._services.fleets.decode.block_tokens)
 
     # -- decode ----------------------------------------------------------------------------------
 

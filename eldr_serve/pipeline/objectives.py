@@ -111,7 +111,7 @@ class Objectives:
             return None
         blocks = None
         if context.prompt_ids is not None:
-            blocks = context.blocks(context.prompt_ids, self._fleets.decode.directory.block_tokens)
+            blocks = context.blocks(context.prompt_ids, self._fleets.decode.block_tokens)
         try:
             async with asyncio.timeout(_ROUTER_TIMEOUT_S):
                 return await self._client.decode_loads(blocks)

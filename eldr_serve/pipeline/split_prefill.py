@@ -181,8 +181,8 @@ class SplitPrefill:
         """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
         while await self._wait_for_kv_room(context, num_tokens):
             if context.is_retry:
-                return self._workers_with_room()
-            if replicas := await self._admission.admit(context, num_tokens, self._workers_with_room):
+                return self._replicas_with_room()
+            if replicas := await self._admission.admit(context, num_tokens, self._replicas_with_room):
                 return replicas
         return []
 
@@ -196,7 +196,7 @@ class SplitPrefill:
         turn_s = None
         try:
             with self._fleet.waiters.turn() as wait_until:
-                while not self._workers_with_room():
+                while not self._replicas_with_room():
                     now_s = clock()
                     is_reachable = bool(self._fleet.live)
                     if turn_s is None and not is_reachable:
@@ -224,5 +224,5 @@ class SplitPrefill:
         why = "the KV caches of all prefill replicas are full"
         return self._admission.make_refusal(why, list(self._fleet.live), num_tokens, context.retry_key)
 
-    def _workers_with_room(self) -> list[str]:
-        return self._fleet.directory.kv_usage.workers_with_room(self._outliers.usable_workers)
+    def _replicas_with_room(self) -> list[str]:
+        return self._fleet.replicas_with_room(self._outliers.usable_workers)

@@ -15,7 +15,7 @@ from eldr_serve.engine.methods import SLOT_METHODS
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.waiters import Waiters
+from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.replicas.servers import describe
 
 TOKEN_IDS = bytes(7 * 4)  # of each prompt
@@ -49,7 +49,7 @@ class Sent:
             asyncio.get_running_loop().call_later(_CANCEL_DELAY_S, self.running.cancel)
 
 
-class FakeFleet:
+class FakeFleet(Fleet):
     """Stand in for a Fleet, whose calls are answered by the asynchronous generator `answer(sent)`.
 
     It yields bytes, (bytes, tokens), (bytes, tokens, ids), or a dict for the call's end.
@@ -57,9 +57,8 @@ class FakeFleet:
     """
 
     def __init__(self, answer: Callable[[Sent], AsyncIterator[Any]], *names: str) -> None:
+        super().__init__(ReplicaDirectory())
         self.answer = answer
-        self.directory = ReplicaDirectory()
-        self.waiters = Waiters()
         self.directory.publish({name: {} for name in names})
         self.sent: list[Sent] = []
         self.released: list[tuple[str, str]] = []  # replica and prompt

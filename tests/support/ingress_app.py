@@ -122,7 +122,7 @@ async def running_app(
     handle: Any = Mock(check_health=Mock(remote=AsyncMock()))
     with (
         patch.object(ingress, "RouterCalls", lambda find: actor),
-        patch.object(ingress, "Fleet", lambda directory: next(fleets)),
+        patch.object(ingress, "Fleet", lambda directory, **options: next(fleets)),
         patch.object(serve, "get_replica_context", lambda: SimpleNamespace(servable_object=app.ingress)),
     ):
         app.ingress = _Ingress(

@@ -20,21 +20,21 @@ class TimedKvUsage(KvUsage):
 def test_a_full_replica_gets_no_requests_until_it_has_room() -> None:
     kv_usage = TimedKvUsage()
     kv_usage.report(0, a=0.95, b=0.9)
-    assert kv_usage.workers_with_room("ab") == ["b"]
+    assert kv_usage.replicas_with_room("ab") == ["b"]
     kv_usage.report(1, a=0.2, b=0.91)
-    assert kv_usage.workers_with_room("ab") == ["a"]
+    assert kv_usage.replicas_with_room("ab") == ["a"]
     kv_usage.report(2, a=1.0, b=1.0)
-    assert kv_usage.workers_with_room("ab") == []
+    assert kv_usage.replicas_with_room("ab") == []
     assert kv_usage.by_worker == {"a": 1.0, "b": 1.0}
 
 
 def test_a_replica_without_a_report_is_empty() -> None:
     kv_usage = TimedKvUsage()
-    assert kv_usage.workers_with_room("ab") == ["a", "b"]
+    assert kv_usage.replicas_with_room("ab") == ["a", "b"]
     kv_usage.update({"a": {}, "b": {KV_USAGE: 0.99, REPORT_NUMBER: 0}})
-    assert kv_usage.workers_with_room("ab") == ["a"]
+    assert kv_usage.replicas_with_room("ab") == ["a"]
     kv_usage.now = 60.0
-    assert kv_usage.workers_with_room("ab") == ["a"]
+    assert kv_usage.replicas_with_room("ab") == ["a"]
 
 
 def test_a_replica_whose_reports_stop_counts_as_full() -> None:
@@ -42,9 +42,9 @@ def test_a_replica_whose_reports_stop_counts_as_full() -> None:
     kv_usage.report(0, a=0.1, b=0.1)
     kv_usage.now = 11.0
     kv_usage.update({"a": {KV_USAGE: 0.1, REPORT_NUMBER: 0}, "b": {KV_USAGE: 0.1, REPORT_NUMBER: 1}})
-    assert kv_usage.workers_with_room("ab") == ["b"]
+    assert kv_usage.replicas_with_room("ab") == ["b"]
     kv_usage.report(2, a=0.1, b=0.1)
-    assert kv_usage.workers_with_room("ab") == ["a", "b"]
+    assert kv_usage.replicas_with_room("ab") == ["a", "b"]
 
 
 @pytest.mark.parametrize("usage", [0.1, 1.0])
@@ -52,7 +52,7 @@ def test_no_replica_is_full_if_all_reports_stop(usage: float) -> None:
     kv_usage = TimedKvUsage()
     kv_usage.report(0, a=usage, b=usage)
     kv_usage.now = 11.0
-    assert kv_usage.workers_with_room("ab") == ["a", "b"]
+    assert kv_usage.replicas_with_room("ab") == ["a", "b"]
 
 
 def test_a_lost_replica_is_forgotten_and_no_replica_is_full_without_a_bound() -> None:
@@ -62,4 +62,4 @@ def test_a_lost_replica_is_forgotten_and_no_replica_is_full_without_a_bound() ->
     assert kv_usage.by_worker == {"b": 0.0}
     unbounded = TimedKvUsage(max_usage=1.0)
     unbounded.report(0, a=1.0)
-    assert kv_usage.workers_with_room("a") == unbounded.workers_with_room("a") == ["a"]
+    assert kv_usage.replicas_with_room("a") == unbounded.replicas_with_room("a") == ["a"]
