@@ -52,7 +52,7 @@ class AdminEndpoints:
         self,
         *,
         gate: Gate,
-        client: RouterClient,
+        router: RouterClient,
         status: IngressStatus,
         decode: Fleet,
         tokenizer: PromptTokens,
@@ -60,7 +60,7 @@ class AdminEndpoints:
         engine_version: str,
     ) -> None:
         self._gate = gate
-        self._client = client
+        self._router = router
         self._status = status
         self._decode = decode
         self._tokenizer = tokenizer
@@ -74,7 +74,7 @@ class AdminEndpoints:
         """
         if not self._gate.is_operator(request.headers):
             return JSONResponse(self._status.public())
-        return JSONResponse(await self._status.with_routers(self._client.status()))
+        return JSONResponse(await self._status.with_routers(self._router.status()))
 
     async def ready(self, request: Request) -> Response:
         """Return 200 if the service is ready for requests, else 503 with one sentence, for readiness probes.
@@ -102,26 +102,26 @@ class AdminEndpoints:
 
     async def live(self, request: Request) -> Response:
         """Return the status and the history that the live page draws."""
-        return JSONResponse(await self._status.with_routers(self._client.live()))
+        return JSONResponse(await self._status.with_routers(self._router.live()))
 
     async def set_policy(self, request: Request) -> Response:
         """Change the policy for every ingress at once."""
         change = await _policy_change(request)
-        return await self._administer(self._client.set_policy(change.name, change.parameters))
+        return await self._administer(self._router.set_policy(change.name, change.parameters))
 
     async def set_shadow(self, request: Request) -> Response:
         """Start a shadow comparison of the live policy with another one; DELETE ends it."""
         if request.method == "DELETE":
-            return await self._administer(self._client.set_shadow(None))
+            return await self._administer(self._router.set_shadow(None))
         change = await _policy_change(request)
         shadow = NamedPolicy(change.name, change.parameters)
-        return await self._administer(self._client.set_shadow(shadow))
+        return await self._administer(self._router.set_shadow(shadow))
 
     async def table(self, request: Request) -> Response:
         """Return the live routing table as a RoutingTable file; PUT swaps in the file of its body."""
         if request.method == "PUT":
-            return await self._administer(self._client.swap_table(await request.body()))
-        settings = await _from_router(self._client.router_settings())
+            return await self._administer(self._router.swap_table(await request.body()))
+        settings = await _from_router(self._router.router_settings())
         if settings.table is None:
             raise BadRequestError(
                 "no routing table is live: `signatures` in GET /eldr/status shows what is missing"
@@ -134,8 +134,8 @@ class AdminEndpoints:
             fingerprint = await self._tokenizer.fingerprint()
         except ValueError as error:
             raise BadRequestError(str(error)) from error
-        self._client.scorer.set_tokenizer(fingerprint)
-        return await self._administer(self._client.swap_predictor(await request.body(), fingerprint))
+        self._router.scorer.set_tokenizer(fingerprint)
+        return await self._administer(self._router.swap_predictor(await request.body(), fingerprint))
 
     async def refit(self, request: Request) -> Response:
         """Fit a routing table to recent traffic and swap it in. The body is ignored."""

@@ -100,7 +100,7 @@ class EldrIngress:
         self._decode = Fleet(directory(decode_directory(application)))
         self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
         self._counters = IngressCounters()
-        self._client = RouterClient(
+        self._router = RouterClient(
             self._calls, self._decode, counters=self._counters, on_predictor=self._start_tokenizer
         )
         self.gate = Gate(options, admin_key_sha256, self._counters)
@@ -111,7 +111,7 @@ class EldrIngress:
         self._tokenizer_task: asyncio.Task[None] | None = None
         self._path = RequestPath(
             fleets=fleets,
-            client=self._client,
+            router=self._router,
             counters=self._counters,
             options=path_options,
             tokenizer=self._tokenizer,
@@ -119,10 +119,10 @@ class EldrIngress:
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
-        self._warmup = Warmup(fleets=fleets, handles=handles, client=self._client, model_id=model_id)
+        self._warmup = Warmup(fleets=fleets, handles=handles, router=self._router, model_id=model_id)
         self._status = IngressStatus(
             gate=self.gate,
-            client=self._client,
+            router=self._router,
             fleets=fleets,
             path=self._path,
             warmup=self._warmup,
@@ -130,7 +130,7 @@ class EldrIngress:
         )
         self.openai = OpenAIEndpoints(
             path=self._path,
-            client=self._client,
+            router=self._router,
             counters=self._counters,
             log=self._log,
             max_sequences=options.max_sequences,
@@ -139,7 +139,7 @@ class EldrIngress:
         )
         self.admin = AdminEndpoints(
             gate=self.gate,
-            client=self._client,
+            router=self._router,
             status=self._status,
             decode=self._decode,
             tokenizer=self._tokenizer,
@@ -169,7 +169,7 @@ class EldrIngress:
             await self._calls.configure(self._router_settings)
         except ACTOR_UNAVAILABLE as error:
             logger.warning("DecodeRouter is not up yet: %r", error)
-        self._client.start()
+        self._router.start()
         tenants = self.gate.tenants
         name = uuid.uuid4().hex
         works: dict[str, Callable[[], Awaitable[None]]] = {
@@ -177,7 +177,7 @@ class EldrIngress:
             "the watch of the event loop": self._status.watch.run,
             "the watch of the keys file": tenants.watch,
             "the exchange of tenants' usage": partial(
-                tenants.share_usage, lambda usage: self._client.share_limits(name, usage)
+                tenants.share_usage, lambda usage: self._router.share_limits(name, usage)
             ),
         }
         await asyncio.gather(
@@ -189,12 +189,12 @@ class EldrIngress:
     def _start_tokenizer(self) -> None:
         """Load the tokenizer once; a predictor may have been swapped in at another ingress."""
         task = self._tokenizer_task
-        if task is None or (task.done() and self._client.scorer.tokenizer is None):
+        if task is None or (task.done() and self._router.scorer.tokenizer is None):
             self._tokenizer_task = asyncio.get_running_loop().create_task(self._load_tokenizer())
 
     async def _load_tokenizer(self) -> None:
         try:
-            self._client.scorer.set_tokenizer(await self._tokenizer.fingerprint())
+            self._router.scorer.set_tokenizer(await self._tokenizer.fingerprint())
         except ValueError as error:
             logger.warning("requests are placed without predicted signatures: %s", error)
 
@@ -244,7 +244,7 @@ class EldrIngress:
         if self._tokenizer_task is not None:
             self._tokenizer_task.cancel()
         await self._log.stop()
-        await self._client.stop()
+        await self._router.stop()
         await self._prefill.stop()
         await self._decode.stop()
 

@@ -53,7 +53,7 @@ class OpenAIEndpoints:
         self,
         *,
         path: RequestPath,
-        client: RouterClient,
+        router: RouterClient,
         counters: IngressCounters,
         log: RequestLog,
         max_sequences: int,
@@ -61,7 +61,7 @@ class OpenAIEndpoints:
         openapi: dict[str, Any],
     ) -> None:
         self._path = path
-        self._client = client
+        self._router = router
         self._counters = counters
         self._log = log
         self._max_sequences = max_sequences
@@ -81,7 +81,7 @@ class OpenAIEndpoints:
         reservation: TokenReservation = request.state.reservation
         prompt_tokens = len(body) // _BYTES_PER_TOKEN
         reservation.reserve(prompt_tokens + count * max_new_tokens(fields))
-        self._client.start()
+        self._router.start()
         context = self._log.begin(request.scope["path"], _request(method, request, body, fields))
         reservation.used = partial(context.used_tokens, prompt_tokens)
         request.state.id_headers = {"x-eldr-request": context.request_id}
@@ -109,7 +109,7 @@ class OpenAIEndpoints:
             last_lease = context.lease or lease  # another one if the stream was resumed
             tokens = last_lease.generated_tokens
             tpot_s = (time.monotonic() - first_s) / (tokens - 1) if tokens > 1 else None
-            self._client.record_stream(StreamLatencies(first_s - start_s, tpot_s))
+            self._router.record_stream(StreamLatencies(first_s - start_s, tpot_s))
 
         headers = request.state.id_headers | _placement_headers(lease)
         if fields.stream and context.handover_s is not None:

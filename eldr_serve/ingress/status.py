@@ -29,14 +29,14 @@ class IngressStatus:
         self,
         *,
         gate: Gate,
-        client: RouterClient,
+        router: RouterClient,
         fleets: Fleets,
         path: RequestPath,
         warmup: Warmup,
         model_id: str,
     ) -> None:
         self._gate = gate
-        self._client = client
+        self._router = router
         self._fleets = fleets
         self._path = path
         self._warmup = warmup
@@ -53,8 +53,8 @@ class IngressStatus:
         return {
             "in_flight": self._gate.in_flight,
             "waiting": self._gate.limiter.num_waiting,
-            "leases": self._client.lease_count,
-            "router_unreachable": self._client.router_unreachable,
+            "leases": self._router.lease_count,
+            "router_unreachable": self._router.router_unreachable,
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
             "prefill_in_flight": self._fleets.prefill.in_flight,
@@ -69,7 +69,7 @@ class IngressStatus:
 
     def public(self) -> dict[str, Any]:
         """Return what anyone may read: readiness and size of the service."""
-        settings = self._client.settings
+        settings = self._router.settings
         return {
             "model": self._model_id,
             "policy": settings.policy if settings else None,
@@ -77,9 +77,9 @@ class IngressStatus:
             "decode_replicas": len(set(map(replica_of, self._fleets.decode.live))),
             "ingress": {
                 "ready": self._warmup.ready,
-                "router_unreachable": self._client.router_unreachable,
+                "router_unreachable": self._router.router_unreachable,
                 "in_flight": self._gate.in_flight,
-                "leases": self._client.lease_count,
+                "leases": self._router.lease_count,
             },
             "details": "with Authorization: Bearer ADMIN_KEY",
         }
@@ -91,4 +91,4 @@ class IngressStatus:
         except ACTOR_UNAVAILABLE as error:
             status = {"router": f"unreachable ({type(error).__name__})"}
         loops = status.get("loops", {}) | {self.watch.role: self.watch.status()}
-        return status | {"answered_by": self._client.name, "ingress": self.own(), "loops": loops}
+        return status | {"answered_by": self._router.name, "ingress": self.own(), "loops": loops}

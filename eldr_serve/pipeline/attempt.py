@@ -64,7 +64,7 @@ class Attempt:
                         if payload:
                             yield payload
             finally:
-                services.client.release(context.request_id)
+                services.router.release(context.request_id)
         finally:
             self._prompt.close(reader=self._call)
 
@@ -116,7 +116,7 @@ class Attempt:
         # Only first attempts are queued.
         wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
         counts = self._prompt.expert_counts
-        return await services.client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
+        return await services.router.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
 
     def _workers_to_avoid(self) -> tuple[str, ...]:
         """Return the workers to avoid.
@@ -145,7 +145,7 @@ class Attempt:
         context = self._context
         resumed = context.answer.num_tokens > 0
         if resumed:
-            self._services.client.progress(context.request_id, context.answer.num_tokens)
+            self._services.router.progress(context.request_id, context.answer.num_tokens)
         stages = context.decode_stages(lease.worker)
         with stages:
             async with aclosing(self._decode(lease, stages)) as payloads:
@@ -188,7 +188,7 @@ class Attempt:
                 self._call = decode.send()
                 while (chunk := await decode.read()) is not None:
                     context.answer.append(chunk)
-                    services.client.progress(lease.request_id, context.answer.num_tokens)
+                    services.router.progress(lease.request_id, context.answer.num_tokens)
                     yield chunk.payload
                     if self._call.leaving and services.moves.begin(context, lease.worker):
                         return

@@ -41,14 +41,14 @@ class Objectives:
         self,
         *,
         fleets: Fleets,
-        client: RouterClient,
+        router: RouterClient,
         counters: IngressCounters,
         admission: PrefillAdmission,
         decode_starts: DecodeStartEstimator,
     ) -> None:
         self._fleets = fleets
         self._prefill = fleets.prefilling
-        self._client = client
+        self._router = router
         self._counters = counters
         self._admission, self._queues = admission, admission.queues
         self._decode_starts = decode_starts
@@ -107,14 +107,14 @@ class Objectives:
 
     async def _decode_loads(self, context: RequestContext) -> DecodeLoads | None:
         """Return the loads of the decode workers from the router; None if it does not answer in time."""
-        if self._client.router_unreachable:
+        if self._router.router_unreachable:
             return None
         blocks = None
         if context.prompt_ids is not None:
             blocks = context.blocks(context.prompt_ids, self._fleets.decode.block_tokens)
         try:
             async with asyncio.timeout(_ROUTER_TIMEOUT_S):
-                return await self._client.decode_loads(blocks)
+                return await self._router.decode_loads(blocks)
         except ACTOR_UNAVAILABLE:
             return None
 
@@ -142,7 +142,7 @@ class Objectives:
         Args:
             compute_s: time in which the worker computes the prompt, s.
         """
-        other_s = time.monotonic() - context.start_s + self._client.queue_wait_s
+        other_s = time.monotonic() - context.start_s + self._router.queue_wait_s
         other_s += self._decode_starts.wait_s()
         other_s += self._queues.unplaced_s([*compute_s])
         return {name: other_s + self._queues.wait_s(name) + seconds for name, seconds in compute_s.items()}

@@ -53,7 +53,7 @@ class RequestPath:
         self,
         *,
         fleets: Fleets,
-        client: RouterClient,
+        router: RouterClient,
         counters: IngressCounters,
         options: PathOptions,
         tokenizer: PromptTokens | None = None,
@@ -80,14 +80,14 @@ class RequestPath:
         decode_starts = DecodeStartEstimator(fleets.decode)
         self.objectives = Objectives(
             fleets=fleets,
-            client=client,
+            router=router,
             counters=counters,
             admission=self.admission,
             decode_starts=decode_starts,
         )
         self._services = Services(
             fleets=fleets,
-            client=client,
+            router=router,
             counters=counters,
             options=options,
             prefill=prefill,

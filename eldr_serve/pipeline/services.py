@@ -43,7 +43,7 @@ class Services:
     """
 
     fleets: Fleets
-    client: RouterClient
+    router: RouterClient
     counters: IngressCounters
     options: PathOptions
     prefill: Prefill

@@ -36,11 +36,11 @@ class Warmup:
     """Warms each pair of live replicas once, and reports the shape of expert counts to the router."""
 
     def __init__(
-        self, *, fleets: Fleets, handles: list[DeploymentHandle], client: RouterClient, model_id: str
+        self, *, fleets: Fleets, handles: list[DeploymentHandle], router: RouterClient, model_id: str
     ) -> None:
         self._fleets = fleets
         self._handles = handles
-        self._client = client
+        self._router = router
         self._model_id = model_id
         self._kv_release = KvRelease(fleets.prefill)
         self._warm: set[tuple[str | None, str]] = set()  # see Fleets.known_pairs
@@ -119,7 +119,7 @@ class Warmup:
                 self._kv_release.release(header["id"], prefill, reader=reader)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
         self._warm.add((prefill, decode))
-        await self._client.expect_counts(*counts.shape)
+        await self._router.expect_counts(*counts.shape)
 
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
@@ -134,7 +134,7 @@ class Warmup:
         await reading
         self._warm.add((None, decode))
         if shapes:
-            await self._client.expect_counts(*shapes[0])
+            await self._router.expect_counts(*shapes[0])
         else:
             logger.warning("replica %s counts no experts: its predictions cannot be evaluated", decode)
 

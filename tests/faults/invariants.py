@@ -14,7 +14,7 @@ from tests.faults.world import ROLES, World
 
 def client_of(ingress: Process) -> Any:
     """Return the ingress's client of the router."""
-    return ingress.servable_object._client
+    return ingress.servable_object._router
 
 
 def router_state(world: World) -> Any:
@@ -51,7 +51,7 @@ def unready_processes(world: World) -> list[str]:
             problems.append(f"{process} is stopped")
             continue
         ingress = process.servable_object
-        if ingress._client.router_unreachable:
+        if ingress._router.router_unreachable:
             problems.append(f"{process} places by local fallback")
         if set(ingress._prefill.live) != set(world.replicas["prefill"]):
             problems.append(f"{process} does not know all prefill replicas")
@@ -72,12 +72,12 @@ def find_leftovers(world: World) -> list[str]:
             f"{process} places of tenants": dict(ingress.gate.limiter._permits),
             f"{process} retries": world.retries_at_once - path._services.retries._permits._value,
             f"{process} moves": set(path._services.moves._moving),
-            f"{process} placements": dict(ingress._client.leases),
-            f"{process} requests that wait for the router": list(ingress._client._waiting),
-            f"{process} open calls to the router": ingress._client._calls,
-            f"{process} progress to report": ingress._client._progress,
-            f"{process} ended streams to report": len(ingress._client._ended_streams),
-            f"{process} local fallback": len(ingress._client._fallback._ledger),
+            f"{process} placements": dict(ingress._router.leases),
+            f"{process} requests that wait for the router": list(ingress._router._waiting),
+            f"{process} open calls to the router": ingress._router._calls,
+            f"{process} progress to report": ingress._router._progress,
+            f"{process} ended streams to report": len(ingress._router._ended_streams),
+            f"{process} local fallback": len(ingress._router._fallback._ledger),
             f"{process} background": path.kv_release.num_pending,
             f"{process} prompts that wait for prefill": path.admission.queues.outstanding,
             f"{process} open calls": sum(ingress._prefill.in_flight.values())

@@ -116,7 +116,7 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
         )
         deployment._prefill.start()
         deployment._decode.start()
-        deployment._client.start()
+        deployment._router.start()
         server = HttpServer(application(), deployment.gate.options)
         holder.port, holder.ingress = server.port, deployment
         await wait_until(lambda: server._server.started, 30)

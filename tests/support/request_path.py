@@ -125,14 +125,14 @@ class Pipeline:
     ) -> None:
         self.prefill = FakeFleet(prefill, "p0", "p1")
         self.decode = FakeFleet(decode, *workers)
-        self.client: Any = FakeRouterClient(workers)
+        self.router: Any = FakeRouterClient(workers)
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokens("") if whole else None
         self.path = RequestPath(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
-            client=self.client,
+            router=self.router,
             counters=self.counters,
             options=path_options,
             tokenizer=tokenizer,
@@ -144,7 +144,7 @@ class Pipeline:
             return b"".join([chunk async for chunk in self.path.generate(request_context(**fields))])
         finally:
             await asyncio.sleep(0.01)
-            assert not self.client.leases
+            assert not self.router.leases
 
 
 def on_virtual_time(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

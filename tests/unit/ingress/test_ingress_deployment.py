@@ -32,7 +32,7 @@ async def main():
     await kind.__init__(replica, **arguments)
     cors, *_ = replica.app.user_middleware
     assert cors.kwargs["allow_origins"] == ("https://chat.example.com",), cors
-    replica._client.start()
+    replica._router.start()
     await replica.stop()
 
 asyncio.run(main())

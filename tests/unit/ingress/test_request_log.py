@@ -116,7 +116,7 @@ async def test_a_refused_request_is_logged_only_if_all_are(
 
 async def test_an_internal_error_is_logged(log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_app() as app:
-        monkeypatch.setattr(app.ingress._client, "place", lambda *args, **kwargs: 1 / 0)
+        monkeypatch.setattr(app.ingress._router, "place", lambda *args, **kwargs: 1 / 0)
         answer = await app.post(COMPLETIONS, HELLO)
     assert answer.status_code == 500
     (line,) = log()

@@ -56,12 +56,12 @@ class Backlog:
         names = () if whole else ("p0",)
         self.prefill = FakeFleet(prefill or Engine(PREFILLED), *names)
         self.decode = FakeFleet(decode, "d0", "d1", "d2")
-        self.client: Any = FakeRouterClient()
+        self.router: Any = FakeRouterClient()
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         self.path = RequestPath(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
-            client=self.client,
+            router=self.router,
             counters=self.counters,
             options=PathOptions(),
         )

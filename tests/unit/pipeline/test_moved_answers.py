@@ -59,9 +59,9 @@ async def test_an_answer_moves_from_an_engine_that_leaves(stream: bool, tokens: 
     assert second.header["id"] == first.header["id"]
     assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
     assert pipeline.counters.events == ["prefills", "prefills", "moved"]
-    assert [request.exclude for request, _ in pipeline.client.placed] == [(), ("d0",)]
-    assert pipeline.client.waits[-1] == 0.0
-    assert pipeline.client.tokens[-1] == TOKENS
+    assert [request.exclude for request, _ in pipeline.router.placed] == [(), ("d0",)]
+    assert pipeline.router.waits[-1] == 0.0
+    assert pipeline.router.tokens[-1] == TOKENS
 
 
 async def test_a_move_is_no_failure() -> None:

@@ -52,13 +52,13 @@ class Service:
         self._turns: dict[str, asyncio.Lock] = {}
         self.prefill = FakeFleet(self._prefill, *(() if whole else prefill))
         self.decode = FakeFleet(self._whole if whole else self._decode, "d0", "d1")
-        self.client: Any = FakeRouterClient()
+        self.router: Any = FakeRouterClient()
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         tokenizer: Any = PromptTokens("") if whole else None
         self.path = RequestPath(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
-            client=self.client,
+            router=self.router,
             counters=self.counters,
             options=PathOptions(retry_backoff_s=0.0, **options),
             tokenizer=tokenizer,
@@ -166,11 +166,11 @@ def test_without_an_objective_or_measurements_nothing_is_refused_or_asked() -> N
     async def main() -> None:
         assert await service.send(ttft_s=1e-6, tpot_s=1e-6) is not None  # nothing is known yet
         service.report_measurement(queued=9000)
-        num_calls = len(service.client.blocks)
+        num_calls = len(service.router.blocks)
         context = await service.send()
         assert context is not None
         assert context.prediction is None
-        assert len(service.client.blocks) == num_calls
+        assert len(service.router.blocks) == num_calls
 
     run(service, main)
     assert service.latencies["ttft"]["requests"] == 0
@@ -213,7 +213,7 @@ def test_the_step_with_one_more_request_decides(
     service = Service()
 
     async def main() -> None:
-        service.client.loads = present
+        service.router.loads = present
         assert (await service.send(tpot_s=objective_s) is not None) == admitted
 
     run(service, main)
@@ -224,7 +224,7 @@ def test_a_batch_is_no_larger_than_the_slots_of_an_engine() -> None:
     service.decode.directory.publish({"d0": {SLOTS: 4}, "d1": {SLOTS: 4}})
 
     async def main() -> None:
-        service.client.loads = loads(40, 80)
+        service.router.loads = loads(40, 80)
         assert await service.send(tpot_s=0.0501) is not None
         assert await service.send(tpot_s=0.0499) is None
 
@@ -243,7 +243,7 @@ def test_a_request_may_retry_when_enough_others_will_have_ended() -> None:
         service.gap_s = 100.0
         running = [asyncio.create_task(service.send(10, seed=n)) for n in range(8)]
         await asyncio.sleep(0.5)
-        service.client.loads = loads(4, 4)
+        service.router.loads = loads(4, 4)
         service.path.objectives._ends.wait_s = lambda ahead: 2.0 * ahead  # type: ignore[method-assign]
         assert await service.send(tpot_s=0.045) is None  # three requests of one worker, six of both
         assert await service.send(tpot_s=0.019, seed=1) is None  # alone it takes 20 ms
@@ -259,7 +259,7 @@ def test_an_unreachable_objective_is_tried_again_once_a_window() -> None:
     service = Service()
 
     async def main() -> None:
-        service.client.loads = loads(0, 0)
+        service.router.loads = loads(0, 0)
         for _ in range(2):
             assert await service.send(tpot_s=0.015) is None
         await asyncio.sleep(WINDOW_S - 1)
@@ -277,29 +277,29 @@ def test_one_whole_engine_must_meet_both_objectives() -> None:
 
     async def main() -> None:
         service.report_measurement(queued=5000, replica="d0")
-        service.client.loads = loads(1, 9)
+        service.router.loads = loads(1, 9)
         assert await service.send(ttft_s=1.0, tpot_s=0.05) is None  # d0 has the prompts, d1 the requests
         assert await service.send(ttft_s=1.0, tpot_s=0.2) is not None
-        assert service.client.placed[-1][0].exclude == ("d0",)
-        service.client.loads = loads(1, 9, waiting=1)
+        assert service.router.placed[-1][0].exclude == ("d0",)
+        service.router.loads = loads(1, 9, waiting=1)
         assert await service.send(ttft_s=1.0, tpot_s=0.2, seed=1) is not None
-        assert service.client.placed[-1][0].exclude == ()
+        assert service.router.placed[-1][0].exclude == ()
 
     run(service, main)
 
 
 def test_requests_for_whole_engines_that_arrive_together_count_each_other() -> None:
     service = Service(whole=True)
-    place = service.client.place
+    place = service.router.place
 
     async def slow(*args: Any, **fields: Any) -> Any:
         await asyncio.sleep(0.01)
         return await place(*args, **fields)
 
     async def main() -> None:
-        service.client.place = slow
+        service.router.place = slow
         service.report_measurement()
-        service.client.loads = loads(0, 0)
+        service.router.loads = loads(0, 0)
         by_prompts = await asyncio.gather(*(service.send(1000, seed=n, ttft_s=2.1) for n in range(8)))
         assert (
             sum(context is not None for context in by_prompts) == 3
@@ -317,13 +317,13 @@ def test_cached_tokens_of_a_whole_engine_take_no_time() -> None:
 
     async def main() -> None:
         service.report_measurement()
-        service.client.loads = loads(0, 0, cached_tokens=[0, 1900], step=StepLoad(), cached_share=0.5)
+        service.router.loads = loads(0, 0, cached_tokens=[0, 1900], step=StepLoad(), cached_share=0.5)
         context = await service.send(2000, ttft_s=1.0)
         assert context is not None
         # The rate is that of prompts that are half cached.
         assert context.prediction.ttft_s == pytest.approx({"d0": 4.0, "d1": 0.2})
-        assert len(service.client.blocks[-1].hashes) == 2000 // 16 - 1
-        assert service.client.placed[-1][0].exclude == ("d0",)
+        assert len(service.router.blocks[-1].hashes) == 2000 // 16 - 1
+        assert service.router.placed[-1][0].exclude == ("d0",)
 
     run(service, main)
 
@@ -333,7 +333,7 @@ def test_predicted_and_measured_latencies_are_summed() -> None:
 
     async def main() -> None:
         service.report_measurement(2 * RATE)  # half the time is predicted
-        service.client.loads = loads(0, 0)
+        service.router.loads = loads(0, 0)
         assert await service.send(1000, ttft_s=1.1, tpot_s=0.015 + 0.01) is not None
         await service.send(1000)  # without an objective
 
@@ -356,7 +356,7 @@ def test_the_deadline_travels_with_the_placement() -> None:
         await service.send(400)
 
     run(service, main)
-    found = [request.due_in_s for request, _ in service.client.placed]
+    found = [request.due_in_s for request, _ in service.router.placed]
     assert found == [pytest.approx(2.6), None, None]
 
 

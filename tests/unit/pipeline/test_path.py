@@ -46,7 +46,7 @@ def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     pipeline = Pipeline()
     assert await pipeline.run() == b"abc"
-    ((placed, counts),) = pipeline.client.placed
+    ((placed, counts),) = pipeline.router.placed
     np.testing.assert_array_equal(counts, COUNTS)
     assert placed.prompt_tokens == 7
     (prefill,), (decode,) = pipeline.prefill.requests, pipeline.decode.requests
@@ -77,7 +77,7 @@ async def test_the_handover_of_a_split_request_is_timed(fields: dict[str, int], 
 async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(params: dict[str, Any]) -> None:
     pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
     assert await pipeline.run() == b"abc"
-    assert pipeline.client.placed[0][1] is None
+    assert pipeline.router.placed[0][1] is None
 
 
 async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
@@ -95,7 +95,7 @@ async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> 
         await pipeline.run()
     assert refused.value.retry_after_s >= 1
     assert len(pipeline.prefill.requests) == 2
-    assert not pipeline.client.placed
+    assert not pipeline.router.placed
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -126,8 +126,8 @@ async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
 ) -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_timeout_s=7.0)
     assert await pipeline.run() == b"abc"
-    assert pipeline.client.placed[1][0].exclude == ("d0",)
-    assert pipeline.client.waits == [7.0, 0.0]  # a retry does not wait
+    assert pipeline.router.placed[1][0].exclude == ("d0",)
+    assert pipeline.router.waits == [7.0, 0.0]  # a retry does not wait
     first, second = pipeline.prefill.requests
     assert first.header["id"] != second.header["id"]
     # The prefix cache makes a second prefill on the same engine cheap. But if the decode engine lives and
@@ -189,7 +189,7 @@ async def test_only_engines_that_end_with_the_request_count_as_lost_by_it() -> N
     pipeline = Pipeline(prefill=prefill, decode=on("d1", DEAD), max_lost_engines=2)
     pipeline.decode.lost = {"d0"}
     assert await pipeline.run() == b"abc"
-    assert [placed.exclude for placed, _ in pipeline.client.placed] == [(), ("d0",), ("d0", "d1")]
+    assert [placed.exclude for placed, _ in pipeline.router.placed] == [(), ("d0",), ("d0", "d1")]
 
 
 @pytest.mark.parametrize("error", [ChannelLostError("gone"), refusal(500)])
@@ -212,7 +212,7 @@ async def test_a_client_that_does_not_read_loses_its_stream() -> None:
     await wait_until(lambda: sent.cancelled)
     with pytest.raises(SlowReaderError):
         await anext(stream)
-    assert not pipeline.client.leases
+    assert not pipeline.router.leases
 
 
 async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:
@@ -307,7 +307,7 @@ async def test_a_request_that_waits_too_long_releases_its_blocks() -> None:
         raise OverloadedError("in time")
 
     pipeline = Pipeline()
-    pipeline.client.place = no_room
+    pipeline.router.place = no_room
     with pytest.raises(OverloadedError):
         await pipeline.run()
     assert len(pipeline.prefill.released) == 1
@@ -323,7 +323,7 @@ def test_the_wait_for_a_worker_is_shorter_than_the_kv_lease() -> None:
 async def test_progress_counts_tokens_not_chunks() -> None:
     pipeline = Pipeline(decode=answer_with((b"a", 0), (b"b", 3), (b"c", 1), (b"d", 0)))
     assert await pipeline.run() == b"abcd"
-    assert pipeline.client.tokens[-1] == 4
+    assert pipeline.router.tokens[-1] == 4
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -70,7 +70,7 @@ async def test_an_answer_resumes_wherever_its_engine_is_lost(
         assert second.header["id"] == first.header["id"]  # the client sees this id
         assert second.header["token_ids"] == first.header["token_ids"] == TOKEN_IDS
         assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
-    assert pipeline.client.tokens[-1] == TOKENS
+    assert pipeline.router.tokens[-1] == TOKENS
     resumed = bool(rest and rest[0].header["generated"])
     assert ("resumed" in pipeline.counters.events) == resumed
 

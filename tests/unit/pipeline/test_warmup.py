@@ -35,7 +35,7 @@ def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, hea
     return Warmup(
         fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
         handles=[handle],
-        client=Mock(expect_counts=AsyncMock()),
+        router=Mock(expect_counts=AsyncMock()),
         model_id="m",
     )
 
@@ -44,7 +44,7 @@ async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCa
     prefill = FakeFleet(answer_with(prefill_result(do_remote_prefill=True)), "p0")  # no expert counts
     decode = FakeFleet(whole_answer, "d0", "d1")
     warm = warmup_of(prefill, decode)
-    client: Any = warm._client
+    client: Any = warm._router
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: len(prefill.released) >= 2)
@@ -128,7 +128,7 @@ async def test_a_whole_engine_is_warm_after_its_answers(caplog: pytest.LogCaptur
 
     prefill, decode = FakeFleet(good_prefill), FakeFleet(engine, "d0", "d1")
     warm = warmup_of(prefill, decode, whole=True)
-    client: Any = warm._client
+    client: Any = warm._router
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: warm.ready)
     running.cancel()

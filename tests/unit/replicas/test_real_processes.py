@@ -39,7 +39,7 @@ def decode() -> Iterator[Replica]:
 async def test_a_killed_client_frees_its_permit_lease_and_slot(prefill: Replica, decode: Replica) -> None:
     """The promise is 0.2 s."""
     async with running_ingress({"p": prefill.metadata}, {"d": decode.metadata}) as service:
-        gate, client, placer = service.ingress.gate, service.ingress._client, service.actor
+        gate, client, placer = service.ingress.gate, service.ingress._router, service.actor
         with process("client", service.port, ENDLESS) as (killed, read_line):
             assert await read_line() == "begun"
             assert len(await decode.running()) == gate.in_flight == client.lease_count == 1
@@ -57,7 +57,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other
     with replica("decode", step_s=1e-5) as quick:
         await quick.start()
         async with running_ingress({"p": prefill.metadata}, {"d": quick.metadata}) as service:
-            gate, client = service.ingress.gate, service.ingress._client
+            gate, client = service.ingress.gate, service.ingress._router
             counted = Counter[str]()
             service.ingress._counters.count = lambda event: counted.update([event])
             with (

@@ -335,7 +335,7 @@ async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytes
     monkeypatch.setattr(PromptTokens, "fingerprint", AsyncMock(return_value="t"))
     actor = FakeActor(policy="marginal-cost", table=None)
     async with running_app(actor=actor) as app:
-        client = app.ingress._client
+        client = app.ingress._router
         assert client.scorer.tokenizer is None
         actor.state.live_settings.swap_predictor(FILE, "t")
         assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
@@ -351,7 +351,7 @@ async def test_a_swap_drops_a_predictor_of_another_tokenizer(monkeypatch: pytest
     """The router refuses the new predictor too, which is of the same other tokenizer."""
     monkeypatch.setattr(PromptTokens, "fingerprint", AsyncMock(return_value="another"))
     async with running_app() as app:
-        scorer = app.ingress._client.scorer
+        scorer = app.ingress._router.scorer
         scorer.predictor = OnlinePredictor(predictor())
         assert (await app.put("/eldr/predictor", KEY, content=FILE)).status_code == 400
         assert (scorer.tokenizer, scorer.predictor) == ("another", None)
