@@ -50,7 +50,8 @@ class Caller:
         replicas = ReplicaDirectory()
         replicas.publish({f"replica-{number:04d}": {} for number in range(workers)})
         spec = RouterSettings(model_id="m", policy="locality-band", table=table)
-        self._client = RouterClient(RouterCalls(lambda: connect(name, spec)), replicas, timeout_s=10.0)
+        calls = RouterCalls(lambda: connect(name, spec))
+        self._client = RouterClient(calls, lambda: replicas.known_workers, timeout_s=10.0)
         self._table = RoutingTable.from_bytes(table)
         self._prompts = prompts
         self._number = 0

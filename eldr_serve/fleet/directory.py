@@ -30,16 +30,16 @@ class ReplicaDirectory:
 
     def __init__(self) -> None:
         self._metadata: Mapping[str, Mapping[str, Any]] = {}
-        self._live: tuple[str, ...] = ()
+        self._known_workers: tuple[str, ...] = ()
         self._changed: Callable[[], None] = lambda: None
         self.kv_usage = KvUsage()
         self.reports: Mapping[str, QueueReport] = {}
         self.experts: Mapping[str, Mapping[str, Any]] = {}
 
     @property
-    def live(self) -> tuple[str, ...]:
+    def known_workers(self) -> tuple[str, ...]:
         """Return the names of the workers of all replicas that Serve would send a request to now, sorted."""
-        return self._live
+        return self._known_workers
 
     @property
     def metadata(self) -> Mapping[str, Mapping[str, Any]]:
@@ -67,7 +67,7 @@ class ReplicaDirectory:
 
     def publish(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the set of replicas; the request router calls this."""
-        self._metadata, self._live = dict(replicas), tuple(sorted(workers_of(replicas)))
+        self._metadata, self._known_workers = dict(replicas), tuple(sorted(workers_of(replicas)))
         self._changed()
 
     def drop(self, replica: str) -> None:

@@ -101,7 +101,10 @@ class EldrIngress:
         self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
         self._counters = IngressCounters()
         self._router = RouterClient(
-            self._calls, self._decode, counters=self._counters, on_predictor=self._start_tokenizer
+            self._calls,
+            lambda: self._decode.live,
+            counters=self._counters,
+            on_predictor=self._start_tokenizer,
         )
         self.gate = Gate(options, admin_key_sha256, self._counters)
         self._router_settings = router_settings

@@ -52,7 +52,9 @@ class DecodeRequestRouter(ReplicaPublisher):
         if not router_name:
             raise ValueError("request_router_kwargs must name the DecodeRouter actor: router_name")
         spec = RouterSettings.model_validate(router_spec or {})
-        self._client = RouterClient(RouterCalls(lambda: connect(router_name, spec)), self.directory)
+        self._client = RouterClient(
+            RouterCalls(lambda: connect(router_name, spec)), lambda: self.directory.known_workers
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent: dict[str, str] = {}  # internal request id -> replica
         self._in_flight: Counter[str] = Counter()

@@ -24,5 +24,5 @@ class Fleets:
 
     def known_pairs(self) -> list[tuple[str | None, str]]:
         """Return the pairs of prefill replica and decode worker that Serve knows; None: a whole engine."""
-        prefills: tuple[str | None, ...] = (None,) if self.whole else self.prefill.directory.live
-        return [(prefill, decode) for prefill in prefills for decode in self.decode.directory.live]
+        prefills: tuple[str | None, ...] = (None,) if self.whole else self.prefill.directory.known_workers
+        return [(prefill, decode) for prefill in prefills for decode in self.decode.directory.known_workers]

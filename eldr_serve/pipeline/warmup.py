@@ -81,8 +81,8 @@ class Warmup:
         await asyncio.gather(*(handle.check_health.remote() for handle in self._handles))
         self._engines_up = True
         while True:
-            live = set(self._fleets.decode.directory.live)
-            self._warm = {(prefill, decode) for prefill, decode in self._warm if decode in live}
+            known = set(self._fleets.decode.directory.known_workers)
+            self._warm = {(prefill, decode) for prefill, decode in self._warm if decode in known}
             await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
             self._all_were_warm |= bool(self._warm) and not self._cold()
             await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)

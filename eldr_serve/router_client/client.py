@@ -39,7 +39,7 @@ from eldr_serve.router.messages import (
 )
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.link import RouterLink
-from eldr_serve.router_client.local_fallback import LiveWorkers, LocalFallback
+from eldr_serve.router_client.local_fallback import LocalFallback
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
@@ -68,7 +68,7 @@ class RouterClient:
     def __init__(
         self,
         router_calls: RouterCalls,
-        workers: LiveWorkers,
+        workers: Callable[[], tuple[str, ...]],
         *,
         counters: IngressCounters | None = None,
         timeout_s: float = 1.0,

@@ -13,7 +13,6 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
 from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router_client.calls import RouterCalls
-from eldr_serve.router_client.local_fallback import LiveWorkers
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.scheduling import Lease
 
@@ -57,7 +56,7 @@ class RouterLink:
     Args:
         name: id of the ingress at the actor.
         calls: calls to the actor.
-        workers: live decode workers, as this process knows them.
+        workers: returns the decode workers that requests can be placed on, sorted.
         owner: client whose leases the link restores after it has connected.
         timeout_s: maximum time for an answer of the actor, s.
 
@@ -70,7 +69,7 @@ class RouterLink:
         self,
         name: str,
         calls: RouterCalls,
-        workers: LiveWorkers,
+        workers: Callable[[], tuple[str, ...]],
         owner: LinkOwner,
         counters: IngressCounters,
         *,
@@ -119,8 +118,8 @@ class RouterLink:
 
     def report_workers(self) -> None:
         """Report the live decode workers if they have changed."""
-        if self._subscription is not None and self._reported_workers != self._workers.live:
-            self._reported_workers = self._workers.live
+        if self._subscription is not None and self._reported_workers != (workers := self._workers()):
+            self._reported_workers = workers
             self._subscription.note(encode(Workers(self._reported_workers)))
 
     def report(self, report: IngressReport) -> None:
@@ -161,7 +160,7 @@ class RouterLink:
             self._close_channel()
 
     def _subscribe(self, channel: Channel) -> None:
-        self._reported_workers = self._workers.live
+        self._reported_workers = self._workers()
         leases = self._owner.held_leases()
         message = Restore(
             self._name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,18 +12,14 @@ from eldr_serve.router.messages import LOCAL_FALLBACK
 from eldr_serve.scheduling import Lease, LoadLedger, State
 
 
-class LiveWorkers(Protocol):
-    """Source of the workers of a deployment that requests can be placed on."""
-
-    @property
-    def live(self) -> tuple[str, ...]:
-        """Return the names of these workers, sorted."""
-
-
 class LocalFallback:
-    """Places requests of one process on the worker on which it holds the fewest leases."""
+    """Places requests of one process on the worker on which it holds the fewest leases.
 
-    def __init__(self, workers: LiveWorkers) -> None:
+    Args:
+        workers: returns the workers that requests can be placed on.
+    """
+
+    def __init__(self, workers: Callable[[], tuple[str, ...]]) -> None:
         self._workers = workers
         self._ledger = LoadLedger()
 
@@ -46,7 +42,7 @@ class LocalFallback:
         Raises:
             OverloadedError: no decode replica is known.
         """
-        workers = self._workers.live
+        workers = self._workers()
         candidates = [name for name in workers if name not in lease.request.exclude] or list(workers)
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)

@@ -66,7 +66,7 @@ class FakeFleet(Fleet):
 
     @property
     def live(self) -> tuple[str, ...]:
-        return tuple(name for name in self.directory.live if name not in self.lost)
+        return tuple(name for name in self.directory.known_workers if name not in self.lost)
 
     @property
     def _open(self) -> list[Sent]:
@@ -90,7 +90,7 @@ class FakeFleet(Fleet):
         return [sent for sent in self.sent if sent.method != "release"]
 
     def is_connected(self, name: str) -> bool:
-        return name in self.directory.live and name not in self.lost
+        return name in self.directory.known_workers and name not in self.lost
 
     def start(self) -> None: ...
 

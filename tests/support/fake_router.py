@@ -252,7 +252,7 @@ async def connected_client(
     """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
     directory = ReplicaDirectory()
     directory.publish({replica: {} for replica in replicas})
-    client = RouterClient(actor.calls(), directory, timeout_s=timeout_s)
+    client = RouterClient(actor.calls(), lambda: directory.known_workers, timeout_s=timeout_s)
     client.start()
     try:
         yield client

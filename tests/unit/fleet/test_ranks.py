@@ -47,7 +47,7 @@ def test_a_workers_name_has_its_replica_and_rank(replica: str, ranks: int) -> No
 def test_the_directory_has_the_workers_and_their_reports() -> None:
     directory = ReplicaDirectory()
     directory.publish({"a": {RANKS: 2}, "b": {RANKS: 1}, "c": {}})
-    assert directory.live == ("a/0", "a/1", "b", "c")
+    assert directory.known_workers == ("a/0", "a/1", "b", "c")
 
     def report(calls: int, usage: float) -> dict[str, Any]:
         return {KV_USAGE: usage, REPORT_NUMBER: 1, QUEUE: {"calls": calls}}
@@ -57,7 +57,7 @@ def test_the_directory_has_the_workers_and_their_reports() -> None:
     calls = {name: queue.calls for name, queue in directory.reports.items()}
     assert calls == {"a/0": 1, "a/1": 2, "b": 3}
     directory.drop("a")
-    assert directory.live == ("b", "c")
+    assert directory.known_workers == ("b", "c")
 
 
 @asynccontextmanager

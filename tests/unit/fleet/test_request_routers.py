@@ -96,7 +96,7 @@ def test_a_process_learns_its_live_replicas_and_their_metadata() -> None:
     routing = router(ReplicaPublisher)
     live = directory("test-ReplicaPublisher")
     changes = []
-    live.watch(lambda: changes.append(live.live))
+    live.watch(lambda: changes.append(live.known_workers))
     b = replica("b")
     b.replica_metadata = {"where": 1}
     with patch.object(RequestRouter, "update_replicas"), patch.object(RequestRouter, "on_replica_actor_died"):

@@ -66,7 +66,7 @@ class Router:
         """Place the request; there is no channel yet."""
         directory = ReplicaDirectory()
         directory.publish({"r0": {}, "r1": {}})
-        self.client = RouterClient(FakeActor(), directory)
+        self.client = RouterClient(FakeActor(), lambda: directory.known_workers)
         self.channel: Any = None
         self.calls: dict[str, Call] = {}
         self.version = 0

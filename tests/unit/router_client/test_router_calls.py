@@ -97,7 +97,7 @@ async def running_client() -> AsyncIterator[tuple[Cluster, RouterCalls, RouterCl
     async with running() as (cluster, calls):
         directory = ReplicaDirectory()
         directory.publish({"r0": {}, "r1": {}})
-        client = RouterClient(calls, directory, timeout_s=5.0)
+        client = RouterClient(calls, lambda: directory.known_workers, timeout_s=5.0)
         client.start()
         yield cluster, calls, client
         await client.stop()
