@@ -96,7 +96,7 @@ class Attempt:
     async def _place(self) -> Lease:
         context = self._context
         services = self._services
-        failed_workers, left_workers = context.failures.decode_workers, context.left_workers
+        failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
         prompt_ids = context.prompt_ids
         request = PlacementRequest(
             context.request_id,
@@ -112,7 +112,7 @@ class Attempt:
             worker_failed=bool(failed_workers),
             due_in_s=context.due_in_s,
         )
-        moved_or_failed = failed_workers or left_workers
+        moved_or_failed = failed_workers or drained_workers
         # Only first attempts are queued.
         wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
         counts = self._prompt.expert_counts
@@ -125,7 +125,7 @@ class Attempt:
         replicas, ejected workers, and those that would miss the request's objective.
         """
         context, services = self._context, self._services
-        avoided = (*context.failures.decode_workers, *context.left_workers)
+        avoided = (*context.failures.decode_workers, *context.drained_workers)
         replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable_workers)
         live = services.fleets.decode.live
         others = (name for name in live if name not in usable or replica_of(name) in replicas)

@@ -30,14 +30,14 @@ class MoveLimiter:
 
     def begin(self, context: RequestContext, worker: str) -> bool:
         """Begin to move an answer away from a worker, if it may move now; return whether it does."""
-        answer, left_workers = context.answer, context.left_workers
-        if answer.complete or not answer.can_continue or len(left_workers) >= MAX_MOVES:
+        answer, drained_workers = context.answer, context.drained_workers
+        if answer.complete or not answer.can_continue or len(drained_workers) >= MAX_MOVES:
             return False
-        targets = set(self._decode.live).difference(left_workers, [worker])
+        targets = set(self._decode.live).difference(drained_workers, [worker])
         # Answers that move already will need a slot too.
         if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.free_slots, targets))):
             return False
-        left_workers.append(worker)
+        drained_workers.append(worker)
         self._moving.add(context.request_id)
         return True
 

@@ -21,8 +21,8 @@ from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFai
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.forward import forward
 from eldr_serve.pipeline.kv_release import KvRelease
+from eldr_serve.pipeline.latency_admission import Objectives
 from eldr_serve.pipeline.move_limiter import MoveLimiter
-from eldr_serve.pipeline.objectives import Objectives
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt_tokens import PromptTokens

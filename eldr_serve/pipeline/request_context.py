@@ -44,7 +44,7 @@ class RequestContext:
         client_disconnected: the client disconnected before the end.
 
         failures: failures of the attempts.
-        left_workers: decode workers off which the answer has moved because their replicas drain.
+        drained_workers: decode workers off which the answer has moved because their replicas drain.
         num_prefills: number of prefill calls, including failed ones.
         prefilled_ids: uint32[n], the prompt's token ids, from the prefill engine's answer; None before it.
         tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
@@ -73,7 +73,7 @@ class RequestContext:
     client_disconnected: bool = False
     # These fields hold the prompt, its answer and failures so far.
     failures: Failures = field(default_factory=Failures)
-    left_workers: list[str] = field(default_factory=list)
+    drained_workers: list[str] = field(default_factory=list)
     num_prefills: int = 0
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None

@@ -9,8 +9,8 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.fleets import Fleets
+from eldr_serve.pipeline.latency_admission import Objectives
 from eldr_serve.pipeline.move_limiter import MoveLimiter
-from eldr_serve.pipeline.objectives import Objectives
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext

@@ -283,7 +283,7 @@ class Objectives:
         request, prediction, first_s = context.request, context.prediction, context.first_token_s
         if prediction is None or first_s is None or context.error:
             return
-        if context.failures.attempts or context.left_workers:
+        if context.failures.attempts or context.drained_workers:
             return
         if needs_whole_engine(request.method, request.fields) is not None:
             return
