@@ -63,7 +63,7 @@ class IngressStatus:
             "prefill_wait_s": self._path.admission.predict_waits(),
             "prefill_kv_usage": self._fleets.prefill.kv_usage,
             "decode_kv_usage": self._fleets.decode.kv_usage,
-            "objectives": self._path.objectives.status(),
+            "objectives": self._path.latency_admission.status(),
             "experts": self._fleets.decode.directory.experts,
         }
 

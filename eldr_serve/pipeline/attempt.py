@@ -54,7 +54,7 @@ class Attempt:
                 await self._wait_for_decode()
                 self._check_slots()
                 await services.prefill.tokenise(context)
-                await services.objectives.admit(context)
+                await services.latency_admission.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.stage("place") as placing:
                     context.lease = lease = await self._place()

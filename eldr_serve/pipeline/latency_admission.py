@@ -27,7 +27,7 @@ _ROUTER_TIMEOUT_S = 0.1  # without the router's answer in this time, the TPOT is
 _MAX_CACHED_SHARE = 0.95
 
 
-class Objectives:
+class LatencyAdmission:
     """Admits the requests of one ingress that have an objective, and measures its own predictions.
 
     The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the

@@ -21,7 +21,7 @@ from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFai
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.forward import forward
 from eldr_serve.pipeline.kv_release import KvRelease
-from eldr_serve.pipeline.latency_admission import Objectives
+from eldr_serve.pipeline.latency_admission import LatencyAdmission
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
@@ -45,7 +45,7 @@ class RequestPath:
 
     Attributes:
         admission: admits prompts to the queues of the replicas that prefill.
-        objectives: admits requests by predicted latency.
+        latency_admission: admits requests by predicted latency.
         kv_release: releases KV blocks on the prefill engines.
     """
 
@@ -78,7 +78,7 @@ class RequestPath:
                 tokenizer=tokenizer,
             )
         decode_starts = DecodeStartEstimator(fleets.decode)
-        self.objectives = Objectives(
+        self.latency_admission = LatencyAdmission(
             fleets=fleets,
             router=router,
             counters=counters,
@@ -94,7 +94,7 @@ class RequestPath:
             retries=RetryLimiter(options),
             outliers=outliers,
             decode_starts=decode_starts,
-            objectives=self.objectives,
+            latency_admission=self.latency_admission,
             moves=MoveLimiter(fleets.decode, decode_starts, options.moves_at_once),
             stage_latencies=self.stage_latencies,
         )
@@ -110,7 +110,7 @@ class RequestPath:
         failures = context.failures
         answer = context.answer
         moves = self._services.moves
-        with context, moves.track(context.request_id), self.objectives.track(context):
+        with context, moves.track(context.request_id), self.latency_admission.track(context):
             while True:
                 try:
                     async with aclosing(Attempt(self._services, context).run()) as payloads:

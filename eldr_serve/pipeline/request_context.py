@@ -78,7 +78,7 @@ class RequestContext:
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None
     answer: PartialAnswer = field(init=False)
-    # See Objectives.
+    # See LatencyAdmission.
     prediction: Prediction | None = None
     late_replicas: tuple[str, ...] = ()
     late_workers: tuple[str, ...] = ()

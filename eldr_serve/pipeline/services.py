@@ -9,7 +9,7 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.latency_admission import Objectives
+from eldr_serve.pipeline.latency_admission import LatencyAdmission
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
@@ -38,7 +38,7 @@ class Services:
         retries: limits how many failed requests are tried again at once.
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode workers start on waiting calls.
-        objectives: admits requests by predicted latency.
+        latency_admission: admits requests by predicted latency.
         moves: limits how many answers leave their decode replicas at once.
     """
 
@@ -50,6 +50,6 @@ class Services:
     retries: RetryLimiter
     outliers: OutlierDetector
     decode_starts: DecodeStartEstimator
-    objectives: Objectives
+    latency_admission: LatencyAdmission
     moves: MoveLimiter
     stage_latencies: StageLatencies

@@ -165,7 +165,7 @@ def test_requests_that_wait_for_room_continue_at_once_in_order_of_arrival() -> N
 
 
 def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
-    backlog, limit_s = Backlog(), PathOptions().prefill_wait_s
+    backlog, wait_s = Backlog(), PathOptions().prefill_wait_s
     backlog.prefill.directory.kv_usage = KvUsage(0.9)
 
     async def main() -> None:
@@ -173,25 +173,25 @@ def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
         backlog.prefill.directory.sample({"p0": {KV_USAGE: 1.0, REPORT_NUMBER: 0}})
         with pytest.raises(OverloadedError, match="are full"):
             await anext(backlog.path.generate(request_context(stream=True)))
-        assert time() == pytest.approx(limit_s)
+        assert time() == pytest.approx(wait_s)
         backlog.decode.lost = {"d0", "d1", "d2"}
         with pytest.raises(OverloadedError, match="no decode replica can be reached"):
             await anext(backlog.path.generate(request_context(stream=True)))
-        assert time() == pytest.approx(2 * limit_s)
+        assert time() == pytest.approx(2 * wait_s)
 
     on_virtual_time(main)
 
 
 def test_a_full_replica_does_not_extend_the_limit_of_a_call_that_needs_no_slot() -> None:
-    backlog, limit_s = Backlog(decode=answer_with(asyncio.Event())), PathOptions().first_token_timeout_s
+    backlog, timeout_s = Backlog(decode=answer_with(asyncio.Event())), PathOptions().first_token_timeout_s
     backlog.decode.directory.publish({"d0": {SLOTS: 2}})
     backlog.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": 3}}})
 
     async def main() -> None:
-        async with asyncio.timeout(10 * limit_s):
+        async with asyncio.timeout(10 * timeout_s):
             with pytest.raises(OverloadedError, match="did not answer in time"):
                 await backlog.path.forward("tokenize", {}, b"{}")
-        assert asyncio.get_running_loop().time() == pytest.approx(limit_s)
+        assert asyncio.get_running_loop().time() == pytest.approx(timeout_s)
 
     on_virtual_time(main)
 
