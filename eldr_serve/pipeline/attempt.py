@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
 from eldr_serve.engine.calls import CACHED_TOKENS, TRANSPORT_S
@@ -212,7 +213,7 @@ class Attempt:
                 if not resumed:
                     self._count_cached_tokens(lease)
                 if not decode.begun:
-                    raise DecodeFailedError("the answer was empty", lease.worker, alive=True, begun=False)
+                    raise self._decode_failure("the answer was empty", decode, alive=True)
                 services.outliers.record_success(lease.worker)
 
     def _count_cached_tokens(self, lease: Lease) -> None:
@@ -231,4 +232,10 @@ class Attempt:
             alive: the worker's replica reported the failure itself, or the prompt's blocks may be at fault.
         """
         if not self._context.answer.complete:
-            raise DecodeFailedError(error, decode.worker, alive=alive, begun=decode.begun) from error
+            raise self._decode_failure(error, decode, alive=alive) from error
+
+    def _decode_failure(self, reason: Any, decode: DecodeCall, *, alive: bool) -> DecodeFailedError:
+        replica = self._prompt.prefill_replica
+        return DecodeFailedError(
+            reason, decode.worker, alive=alive, begun=decode.begun, prefill_replica=replica
+        )

@@ -7,7 +7,15 @@ from typing import Any
 
 
 class PrefillFailedError(Exception):
-    """A prefill call has failed through no fault of the request."""
+    """A prefill call has failed through no fault of the request.
+
+    Attributes:
+        replica: the prefill replica.
+    """
+
+    def __init__(self, replica: str, reason: str) -> None:
+        super().__init__(f"prefill replica {replica} {reason}")
+        self.replica = replica
 
 
 class DecodeFailedError(Exception):
@@ -17,11 +25,13 @@ class DecodeFailedError(Exception):
         worker: the decode worker.
         alive: the worker's replica reported the failure itself.
         begun: part of the answer had arrived by this call.
+        prefill_replica: the replica that prefilled the prompt; "" without one.
     """
 
-    def __init__(self, reason: Any, worker: str, *, alive: bool, begun: bool) -> None:
+    def __init__(self, reason: Any, worker: str, *, alive: bool, begun: bool, prefill_replica: str) -> None:
         super().__init__(f"{reason}")
         self.worker = worker
+        self.prefill_replica = prefill_replica
         self.alive = alive
         self.begun = begun
 
@@ -34,7 +44,6 @@ class Failures:
         messages: one sentence for each failure.
         prefills: number of failed prefill calls.
         decode_workers: decode workers that failed the request.
-        prefill_replica: prefill replica of this attempt; empty without one.
         prefill_replicas: prefill replicas to avoid, once for each failure for which they may be at fault.
         lost_engines: number of engines that closed their channel during a call, as they do when they die.
         streams: number of failed decode calls after the client had received part of the answer.
@@ -43,7 +52,6 @@ class Failures:
     messages: list[str] = field(default_factory=list)
     prefills: int = 0
     decode_workers: list[str] = field(default_factory=list)
-    prefill_replica: str = ""
     prefill_replicas: list[str] = field(default_factory=list)
     lost_engines: int = 0
     streams: int = 0
@@ -57,7 +65,7 @@ class Failures:
         """Add a failed prefill call; the next attempt uses another prefill replica."""
         self.messages.append(f"{error}")
         self.prefills += 1
-        self.prefill_replicas.append(self.prefill_replica)
+        self.prefill_replicas.append(error.replica)
 
     def add_decode(self, error: DecodeFailedError, *, sent: bool) -> None:
         """Add a failed decode call.
@@ -67,7 +75,7 @@ class Failures:
         """
         self.messages.append(f"decode worker {error.worker} failed: {error}")
         self.decode_workers.append(error.worker)
-        if error.alive and self.prefill_replica:  # the blocks may be at fault: use another prefill engine
-            self.prefill_replicas.append(self.prefill_replica)
+        if error.alive and error.prefill_replica:  # the blocks may be at fault: use another prefill engine
+            self.prefill_replicas.append(error.prefill_replica)
         if sent and error.begun:
             self.streams += 1

@@ -288,7 +288,7 @@ class LatencyAdmission:
         if needs_whole_engine(request.method, request.fields) is not None:
             return
         assert context.lease is not None
-        worker = context.failures.prefill_replica or context.lease.worker
+        worker = context.prefill_replica or context.lease.worker
         ttft_s, objective = prediction.ttft_s.get(worker), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:

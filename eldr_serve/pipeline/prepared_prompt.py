@@ -18,11 +18,13 @@ class PreparedPrompt:
     """A prompt that the decode engine computes, and that holds no resources.
 
     Attributes:
+        prefill_replica: the prefill replica that holds its blocks; "" if the decode engine computes it.
         kv_params: vLLM's parameters of the KV transfer; None if the decode engine computes the prompt.
         prefilled_at_s: end of its prefill, time.monotonic(); None if the decode engine computes it.
         ids_to_compute: uint32[n], the prompt's token ids if the decode engine computes it and they are known.
     """
 
+    prefill_replica = ""
     kv_params: dict[str, Any] | None = None
     prefilled_at_s: float | None = None
     ids_to_compute: NDArray[np.uint32] | None = None
@@ -64,13 +66,12 @@ class HeldPrompt(PreparedPrompt):
 
     Args:
         request_id: id of the prefill call.
-        replica: the prefill replica.
     """
 
     def __init__(
         self,
         request_id: str,
-        replica: str,
+        prefill_replica: str,
         *,
         kv_params: dict[str, Any],
         prefilled_at_s: float,
@@ -79,7 +80,7 @@ class HeldPrompt(PreparedPrompt):
         self.kv_params: dict[str, Any] = kv_params
         self.prefilled_at_s = prefilled_at_s
         self._request_id = request_id
-        self._replica = replica
+        self.prefill_replica = prefill_replica
         self._kv_release = kv_release
         self._held = True
 
@@ -96,7 +97,7 @@ class HeldPrompt(PreparedPrompt):
     def close(self, reader: Call | None) -> None:
         if self._held:
             self._held = False
-            self._kv_release.release(self._request_id, self._replica, reader=reader)
+            self._kv_release.release(self._request_id, self.prefill_replica, reader=reader)
 
 
 class QueuedPrompt(PreparedPrompt):

@@ -144,6 +144,11 @@ class RequestContext:
             stage.ended_s = time.monotonic()
             self.stages.append(stage)
 
+    @property
+    def prefill_replica(self) -> str | None:
+        """Return the prefill replica of the newest prefill call; None without one."""
+        return next((stage.worker for stage in reversed(self.stages) if stage.name == "prefill"), None)
+
     def decode_stages(self, worker: str) -> DecodeStages:
         """Time the stages of a decode call."""
         return DecodeStages(self.stages, worker)
@@ -185,7 +190,7 @@ class RequestContext:
             "left": self.client_disconnected,
             "policy": lease.policy if lease else None,
             "reason": lease.reason if lease else None,
-            "prefill": next((s.worker for s in reversed(self.stages) if s.name == "prefill"), None),
+            "prefill": self.prefill_replica,
             "decode": lease.worker if lease else None,
             "prompt_tokens": lease.request.prompt_tokens if lease else None,
             "tokens": lease.generated_tokens if lease else 0,

@@ -90,8 +90,6 @@ class SplitPrefill:
                     raise
                 context.failures.messages.append(f"continues on a decode engine without prefill: {error}")
                 self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
-        if prompt.kv_params is None:  # no prefill replica is to blame for a failure of the decode call
-            context.failures.prefill_replica = ""
         if self._tokenizer is not None:
             await self._tokenizer.add_to(context)
         return prompt
@@ -117,7 +115,6 @@ class SplitPrefill:
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )
-        context.failures.prefill_replica = replica
         ticket = self._queues.enter(replica, num_tokens, context.retry_key)
         try:
             return await self._call(context, replica, ticket)
@@ -149,10 +146,10 @@ class SplitPrefill:
             if error.status < 500:
                 raise
             self._outliers.record_failure(replica, error)
-            raise PrefillFailedError(f"prefill replica {replica} failed: {error}") from error
+            raise PrefillFailedError(replica, f"failed: {error}") from error
         except ChannelLostError as error:
             context.failures.lost_engines += call is not None and not error.silent
-            raise PrefillFailedError(f"prefill replica {replica} was lost: {error}") from error
+            raise PrefillFailedError(replica, f"was lost: {error}") from error
         except BaseException as error:
             if call is not None:
                 call.cancel()
@@ -160,7 +157,7 @@ class SplitPrefill:
             if not isinstance(error, CallTimeoutError):
                 raise
             self._outliers.record_failure(replica, error)
-            raise PrefillFailedError(f"prefill replica {replica} took too long") from error
+            raise PrefillFailedError(replica, "took too long") from error
         self._outliers.record_success(replica)
         context.prefilled_ids = prompt_ids = np.frombuffer(result["token_ids"], np.uint32)
         self._admission.finish(ticket, len(prompt_ids) + context.answer.num_ids)
