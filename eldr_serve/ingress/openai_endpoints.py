@@ -112,9 +112,9 @@ class OpenAIEndpoints:
             self._router.record_stream(StreamLatencies(first_s - start_s, tpot_s))
 
         headers = request.state.id_headers | _placement_headers(lease)
-        if fields.stream and context.handover_s is not None:
+        if fields.stream and context.record.handover_s is not None:
             # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
-            headers["x-eldr-handover-ms"] = f"{1000 * context.handover_s:.3f}"
+            headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
         if fields.stream:
             return _Streamed(first, run, headers, sending_tasks, record)
         whole = b"".join([first, *[chunk async for chunk in run]])

@@ -57,7 +57,7 @@ class Attempt:
                 await services.prefill.tokenise(context)
                 await services.latency_admission.admit(context)
                 self._prompt = await services.prefill.prepare(context)
-                with context.stage("place") as placing:
+                with context.record.stage("place") as placing:
                     context.lease = lease = await self._place()
             try:
                 async with aclosing(self._answer(lease, placing)) as answer:
@@ -147,7 +147,7 @@ class Attempt:
         resumed = context.answer.num_tokens > 0
         if resumed:
             self._services.router.progress(context.request_id, context.answer.num_tokens)
-        stages = context.decode_stages(lease.worker)
+        stages = context.record.decode_stages(lease.worker)
         with stages:
             async with aclosing(self._decode(lease, stages)) as payloads:
                 async for payload in payloads:
@@ -160,18 +160,18 @@ class Attempt:
                     yield payload
 
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
-        context = self._context
+        record = self._context.record
         stages.first_s = now = time.monotonic()
-        if context.first_token_s is None:
-            context.first_token_s = now
-        if context.request.fields.stream:
-            context.status = 200
+        if record.first_token_s is None:
+            record.first_token_s = now
+        if self._context.request.fields.stream:
+            record.status = 200
         if self._prompt.prefilled_at_s is not None:
-            context.handover_s = now - self._prompt.prefilled_at_s
+            record.handover_s = now - self._prompt.prefilled_at_s
             self._services.stage_latencies.record(
                 place=placing.seconds,
                 first_token=now - stages.start_s,
-                handover=context.handover_s,
+                handover=record.handover_s,
             )
 
     async def _decode(self, lease: Lease, stages: DecodeStages) -> AsyncGenerator[bytes, None]:

@@ -142,7 +142,7 @@ class LatencyAdmission:
         Args:
             compute_s: time in which the worker computes the prompt, s.
         """
-        other_s = time.monotonic() - context.start_s + self._router.queue_wait_s
+        other_s = time.monotonic() - context.record.start_s + self._router.queue_wait_s
         other_s += self._decode_starts.wait_s()
         other_s += self._queues.unplaced_s([*compute_s])
         return {name: other_s + self._queues.wait_s(name) + seconds for name, seconds in compute_s.items()}
@@ -280,19 +280,19 @@ class LatencyAdmission:
         Args:
             growth: mean number of requests that ran meanwhile, times that at the admission.
         """
-        request, prediction, first_s = context.request, context.prediction, context.first_token_s
-        if prediction is None or first_s is None or context.error:
+        request, prediction, first_s = context.request, context.prediction, context.record.first_token_s
+        if prediction is None or first_s is None or context.record.error:
             return
         if context.failures.attempts or context.drained_workers:
             return
         if needs_whole_engine(request.method, request.fields) is not None:
             return
         assert context.lease is not None
-        worker = context.prefill_replica or context.lease.worker
+        worker = context.record.prefill_replica or context.lease.worker
         ttft_s, objective = prediction.ttft_s.get(worker), request.objective
         self._measured_at_s = _now()
         if ttft_s is not None and objective.ttft_s is not None:
-            self._ttft.record(ttft_s, first_s - context.start_s, objective.ttft_s, prediction.load)
+            self._ttft.record(ttft_s, first_s - context.record.start_s, objective.ttft_s, prediction.load)
         more_tokens = context.answer.num_tokens - 1
         if prediction.tpot_s is not None and objective.tpot_s is not None and more_tokens > 0:
             tpot_s = (time.monotonic() - first_s) / more_tokens

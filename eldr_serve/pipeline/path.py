@@ -129,7 +129,7 @@ class RequestPath:
             if not answer.sent:
                 raise self._refusal(failures)
             self._services.counters.count(IngressEvent.STREAMS_LOST)
-            context.error = "engine_lost"
+            context.record.error = "engine_lost"
             yield error_event("engine_lost", _LOST_BECAUSE, context.request.method)
 
     async def forward(self, method: str, header: Mapping[str, Any], body: bytes) -> bytes:

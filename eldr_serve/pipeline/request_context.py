@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
@@ -15,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.errors import one_line_message
 from eldr_serve.pipeline.failures import Failures
 from eldr_serve.pipeline.partial_answer import PartialAnswer
-from eldr_serve.pipeline.stage import DecodeStages, Stage
+from eldr_serve.pipeline.request_record import RequestRecord
 from eldr_serve.queues.prediction import Prediction
 from eldr_serve.request import Request, has_exact_ids
 from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
@@ -36,12 +34,7 @@ class RequestContext:
         trace_id: id of the trace; "" without tracing.
         request_id: id in answers, logs and engines.
         lease: newest lease of a decode worker.
-
-        stages: finished stages, in the order of their ends.
-        handover_s: time from the end of prefill to the first answer of decode, s; None without either.
-        status: HTTP status of the answer; None if the client disconnected before it.
-        error: why a client that waited got no complete answer.
-        client_disconnected: the client disconnected before the end.
+        record: times and outcome, for the log.
 
         failures: failures of the attempts.
         drained_workers: decode workers off which the answer has moved because their replicas drain.
@@ -53,7 +46,6 @@ class RequestContext:
         prediction: predicted latencies, if the request has an objective.
         late_replicas: prefill replicas on which the request would miss its objective.
         late_workers: whole engines' workers on which it would miss it.
-        first_token_s: time of the first token, time.monotonic().
     """
 
     request: Request
@@ -63,14 +55,7 @@ class RequestContext:
     trace_id: str = ""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     lease: Lease | None = None
-    # These fields are for the log.
-    start_s: float = field(default_factory=time.monotonic)
-    ended_s: float = 0.0
-    stages: list[Stage] = field(default_factory=list)
-    handover_s: float | None = None
-    status: int | None = None
-    error: str = ""
-    client_disconnected: bool = False
+    record: RequestRecord = field(default_factory=RequestRecord)
     # These fields hold the prompt, its answer and failures so far.
     failures: Failures = field(default_factory=Failures)
     drained_workers: list[str] = field(default_factory=list)
@@ -82,7 +67,6 @@ class RequestContext:
     prediction: Prediction | None = None
     late_replicas: tuple[str, ...] = ()
     late_workers: tuple[str, ...] = ()
-    first_token_s: float | None = None
 
     def __post_init__(self) -> None:
         self.answer = PartialAnswer(stream=bool(self.request.fields.stream))
@@ -104,7 +88,7 @@ class RequestContext:
         """Return the time until the first token is due by the objective, s; None without one, or if late."""
         if self.request.objective.ttft_s is None:
             return None
-        remaining_s = self.start_s + self.request.objective.ttft_s - time.monotonic()
+        remaining_s = self.record.start_s + self.request.objective.ttft_s - time.monotonic()
         return remaining_s if remaining_s > 0 else None
 
     @cached_property
@@ -131,69 +115,33 @@ class RequestContext:
 
     # -- log -------------------------------------------------------------------------------------
 
-    @contextmanager
-    def stage(self, name: str, worker: str = "") -> Iterator[Stage]:
-        """Time a stage."""
-        stage = Stage(name, time.monotonic(), worker=worker)
-        try:
-            yield stage
-        except Exception as error:
-            stage.error = one_line_message(error)
-            raise
-        finally:
-            stage.ended_s = time.monotonic()
-            self.stages.append(stage)
-
-    @property
-    def prefill_replica(self) -> str | None:
-        """Return the prefill replica of the newest prefill call; None without one."""
-        return next((stage.worker for stage in reversed(self.stages) if stage.name == "prefill"), None)
-
-    def decode_stages(self, worker: str) -> DecodeStages:
-        """Time the stages of a decode call."""
-        return DecodeStages(self.stages, worker)
-
     def __enter__(self) -> RequestContext:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.ended_s = time.monotonic()
-        if isinstance(error, Exception):
-            self.error = one_line_message(error)
-            if self.status is None:
-                self.status = getattr(error, "status", None)  # refusals have a status
-            if self.status is None:
-                self.status = 500
-                self.failures.messages.append(self.error)
-        elif error is not None:
-            self.client_disconnected = True
-        elif self.status is None:
-            self.status = 200
+        if self.record.end(error):
+            self.failures.messages.append(self.record.error)
         self.on_end(self)
 
     def line(self) -> dict[str, Any]:
         """Return the request's line of the log as JSON types; times in s, stages summed over all attempts."""
-        seconds: dict[str, float] = {}
-        for stage in self.stages:
-            seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
-        seconds["total"] = self.ended_s - self.start_s
-        lease = self.lease
+        lease, record = self.lease, self.record
         return {
             "request": self.request_id,
             "trace": self.trace_id or None,
             "path": self.path,
             "tenant": self.request.tenant,
-            "status": self.status,
-            "error": self.error or None,
-            "left": self.client_disconnected,
+            "status": record.status,
+            "error": record.error or None,
+            "left": record.client_disconnected,
             "policy": lease.policy if lease else None,
             "reason": lease.reason if lease else None,
-            "prefill": self.prefill_replica,
+            "prefill": record.prefill_replica,
             "decode": lease.worker if lease else None,
             "prompt_tokens": lease.request.prompt_tokens if lease else None,
             "tokens": lease.generated_tokens if lease else 0,
-            "seconds": {name: round(value, 6) for name, value in seconds.items()},
+            "seconds": {name: round(value, 6) for name, value in record.seconds.items()},
             "failures": self.failures.messages,
         }

@@ -137,7 +137,7 @@ class SplitPrefill:
                 generated=bytes(context.answer.encoded_ids),
             )
             header["prompt_tokens"] = ticket.num_tokens
-            with context.stage("prefill", replica) as stage:
+            with context.record.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", header, request.body)
                 timeout_s = self._options.prefill_timeout_s
                 call.expect(timeout_s, timeout_s, since=lambda: queued_call.due_s)

@@ -68,8 +68,8 @@ async def test_a_move_is_no_failure() -> None:
     pipeline = Pipeline(decode=engines(3))
     context = request_context(stream=True)
     assert b"".join([chunk async for chunk in pipeline.path.generate(context)]) == WHOLE + END
-    assert (context.failures.attempts, context.failures.messages, context.error) == (0, [], "")
-    assert not any(stage.error for stage in context.stages)
+    assert (context.failures.attempts, context.failures.messages, context.record.error) == (0, [], "")
+    assert not any(stage.error for stage in context.record.stages)
 
 
 async def test_an_answer_moves_again_and_stays_when_no_engine_is_left() -> None:

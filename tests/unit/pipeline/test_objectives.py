@@ -95,7 +95,7 @@ class Service:
     async def send(self, tokens: int = 100, *, seed: int = 0, **objective: float) -> RequestContext | None:
         """Send a stream of a prompt of so many tokens; return its context, or None if it is refused."""
         context = request_context(prompt=[seed] * tokens, stream=True)
-        context.start_s = asyncio.get_running_loop().time()
+        context.record.start_s = asyncio.get_running_loop().time()
         context.request = replace(context.request, objective=Objective(**objective))
         try:
             async for _ in self.path.generate(context):
@@ -374,7 +374,7 @@ def test_admitted_requests_meet_their_objective_under_overload() -> None:
 
     async def one(number: int) -> None:
         context = await service.send(200, seed=number, ttft_s=2.0)
-        met = context and context.first_token_s - context.start_s <= 2.0
+        met = context and context.record.first_token_s - context.record.start_s <= 2.0
         outcomes.append(met)
 
     async def main() -> None:

@@ -69,8 +69,8 @@ async def test_the_handover_of_a_split_request_is_timed(fields: dict[str, int], 
     context = request_context(**fields)
     stream = Pipeline(decode=slow_decode).path.generate(context)
     assert b"".join([chunk async for chunk in stream]) == b"abc"
-    assert (context.handover_s is not None) == timed
-    assert not timed or 0.05 <= context.handover_s < 1
+    assert (context.record.handover_s is not None) == timed
+    assert not timed or 0.05 <= context.record.handover_s < 1
 
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
