@@ -57,10 +57,10 @@ class Gate:
         return self.limiter.in_flight
 
     def count_refusal(self, refused: RequestRefusedError) -> None:
-        """Count a request that is refused by a limit."""
+        """Count a request that the concurrency limit or a limit of its tenant refuses."""
         if refused.status == 429:
-            events = IngressEvent.REFUSED_OVERLOAD, IngressEvent.REFUSED_LIMITS
-            self._counters.count(events[refused.kind is not None])
+            event = IngressEvent.REFUSED_LIMITS if refused.kind else IngressEvent.REFUSED_OVERLOAD
+            self._counters.count(event)
 
     def check_key(self, headers: Headers) -> None:
         """Raise RequestRefusedError unless the headers carry the admin key."""

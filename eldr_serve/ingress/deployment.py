@@ -77,6 +77,7 @@ class EldrIngress:
     """
 
     _started: asyncio.Task[None] | None = None
+    _tokenizer_task: asyncio.Task[None] | None = None
     _http: HttpServer | None = None
 
     def __init__(
@@ -95,37 +96,25 @@ class EldrIngress:
         admin_key_sha256: str | None = None,
         engine_version: str = "",
     ) -> None:
-        max_kv_usage = prefill_options.max_kv_usage
-        self._prefill = Fleet(directory(prefill_directory(application)), max_kv_usage=max_kv_usage)
-        self._decode = Fleet(directory(decode_directory(application)))
+        fleets = self._fleets = _fleets(application, prefill_options, whole=prefill is None)
+        counters = self._counters = IngressCounters()
         self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
-        self._counters = IngressCounters()
-        self._router = RouterClient(
-            self._calls,
-            lambda: self._decode.live,
-            counters=self._counters,
-            on_predictor=self._start_tokenizer,
+        router = self._router = RouterClient(
+            self._calls, lambda: fleets.decode.live, counters=counters, on_predictor=self._start_tokenizer
         )
-        self.gate = Gate(options, admin_key_sha256, self._counters)
+        self.gate = Gate(options, admin_key_sha256, counters)
         self._router_settings = router_settings
-        fleets = Fleets(self._prefill, self._decode, prefill_options, whole=prefill is None)
         self._tokenizer = PromptTokens(tokenizer)
-        self._whole = fleets.whole
-        self._tokenizer_task: asyncio.Task[None] | None = None
         self._path = RequestPath(
-            fleets=fleets,
-            router=self._router,
-            counters=self._counters,
-            options=path_options,
-            tokenizer=self._tokenizer,
+            fleets=fleets, router=router, counters=counters, options=path_options, tokenizer=self._tokenizer
         )
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
-        self._warmup = Warmup(fleets=fleets, handles=handles, router=self._router, model_id=model_id)
+        self._warmup = Warmup(fleets=fleets, handles=handles, router=router, model_id=model_id)
         self._status = IngressStatus(
             gate=self.gate,
-            router=self._router,
+            router=router,
             fleets=fleets,
             path=self._path,
             warmup=self._warmup,
@@ -133,8 +122,8 @@ class EldrIngress:
         )
         self.openai = OpenAIEndpoints(
             path=self._path,
-            router=self._router,
-            counters=self._counters,
+            router=router,
+            counters=counters,
             log=self._log,
             max_sequences=options.max_sequences,
             model_card=model_card,
@@ -142,9 +131,9 @@ class EldrIngress:
         )
         self.admin = AdminEndpoints(
             gate=self.gate,
-            router=self._router,
+            router=router,
             status=self._status,
-            decode=self._decode,
+            decode=fleets.decode,
             tokenizer=self._tokenizer,
             pool=PoolControl(application),
             engine_version=engine_version,
@@ -162,9 +151,9 @@ class EldrIngress:
             self._started.result()
 
     async def _start(self) -> None:
-        self._prefill.start()
-        self._decode.start()
-        if self._whole or self._router_settings.predictor is not None:
+        self._fleets.prefill.start()
+        self._fleets.decode.start()
+        if self._fleets.whole or self._router_settings.predictor is not None:
             self._start_tokenizer()
             assert self._tokenizer_task is not None
             await self._tokenizer_task
@@ -209,7 +198,7 @@ class EldrIngress:
         if self._port is None:
             return
         until = time.monotonic() + _LISTEN_DELAY_S
-        while not self._decode.live and time.monotonic() < until:
+        while not self._fleets.decode.live and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         options = self.gate.options
         self._http = HttpServer(http_application(options.cors_origins), options, self._port)
@@ -248,8 +237,13 @@ class EldrIngress:
             self._tokenizer_task.cancel()
         await self._log.stop()
         await self._router.stop()
-        await self._prefill.stop()
-        await self._decode.stop()
+        await self._fleets.prefill.stop()
+        await self._fleets.decode.stop()
+
+
+def _fleets(application: str, options: PrefillRouterOptions, *, whole: bool) -> Fleets:
+    prefill = Fleet(directory(prefill_directory(application)), max_kv_usage=options.max_kv_usage)
+    return Fleets(prefill, Fleet(directory(decode_directory(application))), options, whole=whole)
 
 
 def _tracing(options: TracingOptions | None) -> Tracing | None:

@@ -53,9 +53,9 @@ def unready_processes(world: World) -> list[str]:
         ingress = process.servable_object
         if ingress._router.router_unreachable:
             problems.append(f"{process} places by local fallback")
-        if set(ingress._prefill.live) != set(world.replicas["prefill"]):
+        if set(ingress._fleets.prefill.live) != set(world.replicas["prefill"]):
             problems.append(f"{process} does not know all prefill replicas")
-        if set(ingress._decode.live) != set(world.replicas["decode"]):
+        if set(ingress._fleets.decode.live) != set(world.replicas["decode"]):
             problems.append(f"{process} does not know all decode replicas")
     return problems
 
@@ -80,8 +80,8 @@ def find_leftovers(world: World) -> list[str]:
             f"{process} local fallback": len(ingress._router._fallback._ledger),
             f"{process} background": path.kv_release.num_pending,
             f"{process} prompts that wait for prefill": path.admission.queues.outstanding,
-            f"{process} open calls": sum(ingress._prefill.in_flight.values())
-            + sum(ingress._decode.in_flight.values()),
+            f"{process} open calls": sum(ingress._fleets.prefill.in_flight.values())
+            + sum(ingress._fleets.decode.in_flight.values()),
         }
     state = router_state(world)
     sessions = world.router().servable_object._sessions  # type: ignore[union-attr]

@@ -114,14 +114,14 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
             path_options=PathOptions(retry_backoff_s=0.0),
             prefill_options=PrefillRouterOptions(),
         )
-        deployment._prefill.start()
-        deployment._decode.start()
+        deployment._fleets.prefill.start()
+        deployment._fleets.decode.start()
         deployment._router.start()
         server = HttpServer(application(), deployment.gate.options)
         holder.port, holder.ingress = server.port, deployment
         await wait_until(lambda: server._server.started, 30)
-        await wait_until(lambda: len(deployment._prefill.live) == len(prefill), 30)
-        await wait_until(lambda: len(deployment._decode.live) == len(decode), 30)
+        await wait_until(lambda: len(deployment._fleets.prefill.live) == len(prefill), 30)
+        await wait_until(lambda: len(deployment._fleets.decode.live) == len(decode), 30)
         try:
             yield holder
         finally:

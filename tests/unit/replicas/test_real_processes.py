@@ -94,7 +94,7 @@ async def test_no_answer_is_lost_if_an_engine_is_killed_before_its_first_token(
                 asyncio.create_task(client.post("/v1/completions", json=body | {"prompt": f"{n}" * 50}))
                 for n in range(8)
             ]
-            fleet = getattr(service.ingress, f"_{role}")
+            fleet = getattr(service.ingress._fleets, role)
             # All requests but those at the victim have their answers.
             waiting = lambda: sum(not task.done() for task in requests)  # noqa: E731
             await wait_until(lambda: waiting() == fleet.in_flight["victim"] > 0, 30)
