@@ -27,25 +27,25 @@ class DecodeStartEstimator:
 
     def leave(self, call: QueuedCall, *, answered: bool) -> None:
         """Remove a call that has its first token or has ended; `answered`: its worker worked on it."""
-        before = self._due_times.num_waiting(call.worker)
+        num_before = self._due_times.num_waiting(call.worker)
         self._due_times.leave(call, answered=answered)
-        waiting = self._due_times.num_waiting(call.worker)
-        if waiting == before:
+        num_waiting = self._due_times.num_waiting(call.worker)
+        if num_waiting == num_before:
             return
-        if waiting and self._is_full(call.worker):
+        if num_waiting and self._is_full(call.worker):
             self._waits.setdefault(call.worker, WaitEstimator(clock=_now)).record_departure(empty=False)
         else:  # start over; a worker that has gone is not full either
             self._waits.pop(call.worker, None)
 
     def wait_s(self) -> float:
         """Return the predicted wait of a new request for the first free slot of any worker, s."""
-        live = self._fleet.live
-        if not all(map(self._is_full, live)):  # most often the first worker has a slot
+        workers = self._fleet.live
+        if not all(map(self._is_full, workers)):  # most often the first worker has a slot
             return 0.0
-        if any(name not in self._waits for name in live):
+        if any(name not in self._waits for name in workers):
             return 0.0
         return min(
-            (self._waits[name].wait_s(self._due_times.num_waiting(name) + 1) for name in live), default=0.0
+            (self._waits[name].wait_s(self._due_times.num_waiting(name) + 1) for name in workers), default=0.0
         )
 
     def postpone_if_full(self, call: QueuedCall) -> float:
@@ -70,8 +70,8 @@ class DecodeStartEstimator:
         return slots
 
     def _calls(self, worker: str) -> int:
-        reported = self._fleet.directory.reports.get(worker, QueueReport())
-        return max(reported.calls, self._fleet.slot_calls_of(worker))
+        report = self._fleet.directory.reports.get(worker, QueueReport())
+        return max(report.calls, self._fleet.slot_calls_of(worker))
 
     def _is_full(self, worker: str) -> bool:
         return 0 < self.slots(worker) < self._calls(worker)

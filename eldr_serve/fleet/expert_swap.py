@@ -25,10 +25,10 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
             placement.
     """
     change, _ = ExpertsChange.parse(body)
-    live = dict.fromkeys(map(replica_of, decode.live))
-    names = list(live if change.replicas is None else dict.fromkeys(change.replicas))
-    if unknown := set(names).difference(live):
-        raise BadRequestError(f"there is no decode replica {min(unknown)!r}")
+    live_replicas = dict.fromkeys(map(replica_of, decode.live))
+    names = list(live_replicas if change.replicas is None else dict.fromkeys(change.replicas))
+    if unknown_names := set(names).difference(live_replicas):
+        raise BadRequestError(f"there is no decode replica {min(unknown_names)!r}")
     if not names:
         raise OverloadedError("no decode replica can be reached")
     swaps: dict[str, Any] = {}
@@ -36,9 +36,9 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
         try:
             swaps[name] = await _place_on(decode, name, body)
         except (CallFailedError, ChannelLostError) as error:
-            changed = f"; already changed: {', '.join(swaps)}" if swaps else ""
+            suffix = f"; already changed: {', '.join(swaps)}" if swaps else ""
             raise RequestRefusedError(
-                f"decode replica {name}: {_reason(error)}{changed}",
+                f"decode replica {name}: {_reason(error)}{suffix}",
                 status=error.status if isinstance(error, CallFailedError) else 503,
             ) from error
     return swaps

@@ -172,10 +172,10 @@ class Fleet:
     def _update(self) -> None:
         """Update the live workers: their replica is known to Serve, connected and not draining."""
         metadata = self.directory.metadata
-        live = {
+        live_metadata = {
             name: metadata[name]
             for name in self._keepers.keys() & metadata.keys()
             if name in self._channels and self._channels[name].open
         }
-        self._live = tuple(sorted(workers_of(live)))
+        self._live = tuple(sorted(workers_of(live_metadata)))
         self.waiters.wake()

@@ -70,6 +70,6 @@ class OutlierDetector:
     def usable_workers(self) -> list[str]:
         """Return the live workers whose replicas are not ejected, or all of them if more than half are."""
         names, now = list(self._fleet.live), self._clock()
-        ejected = {name for name, record in self._records.items() if now < record.until_s}
-        usable = [name for name in names if replica_of(name) not in ejected]
-        return usable if 2 * len(usable) >= len(names) else names
+        ejected_replicas = {name for name, record in self._records.items() if now < record.until_s}
+        usable_names = [name for name in names if replica_of(name) not in ejected_replicas]
+        return usable_names if 2 * len(usable_names) >= len(names) else names

@@ -126,11 +126,13 @@ class Attempt:
         replicas, ejected workers, and those that would miss the request's objective.
         """
         context, services = self._context, self._services
-        avoided = (*context.failures.decode_workers, *context.drained_workers)
-        replicas, usable = set(map(replica_of, avoided)), set(services.outliers.usable_workers)
-        live = services.fleets.decode.live
-        others = (name for name in live if name not in usable or replica_of(name) in replicas)
-        return tuple(dict.fromkeys((*avoided, *others, *context.late_workers)))
+        past_workers = (*context.failures.decode_workers, *context.drained_workers)
+        replicas, usable_workers = set(map(replica_of, past_workers)), set(services.outliers.usable_workers)
+        live_workers = services.fleets.decode.live
+        other_workers = (
+            name for name in live_workers if name not in usable_workers or replica_of(name) in replicas
+        )
+        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.late_workers)))
 
     def _blocks(self) -> PromptBlocks | None:
         """Return the prompt's blocks if the decode engine computes it."""
@@ -144,8 +146,8 @@ class Attempt:
     async def _answer(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the decode call's chunks, and time its stages."""
         context = self._context
-        resumed = context.answer.num_tokens > 0
-        if resumed:
+        is_resumed = context.answer.num_tokens > 0
+        if is_resumed:
             self._services.router.progress(context.request_id, context.answer.num_tokens)
         stages = context.record.decode_stages(lease.worker)
         with stages:
@@ -153,7 +155,7 @@ class Attempt:
                 async for payload in payloads:
                     if stages.first_s is None:
                         self._record_first_chunk(placing, stages)
-                        if resumed:
+                        if is_resumed:
                             moved = self._services.moves.end(context.request_id)
                             event = IngressEvent.MOVED if moved else IngressEvent.RESUMED
                             self._services.counters.count(event)
@@ -183,7 +185,7 @@ class Attempt:
         """
         context = self._context
         services = self._services
-        resumed = context.answer.num_tokens > 0
+        is_resumed = context.answer.num_tokens > 0
         with DecodeCall(services, context, self._prompt, lease) as decode:
             try:
                 self._call = decode.send()
@@ -210,7 +212,7 @@ class Attempt:
                 self._raise_unless_complete(error, decode, alive=True)
             else:
                 stages.transport_s = self._call.engine_report.get(TRANSPORT_S)
-                if not resumed:
+                if not is_resumed:
                     self._count_cached_tokens(lease)
                 if not decode.begun:
                     raise self._decode_failure("the answer was empty", decode, alive=True)
@@ -219,11 +221,11 @@ class Attempt:
     def _count_cached_tokens(self, lease: Lease) -> None:
         """Count predicted and measured tokens in the prefix cache, if the router has predicted them."""
         assert self._call is not None
-        measured = self._call.engine_report.get(CACHED_TOKENS)
-        if measured is not None and lease.request.blocks is not None and lease.position >= 0:
+        cached_tokens = self._call.engine_report.get(CACHED_TOKENS)
+        if cached_tokens is not None and lease.request.blocks is not None and lease.position >= 0:
             counters = self._services.counters
             counters.count(IngressEvent.PREFIX_TOKENS_PREDICTED, lease.cached_tokens)
-            counters.count(IngressEvent.PREFIX_TOKENS_MEASURED, int(measured))
+            counters.count(IngressEvent.PREFIX_TOKENS_MEASURED, int(cached_tokens))
 
     def _raise_unless_complete(self, error: Exception, decode: DecodeCall, *, alive: bool) -> None:
         """Raise DecodeFailedError, unless the client has the complete answer.

@@ -215,7 +215,7 @@ class LatencyAdmission:
         bound_s = objective_s - prediction.tpot_margin_s
         total = max(int(loads.workers.in_flight.sum()), 1)
         # Number of this ingress's requests that end while one request of the worker ends.
-        own = min(self._concurrency.running / total, 1.0) * len(tpots)
+        own_ends = min(self._concurrency.running / total, 1.0) * len(tpots)
         delays = {}
         for name, tpot_s in tpots.items():
             if tpot_s <= bound_s:
@@ -225,7 +225,7 @@ class LatencyAdmission:
             num_fitting = bisect_left(
                 sizes, True, key=lambda size: self._step_s(loads, name, size, num_tokens) > bound_s
             )
-            num_ends = (batches[name] - num_fitting) * own + self._retries.tokens
+            num_ends = (batches[name] - num_fitting) * own_ends + self._retries.tokens
             delays[name] = max(self._ends.wait_s(num_ends), 1.0) if num_fitting else math.inf
         return delays
 

@@ -47,9 +47,9 @@ class MoveLimiter:
 
     def end(self, request_id: str) -> bool:
         """End the move of an answer; return whether there was one."""
-        moving = self.is_moving(request_id)
+        was_moving = self.is_moving(request_id)
         self._moving.discard(request_id)
-        return moving
+        return was_moving
 
     @contextmanager
     def track(self, request_id: str) -> Iterator[None]:

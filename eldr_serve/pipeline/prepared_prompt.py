@@ -129,10 +129,10 @@ class QueuedPrompt(PreparedPrompt):
 
     def on_first_token(self) -> None:
         if self.ids_to_compute is None:
-            computed = round(self._ticket.num_tokens)
+            num_computed = round(self._ticket.num_tokens)
         else:
-            computed = len(self.ids_to_compute) + self._num_generated
-        self._admission.finish(self._ticket, computed)
+            num_computed = len(self.ids_to_compute) + self._num_generated
+        self._admission.finish(self._ticket, num_computed)
 
     def close(self, reader: Call | None) -> None:
         self._queues.leave(self._ticket)

@@ -65,8 +65,8 @@ class Warmup:
         during traffic, and requests run without a prefill engine if there is none.
         """
         if self._all_were_warm:
-            warm = {decode for _, decode in self._warm}
-            return "no decode engine is up" if warm.isdisjoint(self._fleets.decode.live) else None
+            warm_workers = {decode for _, decode in self._warm}
+            return "no decode engine is up" if warm_workers.isdisjoint(self._fleets.decode.live) else None
         if not self._engines_up:
             return "the engines are not up yet"
         pairs = self._fleets.known_pairs()
@@ -81,8 +81,8 @@ class Warmup:
         await asyncio.gather(*(handle.check_health.remote() for handle in self._handles))
         self._engines_up = True
         while True:
-            known = set(self._fleets.decode.directory.known_workers)
-            self._warm = {(prefill, decode) for prefill, decode in self._warm if decode in known}
+            known_workers = set(self._fleets.decode.directory.known_workers)
+            self._warm = {(prefill, decode) for prefill, decode in self._warm if decode in known_workers}
             await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
             self._all_were_warm |= bool(self._warm) and not self._cold()
             await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)

@@ -63,19 +63,19 @@ class PoolLink:
         """Store the pool's status; return the router's state for the pool."""
         assert self._settings is not None
         self._status, self._status_at = status, time.monotonic()
-        refused = status["tables_refused"]
-        if refused < self._seen_refused:  # the actor was restarted
+        num_refused = status["tables_refused"]
+        if num_refused < self._seen_refused:  # the actor was restarted
             self._seen_refused = 0
-        state.counters["tables_refused"] += refused - self._seen_refused
-        self._seen_refused = refused
-        live = state.settings
+        state.counters["tables_refused"] += num_refused - self._seen_refused
+        self._seen_refused = num_refused
+        settings = state.settings
         return RouterView(
             epoch=state.epoch,
             model_id=state.model_id,
             workers=state.num_workers,
             ingresses=len(state.ingresses),
-            table_version=live.table_version,
-            has_table=live.table is not None,
+            table_version=settings.table_version,
+            has_table=settings.table is not None,
             pool=self._settings,
         )
 

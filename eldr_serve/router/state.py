@@ -180,18 +180,18 @@ class RouterState:
         return settings.table_version
 
     def _apply(self, change: SettingsChange) -> None:
-        now = change.now
-        if now.predictor_version != change.before.predictor_version:
+        settings = change.now
+        if settings.predictor_version != change.before.predictor_version:
             self.predictions.clear()
-        self._on_settings(now)
+        self._on_settings(settings)
         if change.new_policy:
             self.earlier_failures += self.placer.policy.predictor_failures
-            if now.table_version != change.before.table_version:
+            if settings.table_version != change.before.table_version:
                 self.placer.discard_scores()
             self.placer.set_policy(change.policies.policy, self.costs.cost)
-            self.view.record_change(now.policy, change.policies.table, now.table_version)
+            self.view.record_change(settings.policy, change.policies.table, settings.table_version)
         if change.new_comparison:
-            self.comparison.begin(now, change.policies.shadow, self.costs.cost)
+            self.comparison.begin(settings, change.policies.shadow, self.costs.cost)
 
     def observe_steps(
         self,

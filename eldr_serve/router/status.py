@@ -14,12 +14,12 @@ def router_status(state: RouterState) -> dict[str, Any]:
     `kv_tokens`: prompt + generated tokens of requests in flight. `cached_blocks`: blocks of the prefix cache
     as the engine reports them; None if it does not, and the cache is estimated.
     """
-    workers, live = _workers(state), state.settings
+    workers, settings = _workers(state), state.settings
     return {
         "model": state.model_id,
-        "policy": live.policy,
-        "parameters": live.parameters,
-        "settings_version": live.version,
+        "policy": settings.policy,
+        "parameters": settings.parameters,
+        "settings_version": settings.version,
         "table": _table(state),
         "predictor": _prediction(state),
         "step_cost": state.costs.status(),

@@ -194,11 +194,11 @@ class RouterClient:
             OverloadedError: no decode replica is known, or none was free in time.
         """
         self.release(request.request_id)  # from an earlier attempt
-        measured = counts
-        counts = self.scorer.predict(token_ids) if measured is None else measured
-        predicted = measured is None and counts is not None
+        measured_counts = counts
+        counts = self.scorer.predict(token_ids) if measured_counts is None else measured_counts
+        is_predicted = measured_counts is None and counts is not None
         lease = Lease(
-            replace(request, expert_counts=counts, predicted=predicted, may_wait=wait_s > 0),
+            replace(request, expert_counts=counts, predicted=is_predicted, may_wait=wait_s > 0),
             deadline_s=asyncio.get_running_loop().time() + wait_s,
         )
         self.leases[request.request_id] = lease
@@ -212,8 +212,8 @@ class RouterClient:
         except BaseException:
             self.release(request.request_id)  # it may be queued or hold a lease by now
             raise
-        if measured is not None and token_ids is not None:
-            self.scorer.train(token_ids, measured, len(token_ids))
+        if measured_counts is not None and token_ids is not None:
+            self.scorer.train(token_ids, measured_counts, len(token_ids))
         return lease
 
     def set_measured_counts(
@@ -306,8 +306,8 @@ class RouterClient:
 
     def _discard_unread_counts(self, lease: Lease) -> None:
         """Discard counts that the live policy does not read; a lease keeps those that it reads."""
-        # Change the request in place: it is a copy already.
-        lease.request.expert_counts = self.scorer.counts_for_policy(lease.request.expert_counts)
+        counts = self.scorer.counts_for_policy(lease.request.expert_counts)
+        lease.request = replace(lease.request, expert_counts=counts)
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 

@@ -48,7 +48,7 @@ class WaitingRequests:
 
     def __iter__(self) -> Iterator[Lease]:
         """Iterate over the leases that wait."""
-        return iter([waiting.lease for waiting in self._waiting.values() if not waiting.answer.done()])
+        return iter([entry.lease for entry in self._waiting.values() if not entry.answer.done()])
 
     @property
     def queue_wait_s(self) -> float:
@@ -63,25 +63,25 @@ class WaitingRequests:
             CancelledError: `cancel` was called.
         """
         loop, request_id = asyncio.get_running_loop(), lease.request_id
-        waiting = self._waiting[request_id] = _WaitingRequest(lease, loop.create_future(), loop.time())
+        entry = self._waiting[request_id] = _WaitingRequest(lease, loop.create_future(), loop.time())
         self._start_timer()
         try:
             # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer, and the
             # request of a disconnected client would keep running.
-            await waiting.answer
+            await entry.answer
         finally:
-            if self._waiting.get(request_id) is waiting:
+            if self._waiting.get(request_id) is entry:
                 del self._waiting[request_id]
-            if waiting.expiry is not None:
-                waiting.expiry.cancel()
+            if entry.expiry is not None:
+                entry.expiry.cancel()
                 self._in_queue -= 1
                 self._estimator.record_departure(empty=not self._in_queue)
 
     def resume(self, request_id: str) -> None:
         """End a request's wait, if it waits."""
-        waiting = self._waiting.get(request_id)
-        if waiting is not None and not waiting.answer.done():
-            waiting.answer.set_result(None)
+        entry = self._waiting.get(request_id)
+        if entry is not None and not entry.answer.done():
+            entry.answer.set_result(None)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request's wait, if it waits."""
@@ -90,24 +90,24 @@ class WaitingRequests:
 
     def queue(self, request_id: str) -> None:
         """Let a request wait in the decode queue until `deadline_s`; refuse it if it would wait longer."""
-        waiting = self._waiting.get(request_id)
-        if waiting is None or waiting.expiry is not None:  # released, or queued again by another router
+        entry = self._waiting.get(request_id)
+        if entry is None or entry.expiry is not None:  # released, or queued again by another router
             return
-        loop, deadline_s = asyncio.get_running_loop(), waiting.lease.deadline_s
+        loop, deadline_s = asyncio.get_running_loop(), entry.lease.deadline_s
         if loop.time() + self._estimator.wait_s(self._in_queue + 1) > deadline_s:
-            self._expire(waiting)
+            self._expire(entry)
         else:
-            waiting.expiry = loop.call_at(deadline_s, self._expire, waiting)
+            entry.expiry = loop.call_at(deadline_s, self._expire, entry)
             self._in_queue += 1
 
     def wait_again(self) -> None:
         """Let all requests wait for an answer again, including those that were in the decode queue."""
         now = asyncio.get_running_loop().time()
-        for waiting in self._waiting.values():
-            if waiting.lease.state is State.QUEUED:
-                waiting.unanswered_since_s = now
-            if waiting.lease.state in (State.SENT, State.QUEUED):
-                waiting.lease.become(State.UNSENT)
+        for entry in self._waiting.values():
+            if entry.lease.state is State.QUEUED:
+                entry.unanswered_since_s = now
+            if entry.lease.state in (State.SENT, State.QUEUED):
+                entry.lease.become(State.UNSENT)
         if self._waiting:
             self._start_timer()
 
@@ -116,12 +116,12 @@ class WaitingRequests:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _expire(self, waiting: _WaitingRequest) -> None:
-        if not waiting.answer.done():
+    def _expire(self, entry: _WaitingRequest) -> None:
+        if not entry.answer.done():
             self._on_expired()
             retry_after_s = self._estimator.retry_after_s(self._in_queue + 1)
             reason = "no decode worker is free for this request in time"
-            waiting.answer.set_exception(OverloadedError(reason, retry_after_s=retry_after_s))
+            entry.answer.set_exception(OverloadedError(reason, retry_after_s=retry_after_s))
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -130,9 +130,9 @@ class WaitingRequests:
     def _check_time(self) -> None:
         self._timer = None
         unanswered = [
-            waiting.unanswered_since_s
-            for waiting in self._waiting.values()
-            if waiting.lease.state in (State.UNSENT, State.SENT) and not waiting.answer.done()
+            entry.unanswered_since_s
+            for entry in self._waiting.values()
+            if entry.lease.state in (State.UNSENT, State.SENT) and not entry.answer.done()
         ]
         if not unanswered:
             return
