@@ -66,7 +66,7 @@ class FakeRouterClient:
         self.workers = workers
         self.loads: DecodeLoads | None = None
         self.blocks: list[PromptBlocks | None] = []
-        self.placed: list[tuple[PlacementRequest, Any]] = []
+        self.placements: list[tuple[PlacementRequest, Any]] = []
         self.token_ids: list[Any] = []
         self.counts: list[tuple[str, Any, Any, int]] = []
         self.waits: list[float] = []
@@ -75,7 +75,7 @@ class FakeRouterClient:
         self.cached_tokens = 0  # of each lease
 
     async def place(self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float) -> Lease:
-        self.placed.append((request, counts))
+        self.placements.append((request, counts))
         self.token_ids.append(token_ids)
         self.waits.append(wait_s)
         self.leases.add(request.request_id)

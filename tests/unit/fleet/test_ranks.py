@@ -146,7 +146,7 @@ async def test_an_answer_resumes_on_another_replica_than_that_of_the_failed_rank
     )
     assert await pipeline.run(stream=True) == WHOLE + END
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0/0", "d1/0"]
-    first, second = (request.exclude for request, _ in pipeline.router.placed)
+    first, second = (request.exclude for request, _ in pipeline.router.placements)
     assert (first, set(second)) == ((), {"d0/0", "d0/1"})
 
 

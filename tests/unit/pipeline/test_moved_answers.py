@@ -59,7 +59,7 @@ async def test_an_answer_moves_from_an_engine_that_leaves(stream: bool, tokens: 
     assert second.header["id"] == first.header["id"]
     assert pipeline.prefill.requests[-1].header["generated"] == second.header["generated"]
     assert pipeline.counters.events == ["prefills", "prefills", "moved"]
-    assert [request.exclude for request, _ in pipeline.router.placed] == [(), ("d0",)]
+    assert [request.exclude for request, _ in pipeline.router.placements] == [(), ("d0",)]
     assert pipeline.router.waits[-1] == 0.0
     assert pipeline.router.tokens[-1] == TOKENS
 

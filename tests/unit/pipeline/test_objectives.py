@@ -280,10 +280,10 @@ def test_one_whole_engine_must_meet_both_objectives() -> None:
         service.router.loads = loads(1, 9)
         assert await service.send(ttft_s=1.0, tpot_s=0.05) is None  # d0 has the prompts, d1 the requests
         assert await service.send(ttft_s=1.0, tpot_s=0.2) is not None
-        assert service.router.placed[-1][0].exclude == ("d0",)
+        assert service.router.placements[-1][0].exclude == ("d0",)
         service.router.loads = loads(1, 9, waiting=1)
         assert await service.send(ttft_s=1.0, tpot_s=0.2, seed=1) is not None
-        assert service.router.placed[-1][0].exclude == ()
+        assert service.router.placements[-1][0].exclude == ()
 
     run(service, main)
 
@@ -323,7 +323,7 @@ def test_cached_tokens_of_a_whole_engine_take_no_time() -> None:
         # The rate is that of prompts that are half cached.
         assert context.prediction.ttft_s == pytest.approx({"d0": 4.0, "d1": 0.2})
         assert len(service.router.blocks[-1].hashes) == 2000 // 16 - 1
-        assert service.router.placed[-1][0].exclude == ("d0",)
+        assert service.router.placements[-1][0].exclude == ("d0",)
 
     run(service, main)
 
@@ -356,8 +356,8 @@ def test_the_deadline_travels_with_the_placement() -> None:
         await service.send(400)
 
     run(service, main)
-    found = [request.due_in_s for request, _ in service.router.placed]
-    assert found == [pytest.approx(2.6), None, None]
+    due_times_s = [request.due_in_s for request, _ in service.router.placements]
+    assert due_times_s == [pytest.approx(2.6), None, None]
 
 
 def test_admitted_requests_meet_their_objective_under_overload() -> None:

@@ -46,9 +46,9 @@ def without_notice(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     pipeline = Pipeline()
     assert await pipeline.run() == b"abc"
-    ((placed, counts),) = pipeline.router.placed
+    ((placement, counts),) = pipeline.router.placements
     np.testing.assert_array_equal(counts, COUNTS)
-    assert placed.prompt_tokens == 7
+    assert placement.prompt_tokens == 7
     (prefill,), (decode,) = pipeline.prefill.requests, pipeline.decode.requests
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
     assert decode.kv["do_remote_prefill"]
@@ -77,7 +77,7 @@ async def test_the_handover_of_a_split_request_is_timed(fields: dict[str, int], 
 async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(params: dict[str, Any]) -> None:
     pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
     assert await pipeline.run() == b"abc"
-    assert pipeline.router.placed[0][1] is None
+    assert pipeline.router.placements[0][1] is None
 
 
 async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:
@@ -95,7 +95,7 @@ async def test_a_request_is_refused_with_a_retry_time_if_all_prefills_fail() -> 
         await pipeline.run()
     assert refused.value.retry_after_s >= 1
     assert len(pipeline.prefill.requests) == 2
-    assert not pipeline.router.placed
+    assert not pipeline.router.placements
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -126,7 +126,7 @@ async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
 ) -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_timeout_s=7.0)
     assert await pipeline.run() == b"abc"
-    assert pipeline.router.placed[1][0].exclude == ("d0",)
+    assert pipeline.router.placements[1][0].exclude == ("d0",)
     assert pipeline.router.waits == [7.0, 0.0]  # a retry does not wait
     first, second = pipeline.prefill.requests
     assert first.header["id"] != second.header["id"]
@@ -189,7 +189,7 @@ async def test_only_engines_that_end_with_the_request_count_as_lost_by_it() -> N
     pipeline = Pipeline(prefill=prefill, decode=on("d1", DEAD), max_lost_engines=2)
     pipeline.decode.lost = {"d0"}
     assert await pipeline.run() == b"abc"
-    assert [placed.exclude for placed, _ in pipeline.router.placed] == [(), ("d0",), ("d0", "d1")]
+    assert [request.exclude for request, _ in pipeline.router.placements] == [(), ("d0",), ("d0", "d1")]
 
 
 @pytest.mark.parametrize("error", [ChannelLostError("gone"), refusal(500)])

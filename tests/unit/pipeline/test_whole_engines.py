@@ -44,18 +44,18 @@ async def test_a_whole_engine_gets_the_request_unchanged_and_reports_its_counts(
     pipeline = Pipeline(decode=whole_engine, whole=True)
     assert await pipeline.run(prompt=[5, 6, 7]) == b"ab"
     assert not pipeline.prefill.requests
-    ((placed, given),) = pipeline.router.placed
-    assert (placed.prompt_tokens, given) == (3, None)
+    ((placement, counts),) = pipeline.router.placements
+    assert (placement.prompt_tokens, counts) == (3, None)
     assert pipeline.router.token_ids[0].tolist() == [5, 6, 7]
     counted, sent = pipeline.decode.requests
     assert (counted.method, sent.method) == (WAIT_FOR_COUNTS, "generate")
     assert counted.replica == sent.replica == "d0"
     assert sent.header["id"] == counted.header["id"]
     assert not sent.header["token_ids"]  # the engine applies its own template
-    ((name, ids, measured, tokens),) = pipeline.router.counts
-    assert name == placed.request_id
+    ((name, ids, counts, tokens),) = pipeline.router.counts
+    assert name == placement.request_id
     assert (ids.tolist(), tokens) == ([5, 6, 7], 9)
-    np.testing.assert_array_equal(measured, COUNTS)
+    np.testing.assert_array_equal(counts, COUNTS)
 
 
 async def test_block_hashes_are_sent_to_the_router_if_decode_engines_prefill() -> None:
@@ -68,7 +68,7 @@ async def test_block_hashes_are_sent_to_the_router_if_decode_engines_prefill() -
         context.request = replace(context.request, **fields)
         async for _ in path.generate(context):
             pass
-        blocks = pipeline.router.placed[-1][0].blocks
+        blocks = pipeline.router.placements[-1][0].blocks
         assert blocks.block_tokens == 2
         return list(blocks.hashes.tolist())
 
@@ -79,11 +79,11 @@ async def test_block_hashes_are_sent_to_the_router_if_decode_engines_prefill() -
     assert len({*plain, *of_tenant, *of_user}) == 9
     assert await hashes(cache_salt="tenant", own="user") == of_tenant  # the tenant's salt includes the user's
     await pipeline.run(prompt=["a", "b"], n=2)
-    assert pipeline.router.placed[-1][0].blocks is None  # the token ids are unknown
+    assert pipeline.router.placements[-1][0].blocks is None  # the token ids are unknown
     split = Pipeline()
     split.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}})
     await split.run(prompt=ids)
-    assert split.router.placed[-1][0].blocks is None  # another engine prefills
+    assert split.router.placements[-1][0].blocks is None  # another engine prefills
 
 
 async def test_predicted_and_measured_cached_tokens_are_counted_together() -> None:
@@ -122,7 +122,7 @@ async def test_a_prompt_without_token_ids_is_placed_by_load() -> None:
     assert await pipeline.run(prompt=["a", "b"], n=2) == b"ab"
     (sent,) = pipeline.decode.requests
     assert (sent.method, sent.kv) == ("generate", {})
-    assert pipeline.router.placed[0][0].prompt_tokens == 0
+    assert pipeline.router.placements[0][0].prompt_tokens == 0
 
 
 async def test_requests_succeed_without_measured_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,8 +162,8 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
         "requests are placed without a table: the table is for 5 MoE layers x 8 experts, but the prefill "
         "engines report 2 x 8"
     ]
-    kept = replace(old.settings, table=None, table_version=old.settings.table_version + 1)
-    assert new.settings == replace(kept, version=new.settings.version)
+    tableless = replace(old.settings, table=None, table_version=old.settings.table_version + 1)
+    assert new.settings == replace(tableless, version=new.settings.version)
     assert new.settings.version > old.settings.version  # so that ingresses do not restore the table again
     assert (new.live_settings.table, loads(new)) == (None, loads(old))
 
@@ -302,5 +302,5 @@ def test_a_new_worker_gets_requests_at_once(policy: str, fitted: int) -> None:
     for number in range(12):
         place_one(state, f"before{number}", number % fitted)
     state.update_workers("c", ["r0", "r1", "r2", "new"])
-    placed = {place_one(state, f"after{number}", number % fitted).worker for number in range(4)}
-    assert "new" in placed
+    workers = {place_one(state, f"after{number}", number % fitted).worker for number in range(4)}
+    assert "new" in workers
