@@ -87,7 +87,7 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, config: Any) -> VllmEngine:
-        """Start the engine of an LLMConfig (see VllmBackend.spec).
+        """Start the engine of an LLMConfig (see EngineBackend.spec).
 
         Raises:
             UnsupportedEngineError: vLLM is not a supported version, or refuses the model.

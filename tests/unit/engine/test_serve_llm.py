@@ -6,7 +6,7 @@ import pytest
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.vllm.compat import serve_llm
 
 
@@ -61,7 +61,7 @@ def test_each_data_parallel_rank_has_a_port_and_resources_of_its_own(ranks: int)
         "accelerator_config": {"kind": "cpu"},
         "engine_kwargs": {"data_parallel_size": ranks, "enable_expert_parallel": True},
     }
-    spec = ENGINES.spec("decode", described, kv_lease_s=30.0)
+    spec = BACKEND.spec("decode", described, kv_lease_s=30.0)
     assert spec.ports(3) == [22000, 22000 + ranks, 22000 + 2 * ranks]
     engine = spec.config.get_engine_config()
     assert engine.num_devices == spec.ranks == ranks  # Ray's distance between the ports of two replicas
