@@ -33,8 +33,8 @@ _MAX_UNSENT_BYTES = 64 * 2**20
 _SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
 
 
-class Answer:
-    """Writer for the answer to one call.
+class Reply:
+    """Sender of the reply to one call.
 
     Attributes:
         call: number of the call on its connection.
@@ -52,7 +52,7 @@ class Answer:
         return self._connection
 
     def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
-        """Send a part of the answer.
+        """Send a part of the reply.
 
         Args:
             tokens: number of generated tokens in it.
@@ -62,8 +62,8 @@ class Answer:
         self._connection.send(HEAD.pack(len(ids) + len(payload), kind, self.call, tokens), ids, payload)
 
 
-# Answers a call, given its method, header and body.
-Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
+# Handles a call, given its method, header and body, and sends its reply.
+Handler = Callable[[str, dict[str, Any], bytes, Reply], Awaitable[None]]
 # Returns the HTTP status and the body of the response to a call that failed with this exception.
 ErrorResponse = Callable[[Exception], tuple[int, bytes]]
 
@@ -82,7 +82,7 @@ class OpenCallHandler(Protocol):
 
 
 # Begins an open call, given its body; raises an exception if it is refused.
-OpenMethod = Callable[[bytes, Answer], OpenCallHandler]
+OpenMethod = Callable[[bytes, Reply], OpenCallHandler]
 
 
 class ChannelServer:
@@ -92,7 +92,7 @@ class ChannelServer:
 
     Args:
         secret: shared secret that a peer must present.
-        handler: answers calls.
+        handler: handles calls.
         error_response: returns the HTTP status and the response body for an exception.
         max_calls: maximum number of calls of `limited_methods` in flight.
         limited_methods: methods whose calls are limited; None: all.
@@ -155,11 +155,11 @@ class ChannelServer:
 
     @property
     def in_flight(self) -> int:
-        """Return the number of calls that are being answered."""
+        """Return the number of calls that are being handled."""
         return self._in_flight.total()
 
     def in_flight_of(self, methods: Iterable[str]) -> int:
-        """Return the number of calls of these methods that are being answered."""
+        """Return the number of calls of these methods that are being handled."""
         return sum(self._in_flight[method] for method in methods)
 
     def leave(self) -> None:
@@ -171,7 +171,7 @@ class ChannelServer:
     async def drain(self) -> None:
         """Refuse further connections, leave, and wait for the open calls.
 
-        Also wait for calls that peers sent before they received this, and for the last answers to arrive.
+        Also wait for calls that peers sent before they received this, and for the last replies to arrive.
         """
         if self._server is not None:
             self._server.close()
@@ -209,15 +209,15 @@ class ChannelServer:
         """Return whether `secret` is this server's secret."""
         return hmac.compare_digest(secret, self._secret)
 
-    async def run(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> bytes:
-        """Answer one call and return its last frame."""
+    async def run(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> bytes:
+        """Run one call and return its last frame."""
         try:
             if self._is_full_for(method):
                 raise self._full_error()
             self._in_flight[method] += 1
             self._idle.clear()
             try:
-                await self._handler(method, header, body, answer)
+                await self._handler(method, header, body, reply)
             finally:
                 self._in_flight[method] -= 1
                 if not self._in_flight[method]:
@@ -225,11 +225,11 @@ class ChannelServer:
                 if not self._in_flight:
                     self._idle.set()
         except Exception as error:
-            return self.failure(answer.call, error)
+            return self.failure(reply.call, error)
         return frame(
             Kind.END,
-            answer.call,
-            msgspec.msgpack.encode(answer.engine_report) if answer.engine_report else b"",
+            reply.call,
+            msgspec.msgpack.encode(reply.engine_report) if reply.engine_report else b"",
         )
 
     def _is_full_for(self, method: str) -> bool:
@@ -287,13 +287,13 @@ class _Connection(Peer):
             method, header, body = _CALL.decode(payload)
         except msgspec.DecodeError as error:
             raise BrokenFrameError(f"a malformed call: {error}") from error
-        answer = Answer(self, call)
+        reply = Reply(self, call)
         if method not in self._server.open_methods:
-            task = self._calls[call] = self._loop.create_task(self._server.run(method, header, body, answer))
+            task = self._calls[call] = self._loop.create_task(self._server.run(method, header, body, reply))
             task.add_done_callback(partial(self._send_last, call))
             return
         try:
-            self._open_calls[call] = self._server.open_methods[method](body, answer)
+            self._open_calls[call] = self._server.open_methods[method](body, reply)
         except Exception as error:
             self.send(self._server.failure(call, error))
 

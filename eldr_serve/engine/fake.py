@@ -149,7 +149,7 @@ class FakeEngine(InProcess):
         await asyncio.sleep(self._config.prefill_s)
         return self._config.prompt_tokens, next(self._packed)
 
-    async def answer(self, request: EngineRequest, send: Send) -> None:
+    async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
         """Refuse: this engine has no such endpoints."""
         raise RequestRefusedError(f"an engine has no call {request.method!r}", status=400)
 

@@ -130,7 +130,7 @@ class Engine(Protocol):
             Number of prompt tokens, and expert counts uint32[L,E] packed by `signature.pack_counts`.
         """
 
-    async def answer(self, request: EngineRequest, send: Send) -> None:
+    async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
         """Send the answer of an endpoint that generates nothing.
 
         Raises:

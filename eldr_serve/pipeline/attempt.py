@@ -57,8 +57,8 @@ class Attempt:
                 with context.stage("place") as placing:
                     context.lease = lease = await self._place()
             try:
-                async with aclosing(self._answer(lease, placing)) as answer:
-                    async for payload in answer:
+                async with aclosing(self._decode_timed(lease, placing)) as payloads:
+                    async for payload in payloads:
                         if payload:
                             yield payload
             finally:
@@ -139,7 +139,7 @@ class Attempt:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    async def _answer(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
+    async def _decode_timed(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the decode call's chunks, and time its stages."""
         context = self._context
         client = self._services.client

@@ -15,7 +15,7 @@ import msgspec
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel import Answer, CallFailedError
+from eldr_serve.channel import CallFailedError, Reply
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WARM
@@ -79,7 +79,7 @@ class EngineServer:
         self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
         max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(
-            self._answer,
+            self._on_call,
             error_response=self._error_response,
             max_calls=max_calls,
             limited_methods=SLOT_METHODS,
@@ -88,17 +88,17 @@ class EngineServer:
         self._engine_watch = EngineWatch(self._engine, self._channel, self._role, stall_timeout_s)
         self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
 
-    async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        await self.answer(method, header, body, answer)
+    async def _on_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        await self.handle_call(method, header, body, reply)
         if not self._engine_watch.has_answered and method in ("prefill", "generate"):
             self._engine_watch.has_answered = not header.get("id", WARM).startswith(WARM)
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer a call of an ingress replica."""
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle a call of an ingress replica."""
         if method == "generate":
-            answer.engine_report = await self.generate(EngineRequest(body=body, **header), answer.send)
+            reply.engine_report = await self.generate(EngineRequest(body=body, **header), reply.send)
         else:
-            await self._engine.answer(EngineRequest(method, body, **header), answer.send)
+            await self._engine.serve_endpoint(EngineRequest(method, body, **header), reply.send)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send the engine's answer; return its report on the call."""
@@ -168,19 +168,19 @@ class PrefillServer(EngineServer):
         layers, experts = await self._engine.measure_shape()
         logger.info("the engine counts %d experts in each of %d layers", experts, layers)
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer, `prefill` and `release`.
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle the calls of an EngineServer, `prefill` and `release`.
 
-        The answer to `prefill` is msgpack: `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
+        The reply to `prefill` is msgpack: `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
             prefilled = await self._prefill(EngineRequest(body=body, **header))
             fields = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
-            answer.send(msgspec.msgpack.encode(fields), 1)
+            reply.send(msgspec.msgpack.encode(fields), 1)
         elif method == "release":
             await self._engine.release(header["id"])
         else:
-            await super().answer(method, header, body, answer)
+            await super().handle_call(method, header, body, reply)
 
     async def _prefill(self, request: EngineRequest) -> Prefilled:
         """Compute a prompt and measure its throughput."""
@@ -247,20 +247,20 @@ class DecodeServer(EngineServer):
             ]
         }
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer and the calls for counts, placements and draining."""
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle the calls of an EngineServer and the calls for counts, placements and draining."""
         if method == WAIT_FOR_COUNTS:
-            answer.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(header["id"])))
+            reply.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(header["id"])))
         elif method == PLACE_EXPERTS:
-            answer.send(await place_experts(self._engine, body), 0)
+            reply.send(await place_experts(self._engine, body), 0)
         elif method == DRAIN:
             self._channel.leave()
-            answer.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
+            reply.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
         else:
-            await super().answer(method, header, body, answer)
+            await super().handle_call(method, header, body, reply)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
+        """Serve a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
             meter = self._meter
             if request.rank is not None:

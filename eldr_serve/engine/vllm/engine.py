@@ -192,8 +192,8 @@ class VllmEngine:
         """Wait for a prompt's expert counts; never return with `disable_log_stats`."""
         return await MEASUREMENTS.wait_for_counts(request_id)
 
-    async def answer(self, request: EngineRequest, send: Send) -> None:
-        """Answer a call to another endpoint."""
+    async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
+        """Serve an endpoint that generates nothing."""
         if request.method not in ENDPOINT_REQUESTS:
             raise RequestRefusedError(f"an engine has no call {request.method!r}", status=400)
         parsed = parse_request(request)

@@ -434,7 +434,7 @@ async def answer_of(engine: VllmEngine, method: str, **body: Any) -> list[bytes]
     """Return what an endpoint that generates nothing sends."""
     sent: list[bytes] = []
     request = EngineRequest(method, json.dumps({"model": "m"} | body).encode(), "id")
-    await engine.answer(request, lambda payload, tokens, ids=b"": sent.append(payload))
+    await engine.serve_endpoint(request, lambda payload, tokens, ids=b"": sent.append(payload))
     return sent
 
 
