@@ -116,6 +116,38 @@ async def test_a_plain_stream_equals_vllms(
     assert chunks == expected
 
 
+async def without_marker(outputs: Any) -> AsyncIterator[Any]:
+    """Yield the outputs that vLLM's generator would get if it dropped the marker."""
+    async for index, result in outputs:
+        if "\x00" not in result.outputs[0].text:
+            yield index, result
+
+
+async def one_ahead(outputs: Any) -> AsyncIterator[Any]:
+    """Yield the outputs as to a generator that always reads the next one before it makes a chunk."""
+    last = await anext(outputs)
+    async for pair in outputs:
+        yield last
+        last = pair
+    yield last
+
+
+@pytest.mark.parametrize("read", [without_marker, one_ahead])
+async def test_a_generator_that_makes_no_chunk_of_the_marker_makes_all_chunks(read: Any) -> None:
+    of, request = make_request("completions", stream=True)
+
+    async def generator(request: Any, prompts: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        async for chunk in of.completion_stream_generator(request, prompts, read(outputs), *args, **kwargs):
+            yield chunk
+
+    choices = [(f"{number} ", [number]) for number in range(20)]
+    with patch("time.time", lambda: 1.0):
+        expected = [c async for c in stream(of, request, results(choices, FINISHES[0], False), generator)]
+        plain = PlainStream(generator, lambda chunk: pytest.fail("vLLM did not make this chunk"))
+        chunks = [c async for c in stream(of, request, results(choices, FINISHES[0], False), plain)]
+    assert chunks == expected
+
+
 @pytest.mark.parametrize(
     "fields",
     [
