@@ -36,8 +36,8 @@ _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "dec
 
 
 @dataclass(frozen=True)
-class BuiltApplication:
-    """An application that is ready to be deployed.
+class ApplicationParts:
+    """The parts of an application that is ready to be deployed.
 
     Attributes:
         args: the validated arguments of the file.
@@ -61,10 +61,10 @@ def build_app(args: dict[str, Any]) -> Application:
     Raises:
         ConfigurationError: `args` are invalid.
     """
-    return build(args).application
+    return build_parts(args).application
 
 
-def build(args: dict[str, Any]) -> BuiltApplication:
+def build_parts(args: dict[str, Any]) -> ApplicationParts:
     """Build the application like build_app and return it with its parts. Ray need not be running.
 
     Raises:
@@ -111,7 +111,7 @@ def build(args: dict[str, Any]) -> BuiltApplication:
         engine_version=BACKEND.version(),
     )
     engine_names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
-    return BuiltApplication(eldr_args, specs, graph, (ingress.name, *engine_names))
+    return ApplicationParts(eldr_args, specs, graph, (ingress.name, *engine_names))
 
 
 def _ingress_class(options: IngressOptions) -> type:
@@ -157,10 +157,10 @@ def engine_specs(eldr_args: EldrArgs) -> dict[EngineRole, EngineSpec]:
     kv_lease_s = eldr_args.path.kv_lease_s
     decode_name = decode_directory(eldr_args.name)
     if eldr_args.prefill_config is None:
-        whole = engine_spec(
+        spec = engine_spec(
             eldr_args.decode_config, "whole", directory_name=decode_name, kv_lease_s=kv_lease_s
         )
-        return {"whole": whole}
+        return {"whole": spec}
     prefill = engine_spec(
         eldr_args.prefill_config,
         "prefill",
