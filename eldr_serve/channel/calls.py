@@ -99,9 +99,9 @@ class Call:
         self._changed_event.set()
 
     @property
-    def leaving(self) -> bool:
+    def is_leaving(self) -> bool:
         """Return whether the engine takes no further calls; this one may go on."""
-        return self._channel.leaving
+        return self._channel.is_leaving
 
     def cancel(self) -> None:
         """Tell the engine to stop; do nothing if the call has ended."""

@@ -47,7 +47,7 @@ class Channel(Peer):
         """Connect and authenticate; raise ChannelLostError if there is no answer or the secret is refused.
 
         Args:
-            on_change: callback for when the channel is no longer `open`.
+            on_change: callback for when the channel is no longer `is_open`.
         """
         channel: Channel | None = None
         try:
@@ -65,9 +65,9 @@ class Channel(Peer):
         return channel
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the engine accepts calls."""
-        return not (self.leaving or self.closed.done())
+        return not (self.is_leaving or self.closed.done())
 
     @property
     def in_flight(self) -> int:
@@ -149,7 +149,7 @@ class Channel(Peer):
             if not self.welcome.done():
                 self.welcome.set_result(None)
         elif kind == Kind.LEAVING:
-            self.leaving = True
+            self.is_leaving = True
             self._on_change()
         else:
             raise BrokenFrameError(f"a frame of kind {kind}")

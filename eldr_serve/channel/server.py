@@ -103,8 +103,8 @@ class ChannelServer:
     Attributes:
         connections: the open connections.
         open_methods: see Args.
-        suspended: whether new connections are refused at present.
-        leaving: whether peers are asked to send no further calls.
+        is_suspended: whether new connections are refused at present.
+        is_leaving: whether peers are asked to send no further calls.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ChannelServer:
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
         self.open_methods = open_methods
-        self.suspended = self.leaving = False
+        self.is_suspended = self.is_leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight: Counter[str] = Counter()  # by method
@@ -151,7 +151,7 @@ class ChannelServer:
     @property
     def num_peers(self) -> int:
         """Return the number of connections that have presented the secret."""
-        return sum(connection.authenticated for connection in self.connections)
+        return sum(connection.is_authenticated for connection in self.connections)
 
     @property
     def in_flight(self) -> int:
@@ -164,7 +164,7 @@ class ChannelServer:
 
     def leave(self) -> None:
         """Ask the peers, and those that connect later, to send no further calls and to move the open ones."""
-        self.leaving = True
+        self.is_leaving = True
         for connection in list(self.connections):  # sending may close a connection
             connection.send(frame(Kind.LEAVING))
 
@@ -184,14 +184,14 @@ class ChannelServer:
 
     def suspend(self, reason: str) -> None:
         """Close all connections, and refuse new ones until `resume`; peers treat this server as lost."""
-        self.suspended = True
+        self.is_suspended = True
         for connection in list(self.connections):
-            connection.logged = True  # by the caller
+            connection.is_logged = True  # by the caller
             connection.close(reason)
 
     def resume(self) -> None:
         """Accept connections again."""
-        self.suspended = False
+        self.is_suspended = False
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -252,20 +252,20 @@ class _Connection(Peer):
     def __init__(self, server: ChannelServer) -> None:
         super().__init__(MAX_HELLO_BYTES, silent_s=_SILENT_S)
         self._server = server
-        self.authenticated = False
+        self.is_authenticated = False
         self._calls: dict[int, asyncio.Task[bytes]] = {}
         self._open_calls: dict[int, OpenCallHandler] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self._server.suspended:
+        if self._server.is_suspended:
             self.close("the server is suspended")
             return
         self._server.connections.add(self)
         self._loop.call_later(_HELLO_S, self._check_hello_time)
 
     def frame_received(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
-        if not self.authenticated:
+        if not self.is_authenticated:
             self._check_hello(kind, payload)
         elif kind == Kind.CALL:
             self._begin(call, payload)
@@ -312,7 +312,7 @@ class _Connection(Peer):
             self.send(task.result())
 
     def ping(self) -> bytes:
-        return self._server.ping() if self.authenticated else super().ping()
+        return self._server.ping() if self.is_authenticated else super().ping()
 
     def send(self, *parts: bytes) -> None:
         if self.unsent_bytes > _MAX_UNSENT_BYTES:
@@ -321,7 +321,7 @@ class _Connection(Peer):
 
     def on_closed(self, reason: str) -> None:
         self._server.connections.discard(self)
-        if self._calls and not self.logged:
+        if self._calls and not self.is_logged:
             logger.warning(
                 "%d calls of %s are cancelled because its channel is closed: %s",
                 len(self._calls),
@@ -345,12 +345,12 @@ class _Connection(Peer):
             )
         if not self._server.accepts_secret(secret):
             raise BrokenFrameError("the secret is wrong")
-        self.authenticated = True
+        self.is_authenticated = True
         self._frames.max_bytes = MAX_FRAME_BYTES
         self.send(frame(Kind.WELCOME))
-        if self._server.leaving:
+        if self._server.is_leaving:
             self.send(frame(Kind.LEAVING))
 
     def _check_hello_time(self) -> None:
-        if not self.authenticated:
+        if not self.is_authenticated:
             self.abort(TimeoutError(f"no hello within {_HELLO_S:g} s"))

@@ -189,7 +189,7 @@ class Attempt:
                     context.answer.append(chunk)
                     services.client.progress(lease.request_id, context.answer.num_tokens)
                     yield chunk.payload
-                    if self._call.leaving and services.moves.begin(context, lease.worker):
+                    if self._call.is_leaving and services.moves.begin(context, lease.worker):
                         return
             except ChannelLostError as error:
                 if decode.call is not None:

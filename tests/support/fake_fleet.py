@@ -31,7 +31,7 @@ class Sent:
     header: dict[str, Any]
     body: bytes
     cancelled: bool = False
-    leaving: bool = False
+    is_leaving: bool = False
     running: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
