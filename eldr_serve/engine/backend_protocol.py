@@ -96,7 +96,7 @@ class EngineDescription(Protocol):
     def largest_step(self) -> StepSizes:
         """Return the sizes of the largest step."""
 
-    def check(self) -> None:
+    def check_counting(self) -> None:
         """Raise ConfigurationError if an engine that counts experts would not start."""
 
     def kv_cache(self, available: int) -> tuple[int, float]:

@@ -180,7 +180,7 @@ class FakeEngine(InProcess):
 
     def take_samples(self) -> list[ExpertSample]:
         """Return the samples since the last call."""
-        return self._samples.take()
+        return self._samples.take_all()
 
     def status_of(self, error: Exception) -> int:
         """Return 400 for malformed JSON, else 500."""

@@ -40,7 +40,7 @@ def probe(
             else:
                 utilization = engine.memory_utilization
                 fields["kv"] = kv_bytes(memory_gib, utilization, fields["weights"], fields["reserve"])
-            engine.check()
+            engine.check_counting()
             with suppress(ValueError):  # no room for one sequence: both stay 0
                 fields["kv_tokens"], fields["sequences"] = engine.kv_cache(fields["kv"])
         except ValidationError as error:

@@ -55,10 +55,10 @@ class VllmDescribed(DescribedEngine):
             element=model.dtype.itemsize,
         )
 
-    def check(self) -> None:
+    def check_counting(self) -> None:
         """Raise ConfigurationError if an engine that counts experts would not start."""
         with configuration_errors():
-            super().check()
+            super().check_counting()
 
 
 def _default_batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:

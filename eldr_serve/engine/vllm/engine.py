@@ -277,7 +277,7 @@ class VllmEngine:
 
     def take_samples(self) -> list[ExpertSample]:
         """Return samples since the last call; an engine that drafts tokens records none."""
-        return self._samples.take()
+        return self._samples.take_all()
 
     @staticmethod
     def status_of(error: Exception) -> int:

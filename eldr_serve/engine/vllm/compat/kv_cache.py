@@ -104,7 +104,7 @@ def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int]:
     return cache.block_size, cache.kv_cache_size_tokens or cache.block_size * (cache.num_gpu_blocks or 0)
 
 
-def check() -> None:
+def check_vllm_names() -> None:
     """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
     check_names(
         "the ELDR connector",

@@ -238,7 +238,7 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
     return on_cpu
 
 
-def check() -> None:
+def check_vllm_names() -> None:
     """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
     check_names(
         "the ELDR connector",
