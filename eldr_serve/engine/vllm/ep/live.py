@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +14,9 @@ from eldr_serve.engine.vllm.ep.transfer import transfer
 from eldr_serve.experts.parallel.moves import Move, keep_slots, slice_moves
 from eldr_serve.experts.parallel.placement import check_fits
 from eldr_serve.experts.parallel.replica_choice import RULES
+
+# The methods of LiveExperts that `EldrWorkerExtension.eldr_experts` calls.
+RankMethod = Literal["batches", "begin", "choose", "move", "routed", "status", "stop"]
 
 
 class LiveExperts:
