@@ -54,7 +54,7 @@ def validate(declared: type[Declared], policy: str, values: Mapping[str, Any]) -
         value = shortened(values[name])
         if first["type"] == "value_error":
             raise PolicyError(f"{name} is {value}, {first['ctx']['error']}") from error
-        raise PolicyError(f"{name} is {value}, it must be {kind_of(declared.model_fields[name])}") from error
+        raise PolicyError(f"{name} is {value}: must be {kind_of(declared.model_fields[name])}") from error
 
 
 def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:

@@ -94,7 +94,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
 @pytest.mark.parametrize(
     ("name", "parameters", "sentence"),
     [
-        ("their_rules:Nearest", {"start": 10}, "start is 10, it must be a whole number from 0 to 9"),
+        ("their_rules:Nearest", {"start": 10}, "start is 10: must be a whole number from 0 to 9"),
         ("their_rules:Nearest", {"end": 1}, "has no parameter 'end'; it takes start"),
         ("their_rules:Nobody", {}, "'their_rules:Nobody' cannot be imported (AttributeError: "),
         ("no_such_rules:X", {}, "cannot be imported (ModuleNotFoundError: No module named 'no_such_rules')"),
