@@ -9,6 +9,7 @@ import logging
 from typing import Any, Literal
 
 from eldr_serve.errors import ConfigurationError
+from eldr_serve.validation import unknown_name
 
 Role = Literal["prefill", "decode", "whole", "calibrate"]
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "whole": "kv_both", "calibrate": "kv_both"}
@@ -52,7 +53,7 @@ def engine_kwargs(
             the lease of KV blocks, which `kv_lease_s` sets.
     """
     if role not in _KV_ROLE:
-        raise ValueError(f"unknown engine role {role!r}; there are {', '.join(_KV_ROLE)}")
+        raise ValueError(unknown_name("", role, _KV_ROLE, "engine role"))
     drafting = overrides.get("speculative_config") or {}
     method = drafting.get("method")
     if drafting and (role == "calibrate" or (role == "prefill" and method in _NO_DRAFT_KV)):
