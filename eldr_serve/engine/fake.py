@@ -90,12 +90,12 @@ class FakeEngine(InProcess):
     The events of a stream have the format of an OpenAI server; other answers are one JSON body.
 
     Attributes:
-        held: ids of prompts that were computed and neither read nor released.
+        held_prompts: ids of prompts that were computed and neither read nor released.
         running: ids of calls whose prompt or answer is being computed.
     """
 
     def __init__(self, config: FakeConfig) -> None:
-        self.held: set[str] = set()
+        self.held_prompts: set[str] = set()
         self.running: set[str] = set()
         self._config = config
         self._packed = itertools.cycle([pack_counts(counts) for counts in config.expert_counts])
@@ -114,7 +114,7 @@ class FakeEngine(InProcess):
         _body_fields(request)
         with self._marked_running(request):
             await asyncio.sleep(self._config.prefill_s)
-        self.held.add(request.id)
+        self.held_prompts.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
         return Prefilled(ids, {"held": request.id, EXPERT_COUNTS: next(self._packed)})
 
@@ -155,7 +155,7 @@ class FakeEngine(InProcess):
 
     async def release(self, request_id: str) -> None:
         """Remove a prompt that is held."""
-        self.held.discard(request_id)
+        self.held_prompts.discard(request_id)
 
     async def measure_shape(self) -> tuple[int, int]:
         """Return the shape of the configured counts."""

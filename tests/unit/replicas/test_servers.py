@@ -137,9 +137,9 @@ async def test_a_prefilled_prompt_is_held_until_its_release() -> None:
             reply = await read_prefill_reply(call)
             np.testing.assert_array_equal(expert_counts_of(reply["kv"]), counts)
             assert np.frombuffer(reply["token_ids"], np.uint32).size
-        assert server._engine.held == {"a", "b"}
+        assert server._engine.held_prompts == {"a", "b"}
         await channel.call("release", {"id": "a"}).wait_until_ended()
-        assert server._engine.held == {"b"}
+        assert server._engine.held_prompts == {"b"}
         assert await server.record_autoscaling_stats() == {"in_flight": 0.0, "kv_in_use": 0.0}
         assert not hasattr(server, "record_routing_stats")  # Serve's controller would poll dead replicas
         samples = [server.report() for _ in range(2)]

@@ -87,7 +87,7 @@ class EldrConnectorMetadata(NixlConnectorMetadata):
     """The message from the scheduler to the workers: NIXL's part, the step's plan, and finished prompts."""
 
     plan: StepPlan
-    held: dict[str, str]  # engine's id -> caller's name, of finished prompts whose blocks are held
+    held_prompts: dict[str, str]  # finished prompts with held blocks: engine's id -> caller's name
 
 
 @dataclass

@@ -78,7 +78,7 @@ class EldrConnectorWorker:
     def start_step(self, metadata: EldrConnectorMetadata) -> None:
         """Take the plan of the step that begins now."""
         self._plan = metadata.plan
-        self.abandoned.hold(metadata.held)
+        self.abandoned.hold(metadata.held_prompts)
         self._slots = forward_slots(self._kv_group.layer)
         if self.timer is not None:
             self.timer.begin()
