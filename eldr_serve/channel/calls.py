@@ -28,9 +28,9 @@ class Call:
 
     Attributes:
         method: name of the called method.
-        group: the caller's group of calls that it belongs to, see Channel.in_flight_of.
+        group: the group in which the caller counts the call; see Channel.in_flight_of.
         engine_report: the engine's report on its part of the call, received with the end of the reply.
-        begun_at: start time on the event loop's clock, s.
+        begun_at: start time in seconds on the event loop's clock.
         on_overflow: callback, called once if the call is cancelled because its client reads too slowly.
     """
 
@@ -120,7 +120,7 @@ class Call:
     # -- called by the channel -------------------------------------------------------------------
 
     def feed(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        """Add a received part of the reply; `ids`: uint32 token ids, may be empty."""
+        """Add a received part of the reply; `ids` holds the uint32 ids of its tokens, or nothing."""
         if self._error is not None:
             return
         self._received_at = self._loop.time()
@@ -156,7 +156,7 @@ class OpenCall:
         on_failed: callback with CallFailedError or ChannelLostError if the call ends early.
 
     Attributes:
-        begun_at: start time on the event loop's clock, s.
+        begun_at: start time in seconds on the event loop's clock.
     """
 
     __slots__ = ("_channel", "_close", "_number", "_on_failed", "_on_message", "begun_at")

@@ -19,7 +19,7 @@ class Peer(asyncio.Protocol, ABC):
 
     Args:
         max_bytes: maximum size of a frame's payload, see Frames.
-        silent_s: time without data after which the other end is lost, s.
+        silent_s: seconds without data after which the other end counts as lost.
 
     Attributes:
         name: address of the other end, for logs.

@@ -148,7 +148,7 @@ class EngineBackend(Protocol):
         Args:
             role: role of the engines.
             config: the role's configuration; it is modified.
-            kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
+            kv_lease_s: seconds for which a prefill engine keeps a finished prompt's blocks.
 
         Raises:
             ValueError, TypeError: the configuration cannot be used; a ValidationError has the location.

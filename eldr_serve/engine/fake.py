@@ -34,11 +34,11 @@ class FakeConfig:
     Attributes:
         expert_counts: uint32[L,E] each; they are assigned to prompts in turn.
         prompt_tokens: number of tokens of every prompt.
-        prefill_s: duration of a prefill, s.
-        step_s: duration of a decode step, s; all streams get their tokens of a step together.
+        prefill_s: seconds that a prefill takes.
+        step_s: seconds that a decode step takes; all streams get their tokens of a step together.
         prefix_cache: tokens per block, and capacity of the KV cache in tokens.
         top_k: experts per token; a decode step uses the first k of each layer.
-        ranks: number of data-parallel ranks, which differ in nothing.
+        ranks: number of data-parallel ranks, which behave alike.
     """
 
     expert_counts: Sequence[Counts] | Counts

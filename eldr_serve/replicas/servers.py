@@ -1,4 +1,4 @@
-"""The two engine deployments, for any engine: a replica's channel, and the hooks that Serve calls."""
+"""The prefill and decode deployments, for any engine: a replica's channel, and hooks that Serve calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EngineServer:
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
         engine: starts an engine.
-        stall_timeout_s: time without an answer of its core after which the engine counts as hung, s.
+        stall_timeout_s: seconds without an answer of its core after which the engine counts as hung.
     """
 
     _engine: Engine
@@ -235,7 +235,7 @@ class DecodeServer(EngineServer):
         return await super().record_replica_metadata() | own | {RANKS: self._engine.ranks()}
 
     def report(self) -> dict[str, Any]:
-        """Return the status report of an EngineServer; of data-parallel ranks, one for each."""
+        """Return the status report of an EngineServer, or a report for each data-parallel rank."""
         if self._engine.ranks() == 1:
             return super().report()
         number = next(self._report_numbers)

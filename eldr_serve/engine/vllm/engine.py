@@ -311,7 +311,7 @@ def _raw_request(parsed: Any, request: EngineRequest) -> Any:
 
 
 def _transport_s(continuation: Continuation, call_time_s: float) -> float | None:
-    """Return the time from the call to its first step, s; vLLM uses the same monotonic clock."""
+    """Return the seconds from the call to its first step; vLLM uses the same monotonic clock."""
     scheduled_s: float = getattr(continuation.metrics, "scheduled_ts", 0.0)
     return max(scheduled_s - call_time_s, 0.0) if scheduled_s else None
 

@@ -55,7 +55,7 @@ class StepRoutes:
     Attributes:
         num_experts: number of experts in a layer.
         tokens: request id -> position of its first token, and number of its tokens in `chosen`.
-        chosen: int16[tokens,L,k], the tokens of one request after those of another.
+        chosen: int16[tokens,L,k], request after request in the order of `tokens`.
     """
 
     num_experts: int

@@ -17,7 +17,7 @@ from eldr_serve.engine.vllm.requests.continuation import prompt_with_generated
 class _PromptKnownError(BaseException):
     """Ends vLLM's work on an answer when its prompt is known.
 
-    vLLM catches every Exception, so this is none.
+    It is not an Exception, because vLLM catches every Exception.
     """
 
 

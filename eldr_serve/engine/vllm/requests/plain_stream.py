@@ -60,7 +60,7 @@ class PlainStream:
         self._uncounted: list[int] = []  # tokens that the generator has not seen
 
     async def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
-        """Yield the chunks that vLLM's generator makes; the arguments are those of the generator."""
+        """Yield the chunks that vLLM's generator makes; it takes the generator's arguments."""
         position = next(number for number, arg in enumerate(args) if hasattr(arg, "__anext__"))
         self._outputs = args[position]
         async for chunk in self._generator(*args[:position], self, *args[position + 1 :], **kwargs):
