@@ -323,6 +323,6 @@ class CalibrationEngine(Protocol):
         """
 
 
-def several_prompts(prompt: Any) -> bool:
+def has_several_prompts(prompt: Any) -> bool:
     """Return whether a completion's `prompt` is a list of prompts (even of one), not of token ids."""
     return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))

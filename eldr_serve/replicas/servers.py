@@ -105,7 +105,7 @@ class EngineServer:
         return await self._engine.generate(request, send)
 
     def _error_response(self, error: Exception) -> tuple[int, bytes]:
-        status, body = describe(error, self._engine)
+        status, body = describe_error(error, self._engine)
         if status >= 500 and not isinstance(error, RequestRefusedError):
             self._engine_watch.check_soon()
         return status, body
@@ -333,7 +333,7 @@ def _may_be_sampled(request: EngineRequest) -> bool:
     return bool(request.id) and not request.id.startswith(WARM) and not request.generated
 
 
-def describe(error: Exception, engine: Engine) -> tuple[int, bytes]:
+def describe_error(error: Exception, engine: Engine) -> tuple[int, bytes]:
     """Return the HTTP status and the response body for an exception of the engine."""
     if isinstance(error, CallFailedError):
         return error.status, error.body

@@ -24,7 +24,7 @@ from eldr_serve.engine.calls import (
     REQUEST,
     TRANSPORT_S,
 )
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, has_several_prompts
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm.compat import buffered_metrics
 from eldr_serve.engine.vllm.compat.checked import start_errors
@@ -44,7 +44,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     with_client,
     wrap_stream,
 )
-from eldr_serve.engine.vllm.ep.plugin import switched_on
+from eldr_serve.engine.vllm.ep.plugin import is_switched_on
 from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
@@ -102,7 +102,7 @@ class VllmEngine:
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
         # The experts of data-parallel ranks cannot be moved while they serve.
-        if parallel.enable_expert_parallel and switched_on() and engine.ranks() == 1:
+        if parallel.enable_expert_parallel and is_switched_on() and engine.ranks() == 1:
             engine._experts = EngineExperts(server.collective_rpc)
             await engine._experts.refresh()
         return engine
@@ -323,7 +323,7 @@ def _ids(packed: bytes) -> list[int]:
 
 def _has_one_answer(parsed: Any) -> bool:
     has_choices = (getattr(parsed, "n", None) or 1) > 1 or getattr(parsed, "use_beam_search", False)
-    return not has_choices and not several_prompts(getattr(parsed, "prompt", None))
+    return not has_choices and not has_several_prompts(getattr(parsed, "prompt", None))
 
 
 def _body(response: Any, method: str = "") -> tuple[bytes, int]:

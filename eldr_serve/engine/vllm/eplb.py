@@ -32,7 +32,7 @@ from eldr_serve.engine.vllm.compat.eplb import (
     routes_own_tokens,
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
-from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse
+from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
 from eldr_serve.experts.parallel.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
 
@@ -57,7 +57,7 @@ def experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
     settings = vllm_config.additional_config
     if not isinstance(settings, dict) or CONFIG_KEY not in settings:
         raise UnsupportedEngineError(f"additional_config has no {CONFIG_KEY!r}")
-    return parse(ExpertsConfig, settings[CONFIG_KEY])
+    return parse_experts_config(ExpertsConfig, settings[CONFIG_KEY])
 
 
 def place_experts(state: EplbState, placement: Ints) -> None:

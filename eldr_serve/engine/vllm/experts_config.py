@@ -56,7 +56,7 @@ class CpuExpertsConfig(BaseModel):
     moves_per_slice: int = Field(default=8, ge=1)
 
 
-def parse(config: type[Config], value: Any) -> Config:
+def parse_experts_config(config: type[Config], value: Any) -> Config:
     """Validate the value of CONFIG_KEY.
 
     Raises:

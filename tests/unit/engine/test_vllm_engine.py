@@ -26,7 +26,7 @@ from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, error_body
 from eldr_serve.experts.signature import pack_counts
-from eldr_serve.replicas.servers import describe
+from eldr_serve.replicas.servers import describe_error
 
 # Ray's destructor is a coroutine, which Serve awaits.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")
@@ -39,7 +39,7 @@ def vllm_engine(**state: Any) -> VllmEngine:
 
 def answer_to(error: Exception) -> tuple[int, bytes]:
     """Return the status and the body that a client gets."""
-    return describe(error, VllmEngine)
+    return describe_error(error, VllmEngine)
 
 
 def error(code: int, message: str = "no") -> Any:

@@ -15,7 +15,7 @@ from eldr_serve.engine.vllm.compat.ep_ranks import RankDispatch, rank_batches
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.transfer import start_layer
-from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
+from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import Topology
 
 with internal_imports():
@@ -109,7 +109,7 @@ def _find_layers(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
 
 
 def _parse_config(vllm_config: VllmConfig) -> CpuExpertsConfig:
-    return parse(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
+    return parse_experts_config(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
 
 
 def _check(vllm_config: VllmConfig, moe: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pydantic_core
 
-from eldr_serve.engine.protocol import several_prompts
+from eldr_serve.engine.protocol import has_several_prompts
 
 _MARK = "\x00eldr\x00"
 _MARK_JSON = pydantic_core.to_json(_MARK).decode()
@@ -30,7 +30,7 @@ def is_plain(serving: Any, request: Any) -> bool:
     options = request.stream_options
     return (
         (request.n or 1) == 1
-        and not several_prompts(getattr(request, "prompt", None))
+        and not has_several_prompts(getattr(request, "prompt", None))
         and (request.logprobs is None or request.logprobs is False)  # a completion's 0 requests one
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)
