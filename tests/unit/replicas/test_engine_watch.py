@@ -62,8 +62,8 @@ async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, C
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.01)
     async with serving(
         servers.DecodeServer, engine=Core.start, stall_timeout_s=LIMIT_S, router_name="router"
-    ) as found:
-        yield found
+    ) as server_and_channel:
+        yield server_and_channel
 
 
 async def reconnect(server: Any) -> Channel:
