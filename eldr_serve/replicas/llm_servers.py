@@ -15,7 +15,7 @@ from eldr_serve.replicas.servers import DecodeServer, EngineServer, PrefillServe
 
 class _OverEngine(EngineServer):
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        await super().__init__(llm_config, engine=BACKEND.start, **kwargs)
+        await super().__init__(llm_config, start_engine=BACKEND.start, **kwargs)
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:

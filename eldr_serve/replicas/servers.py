@@ -55,7 +55,7 @@ class EngineServer:
 
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
-        engine: starts an engine.
+        start_engine: coroutine function that starts an engine with these settings.
         stall_timeout_s: seconds without an answer of its core after which the engine counts as hung.
     """
 
@@ -66,7 +66,7 @@ class EngineServer:
         self,
         llm_config: EngineConfig,
         *,
-        engine: Callable[[Any], Awaitable[Engine]],
+        start_engine: Callable[[Any], Awaitable[Engine]],
         stall_timeout_s: float,
     ) -> None:
         # Serve awaits it before it stops the replica. If it were a method of the class, Python would call it
@@ -75,7 +75,7 @@ class EngineServer:
         self._report_numbers = itertools.count()
         self._meter = Meter(clock=asyncio.get_running_loop().time)
         with restore_log_handlers():
-            self._engine = await engine(llm_config)
+            self._engine = await start_engine(llm_config)
         self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
         max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(

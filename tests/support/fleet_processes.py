@@ -150,7 +150,7 @@ async def _engine(role: str, config: dict[str, float]) -> None:
     router = {"router_name": "router"} if role == "decode" else {}
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         config_of_engine = FakeConfig(COUNTS, **config)  # type: ignore[arg-type]
-        await server.__init__(config_of_engine, engine=FakeEngine.start, stall_timeout_s=60.0, **router)
+        await server.__init__(config_of_engine, start_engine=FakeEngine.start, stall_timeout_s=60.0, **router)
     _print(await server.record_replica_metadata())
     await asyncio.Event().wait()
 

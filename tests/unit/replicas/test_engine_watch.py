@@ -61,7 +61,7 @@ class Core(FakeEngine):
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, Channel]]:
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.01)
     async with serving(
-        servers.DecodeServer, engine=Core.start, stall_timeout_s=LIMIT_S, router_name="router"
+        servers.DecodeServer, start_engine=Core.start, stall_timeout_s=LIMIT_S, router_name="router"
     ) as server_and_channel:
         yield server_and_channel
 
@@ -132,7 +132,7 @@ async def test_a_stopped_core_process_is_lost_before_the_limit(
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.05)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        served = serving(servers.DecodeServer, engine=Core.start, router_name="router")
+        served = serving(servers.DecodeServer, start_engine=Core.start, router_name="router")
         async with served as (server, channel):
             server._engine.runs.clear()
             call = generate(channel)
