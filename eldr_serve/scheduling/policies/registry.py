@@ -50,7 +50,8 @@ def policy_class(name: str) -> type[Policy]:
     if name in POLICIES:
         return POLICIES[name]
     if ":" not in name:
-        raise PolicyError(unknown_name("", name, (*policy_names(), "module:Class of your own"), "policy"))
+        unknown = unknown_name("", name, policy_names(), "policy")
+        raise PolicyError(f"{unknown} (or module:Class of your own)")
     return _import_policy(name)
 
 
