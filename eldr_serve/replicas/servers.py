@@ -89,6 +89,7 @@ class EngineServer:
         self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
 
     async def _on_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle a call, and record that the engine has answered a client."""
         await self.handle_call(method, header, body, reply)
         if not self._engine_watch.has_answered and method in ("prefill", "generate"):
             self._engine_watch.has_answered = not header.get("id", WARM).startswith(WARM)

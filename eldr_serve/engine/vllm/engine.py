@@ -50,7 +50,7 @@ from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
 from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_whole_answer
 from eldr_serve.engine.vllm.requests.continuation import Continuation
-from eldr_serve.engine.vllm.requests.first_token import first_token
+from eldr_serve.engine.vllm.requests.first_token import prefill_prompt
 from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
@@ -112,7 +112,7 @@ class VllmEngine:
         request_to_hold = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
         parsed = await parse_generation(request_to_hold, self.server.engine)
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
-        output = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
+        output = await prefill_prompt(self.server.engine, request.method, parsed, raw_request, generated)
         ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
         kv = output.kv_transfer_params or {}
         if (created := getattr(output, "num_cache_creation_tokens", None)) is not None:

@@ -6,8 +6,9 @@ Engine arguments, on GPUs (docs/replica_routing.md):
     eplb_config={"num_redundant_experts": P - E, "use_async": False, "step_interval": 10**9},
     additional_config={"eldr_experts": {"placement": "placement.json", "replica_choice": "metro"}}
 
-vLLM has no option for either. Its worker, extended here, applies both after it has loaded the weights and
-before memory is profiled and CUDA graphs are captured: a captured graph keeps its replica choice.
+vLLM has no option for a placement or a replica choice. The worker of this module sets both after it has
+loaded the weights, and before memory is profiled and CUDA graphs are captured. A captured graph keeps its
+choice.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class PlacedWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as the base class does, then place the experts and set the replica choice."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        config = experts_config(self.vllm_config)
+        config = read_experts_config(self.vllm_config)
         placement = ExpertPlacement.load(config.placement)
         place_experts(self.model_runner.eplb_state, placement.physical_to_logical)
         choose_replicas(self.vllm_config, config.replica_choice)
 
 
-def experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
+def read_experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
     """Return the engine's setting; raise UnsupportedEngineError if it is invalid or not supported."""
     check_expert_placement(vllm_config)
     settings = vllm_config.additional_config

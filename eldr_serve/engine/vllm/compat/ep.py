@@ -73,7 +73,7 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
         super().__init__(moe)
         if moe.moe_parallel_config.use_ep:
             vllm_config = get_current_vllm_config()
-            _check(vllm_config, moe)
+            _check_supported(vllm_config, moe)
             _parse_config(vllm_config)
             self.experts_cls: Any = _limit_to_own_slots(self.experts_cls, vllm_config)
             self._layer_names = vllm_config.compilation_config.static_all_moe_layers  # in the model's order
@@ -112,7 +112,7 @@ def _parse_config(vllm_config: VllmConfig) -> CpuExpertsConfig:
     return parse_experts_config(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
 
 
-def _check(vllm_config: VllmConfig, moe: Any) -> None:
+def _check_supported(vllm_config: VllmConfig, moe: Any) -> None:
     parallel = vllm_config.parallel_config
     experts, ranks = moe.num_experts, moe.moe_parallel_config.ep_size
     refuse(
