@@ -47,7 +47,7 @@ class Channel(Peer):
         """Connect and authenticate; raise ChannelLostError if there is no answer or the secret is refused.
 
         Args:
-            on_change: callback for when the channel is no longer `is_open`.
+            on_change: callback for when the channel is no longer open.
         """
         channel: Channel | None = None
         try:
