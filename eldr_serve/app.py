@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 from ray import serve
@@ -16,7 +16,8 @@ from ray.serve.deployment import Application
 from starlette.applications import Starlette
 
 from eldr_serve.config.application import DRAIN_S, SCALING, EldrArgs, parse
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
+from eldr_serve.engine.backend_protocol import EngineSpec
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.ingress.deployment import EldrIngress, decode_directory, prefill_directory
@@ -29,17 +30,14 @@ from eldr_serve.router.settings import RouterSettings
 from eldr_serve.signatures.settings import PoolSettings
 from eldr_serve.validation import first_problem
 
-if TYPE_CHECKING:
-    from eldr_serve.engine.active_backend import EngineSpec
-
 _REPLICA_PUBLISHER = "eldr_serve.fleet.replica_publisher.ReplicaPublisher"
 _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 
 
 @dataclass(frozen=True)
-class BuiltApplication:
-    """An application that is ready to be deployed.
+class ApplicationParts:
+    """The parts of an application that is ready to be deployed.
 
     Attributes:
         args: the validated arguments of the file.
@@ -63,16 +61,16 @@ def build_app(args: dict[str, Any]) -> Application:
     Raises:
         ConfigurationError: `args` are invalid.
     """
-    return build(args).application
+    return build_parts(args).application
 
 
-def build(args: dict[str, Any]) -> BuiltApplication:
+def build_parts(args: dict[str, Any]) -> ApplicationParts:
     """Build the application like build_app and return it with its parts. Ray need not be running.
 
     Raises:
         ConfigurationError: `args` are invalid.
     """
-    ENGINES.check()
+    BACKEND.check_versions()
     eldr_args = parse(args)
     specs = engine_specs(eldr_args)
     *prefill_roles, decode_role = specs
@@ -103,17 +101,17 @@ def build(args: dict[str, Any]) -> BuiltApplication:
         decode=decode,
         tokenizer=decode_spec.tokenizer,
         model_card=decode_spec.model_card,
-        openapi=openapi_document(ENGINES.requests()),
+        openapi=openapi_document(BACKEND.request_types()),
         application=eldr_args.name,
         router_settings=router_settings(eldr_args, decode_spec.model_id),
         options=eldr_args.ingress,
         path_options=eldr_args.path,
         prefill_options=eldr_args.prefill_router,
         admin_key_sha256=_admin_key_sha256(eldr_args),
-        engine_version=ENGINES.version(),
+        engine_version=BACKEND.version(),
     )
     engine_names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
-    return BuiltApplication(eldr_args, specs, graph, (ingress.name, *engine_names))
+    return ApplicationParts(eldr_args, specs, graph, (ingress.name, *engine_names))
 
 
 def _ingress_class(options: IngressOptions) -> type:
@@ -159,10 +157,10 @@ def engine_specs(eldr_args: EldrArgs) -> dict[EngineRole, EngineSpec]:
     kv_lease_s = eldr_args.path.kv_lease_s
     decode_name = decode_directory(eldr_args.name)
     if eldr_args.prefill_config is None:
-        whole = engine_spec(
+        spec = engine_spec(
             eldr_args.decode_config, "whole", directory_name=decode_name, kv_lease_s=kv_lease_s
         )
-        return {"whole": whole}
+        return {"whole": spec}
     prefill = engine_spec(
         eldr_args.prefill_config,
         "prefill",
@@ -170,7 +168,7 @@ def engine_specs(eldr_args: EldrArgs) -> dict[EngineRole, EngineSpec]:
         kv_lease_s=kv_lease_s,
     )
     decode = engine_spec(eldr_args.decode_config, "decode", directory_name=decode_name, kv_lease_s=kv_lease_s)
-    ENGINES.compare(prefill, decode)
+    BACKEND.compare(prefill, decode)
     return {"prefill": prefill, "decode": decode}
 
 
@@ -194,7 +192,7 @@ def engine_spec(
         "request_router_kwargs": {"directory_name": directory_name},
     }
     with _name_part_in_errors(_CONFIG[role], config):
-        return ENGINES.spec(role, config, kv_lease_s=kv_lease_s)
+        return BACKEND.spec(role, config, kv_lease_s=kv_lease_s)
 
 
 def _admin_key_sha256(args: EldrArgs) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from eldr_serve.engine.protocol import several_prompts
+from eldr_serve.engine.protocol import has_several_prompts
 from eldr_serve.objective import Objective
 
 
@@ -58,7 +58,7 @@ def num_sequences(fields: RequestFields) -> int:
     embeds = fields.prompt_embeds
     prompts = len(embeds) if isinstance(embeds, list) else 0
     if fields.prompt is not None:
-        prompts += len(fields.prompt) if several_prompts(fields.prompt) else 1
+        prompts += len(fields.prompt) if has_several_prompts(fields.prompt) else 1
     return max(prompts, 1) * max(fields.n or 1, 1)
 
 
@@ -77,7 +77,7 @@ def needs_whole_engine(method: str, fields: RequestFields) -> str | None:
     if fields.prompt_logprobs is not None:
         return "prompt-logprobs"
     if method == "completions":
-        if several_prompts(fields.prompt):
+        if has_several_prompts(fields.prompt):
             return "several-prompts"
         if fields.prompt is None or fields.prompt_embeds is not None:
             return "prompt-embeddings"

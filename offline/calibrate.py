@@ -26,7 +26,7 @@ from ray.util.actor_pool import ActorPool
 
 from eldr_serve.commands.errors import run
 from eldr_serve.data_root import model_folder
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.protocol import CalibrationEngine, Sampling
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import UserInputError
@@ -47,7 +47,7 @@ class EngineActor:
     """An engine that reports the experts of each prompt's prefill and decode."""
 
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
-        self._engine = ENGINES.start_calibration(kwargs, port)
+        self._engine = BACKEND.start_calibration(kwargs, port)
 
     def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
         """Trace prompts with this engine, see trace_texts."""
@@ -109,7 +109,7 @@ def decode_settings(deployment: Path) -> tuple[str, dict[str, Any], dict[str, st
         raise UserInputError(f"{deployment} is not a deployment with a decode_config ({error!r})") from error
     device = (config.get("accelerator_config") or {}).get("kind", "gpu")
     arguments = copy.deepcopy(config.get("engine_kwargs") or {})
-    engine, environment = ENGINES.calibration_settings(model_folder(source) or source, device, arguments)
+    engine, environment = BACKEND.calibration_settings(model_folder(source) or source, device, arguments)
     environment |= (config.get("runtime_env") or {}).get("env_vars") or {}
     gpus = float(engine.get("tensor_parallel_size", 1)) if device == "gpu" else 0.0
     return model_id, engine, environment, {"num_gpus": gpus, "num_cpus": 0.1}

@@ -21,6 +21,7 @@ import typer
 from benchmarks.lib import options
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
+from eldr_serve.validation import unknown_name
 from loadgen.plots import lines
 from loadgen.results import publish
 
@@ -45,7 +46,7 @@ def moe_layer_latency(
     shapes = shape.split(",")
     unknown = [name for name in shapes if name not in SHAPES]
     if unknown:
-        raise UserInputError(f"unknown shape {unknown[0]!r}; there are {', '.join(SHAPES)}")
+        raise UserInputError(unknown_name("", unknown[0], SHAPES, "shape"))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     import torch
 

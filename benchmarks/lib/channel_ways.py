@@ -28,7 +28,7 @@ import grpc
 import uvloop
 
 from benchmarks.lib.frames_in_grpc import carry
-from eldr_serve.channel import Answer, Channel, ChannelServer, Chunk
+from eldr_serve.channel import Channel, ChannelServer, Chunk, Reply
 from eldr_serve.channel.client import SILENT_S
 from eldr_serve.channel.frames import MAX_FRAME_BYTES, PING_S
 from eldr_serve.channel.server import _SILENT_S as SERVER_SILENT_S
@@ -182,13 +182,13 @@ def resident_mib() -> float:
 
 
 def _channel_server(engine: Engine) -> ChannelServer:
-    async def handler(method: str, header: Json, body: bytes, answer: Answer) -> None:
-        peer = answer.peer
+    async def handler(method: str, header: Json, body: bytes, reply: Reply) -> None:
+        peer = reply.peer
         engine.backlog = lambda: peer.unsent_bytes
         if method == "stream":
-            await engine.stream(header, lambda payload, ids: answer.send(payload, 1, ids))
+            await engine.stream(header, lambda payload, ids: reply.send(payload, 1, ids))
         else:
-            answer.send(json.dumps(await getattr(engine, method)(header)).encode())
+            reply.send(json.dumps(await getattr(engine, method)(header)).encode())
 
     return ChannelServer(
         _SECRET,
@@ -208,10 +208,10 @@ def _grpc_methods(engine: Engine) -> Json:
         await engine.stream(json.loads(request), send)
 
     def command(method: Callable[[Json], Awaitable[Json]]) -> Any:
-        async def answer(request: bytes, context: Any) -> bytes:
+        async def handle(request: bytes, context: Any) -> bytes:
             return json.dumps(await method(json.loads(request))).encode()
 
-        return grpc.unary_unary_rpc_method_handler(answer)
+        return grpc.unary_unary_rpc_method_handler(handle)
 
     return {
         "stream": grpc.unary_stream_rpc_method_handler(stream),

@@ -104,5 +104,5 @@ def numbers(option: str, value: str) -> list[int]:
     """Return the positive numbers of an option, separated by commas; raise UserInputError on others."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
-        raise UserInputError(f"{option} is {value!r}, it must be positive numbers with commas")
+        raise UserInputError(f"{option} is {value!r}: must be positive numbers with commas")
     return [int(part) for part in parts]

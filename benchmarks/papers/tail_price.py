@@ -123,7 +123,7 @@ def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
     files = [Path(part) for part in parts if not part.isdigit()]
     numbers = [int(part) for part in parts if part.isdigit() and int(part)]
     if [len(files), len(numbers)] != [2, len(form.split(",")) - 2]:
-        raise UserInputError(f"{option} is {text!r}, it must be {form}")
+        raise UserInputError(f"{option} is {text!r}: must be {form}")
     return files, numbers
 
 

@@ -20,7 +20,7 @@ from eldr_serve.commands.errors import app_of
 from eldr_serve.commands.lazy import resolve
 from eldr_serve.config.application import EldrArgs
 from eldr_serve.data_root import ROOT
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.openapi import openapi_document
 from eldr_serve.metrics import ENGINE, INGRESS, PREFIX, PROCESS, REPLICA, ROUTER, Metric
@@ -106,7 +106,7 @@ def locust_help() -> str:
 
 def http_page() -> str:
     """Return every route of an ingress replica, and the fields of its request bodies."""
-    document = openapi_document(ENGINES.requests())
+    document = openapi_document(BACKEND.request_types())
     parts = [
         "# HTTP\n\nThe routes of an ingress replica.\nFields of requests are vLLM's; engines validate them, "
         "and the ingress reads only what placement needs.\nRefused requests and their status: "

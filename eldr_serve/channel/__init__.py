@@ -3,10 +3,9 @@
 from eldr_serve.channel.calls import Call, Chunk, OpenCall
 from eldr_serve.channel.client import Channel
 from eldr_serve.channel.errors import CallFailedError, CallTimeoutError, ChannelLostError, SlowReaderError
-from eldr_serve.channel.server import Answer, ChannelServer, OpenCallHandler
+from eldr_serve.channel.server import ChannelServer, OpenCallHandler, Reply
 
 __all__ = [
-    "Answer",
     "Call",
     "CallFailedError",
     "CallTimeoutError",
@@ -16,5 +15,6 @@ __all__ = [
     "Chunk",
     "OpenCall",
     "OpenCallHandler",
+    "Reply",
     "SlowReaderError",
 ]

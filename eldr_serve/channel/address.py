@@ -30,7 +30,7 @@ class Address:
     async def connect(self, on_change: Callable[[], None] = lambda: None) -> Channel:
         """Open a channel to this address; see Channel.connect."""
         if self.version != VERSION:
-            raise ChannelLostError(f"the server speaks version {self.version} of the channel, not {VERSION}")
+            raise ChannelLostError(f"the server's protocol version is {self.version}: must be {VERSION}")
         return await Channel.connect(self.host, self.port, self.secret, on_change)
 
 

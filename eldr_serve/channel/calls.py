@@ -1,4 +1,4 @@
-"""The caller's end of calls over a channel: one with an answer, and one that stays open."""
+"""The caller's end of calls over a channel: one with a reply, and one that stays open."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_UNREAD_BYTES = 2**20  # limit per stream; protects against clients that do n
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of an answer received since the last read."""
+    """The part of a reply received since the last read."""
 
     payload: bytes
     num_tokens: int = 0  # generated tokens in it
@@ -24,13 +24,13 @@ class Chunk:
 
 
 class Call:
-    """One call and the answer received so far.
+    """One call and the part of its reply received so far.
 
     Attributes:
         method: name of the called method.
-        group: the caller's group of calls that it belongs to, see Channel.in_flight_of.
-        engine_report: the engine's report on its part of the call, received with the end of the answer.
-        begun_at: start time on the event loop's clock, s.
+        group: the group in which the caller counts the call; see Channel.in_flight_of.
+        engine_report: the engine's report on its part of the call, received with the end of the reply.
+        begun_at: start time in seconds on the event loop's clock.
         on_overflow: callback, called once if the call is cancelled because its client reads too slowly.
     """
 
@@ -75,7 +75,7 @@ class Call:
     def expect(self, first_s: float, gap_s: float, since: Callable[[], float] | None = None) -> None:
         """Fail the call if no part arrives for `first_s`, or no further part for `gap_s`.
 
-        The limits are checked periodically, not with each part of the answer.
+        The limits are checked periodically, not with each part of the reply.
 
         Args:
             since: returns the time, on the loop's clock, from which `first_s` counts. It moves forward
@@ -99,9 +99,9 @@ class Call:
         self._changed_event.set()
 
     @property
-    def leaving(self) -> bool:
+    def is_leaving(self) -> bool:
         """Return whether the engine takes no further calls; this one may go on."""
-        return self._channel.leaving
+        return self._channel.is_leaving
 
     def cancel(self) -> None:
         """Tell the engine to stop; do nothing if the call has ended."""
@@ -120,7 +120,7 @@ class Call:
     # -- called by the channel -------------------------------------------------------------------
 
     def feed(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        """Add a received part of the answer; `ids`: uint32 token ids, may be empty."""
+        """Add a received part of the reply; `ids` holds the uint32 ids of its tokens, or nothing."""
         if self._error is not None:
             return
         self._received_at = self._loop.time()
@@ -156,7 +156,7 @@ class OpenCall:
         on_failed: callback with CallFailedError or ChannelLostError if the call ends early.
 
     Attributes:
-        begun_at: start time on the event loop's clock, s.
+        begun_at: start time in seconds on the event loop's clock.
     """
 
     __slots__ = ("_channel", "_close", "_number", "_on_failed", "_on_message", "begun_at")

@@ -1,4 +1,4 @@
-"""The ingress replica's end of a channel: calls to one engine replica over one connection."""
+"""The caller's end of a channel: calls of an ingress to one engine replica or to the router."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from eldr_serve.channel.errors import CallFailedError, ChannelLostError
 from eldr_serve.channel.frames import MAX_FRAME_BYTES, VERSION, BrokenFrameError, Kind, frame
 from eldr_serve.channel.peer import Peer
 
-SILENT_S = 2.5  # an engine that has sent nothing for this long is lost
+SILENT_S = 2.5  # a server that has sent nothing for this long counts as lost
 _CONNECT_S = 5.0
 
 
 class Channel(Peer):
-    """A connection to one engine replica; create it with `connect`.
+    """A connection to one engine replica or to the router; create it with `connect`.
 
     Attributes:
-        on_report: callback for each status report of the engine.
-        welcome: done when the engine has accepted the secret; fails with ChannelLostError.
+        on_report: callback for each status report of the server.
+        welcome: done when the server has accepted the secret; fails with ChannelLostError.
         closed: done when the connection is closed; its result is the reason.
     """
 
@@ -47,7 +47,7 @@ class Channel(Peer):
         """Connect and authenticate; raise ChannelLostError if there is no answer or the secret is refused.
 
         Args:
-            on_change: callback for when the channel is no longer `open`.
+            on_change: callback for when the channel is no longer open.
         """
         channel: Channel | None = None
         try:
@@ -58,16 +58,17 @@ class Channel(Peer):
                 await channel.welcome
         except BaseException as error:
             if channel is not None:
-                channel.close("it does not answer")
+                channel.close("the server does not answer")
             if not isinstance(error, OSError | TimeoutError):
                 raise
-            raise ChannelLostError(f"no channel to {host}:{port}: {error or 'it does not answer'}") from error
+            reason = str(error) or "the server does not answer"
+            raise ChannelLostError(f"no channel to {host}:{port}: {reason}") from error
         return channel
 
     @property
-    def open(self) -> bool:
-        """Return whether the engine accepts calls."""
-        return not (self.leaving or self.closed.done())
+    def is_open(self) -> bool:
+        """Return whether the server accepts calls."""
+        return not (self.is_leaving or self.closed.done())
 
     @property
     def in_flight(self) -> int:
@@ -80,7 +81,7 @@ class Channel(Peer):
 
     @property
     def oldest_s(self) -> float:
-        """Return the age of the oldest open call, s; 0 if there is none."""
+        """Return the age of the oldest open call in seconds; 0 if there is none."""
         oldest = next(iter(self._calls.values()), None)
         return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
 
@@ -149,7 +150,7 @@ class Channel(Peer):
             if not self.welcome.done():
                 self.welcome.set_result(None)
         elif kind == Kind.LEAVING:
-            self.leaving = True
+            self.is_leaving = True
             self._on_change()
         else:
             raise BrokenFrameError(f"a frame of kind {kind}")

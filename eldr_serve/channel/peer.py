@@ -19,12 +19,12 @@ class Peer(asyncio.Protocol, ABC):
 
     Args:
         max_bytes: maximum size of a frame's payload, see Frames.
-        silent_s: time without data after which the other end is lost, s.
+        silent_s: seconds without data after which the other end counts as lost.
 
     Attributes:
         name: address of the other end, for logs.
-        logged: whether the log already has the reason for the closed connection.
-        leaving: whether the other end takes no further calls; its open ones should move to other engines.
+        is_logged: whether the log already has the reason for the closed connection.
+        is_leaving: whether the other end takes no further calls; its open ones should move to other engines.
     """
 
     def __init__(self, max_bytes: int, *, silent_s: float) -> None:
@@ -36,7 +36,7 @@ class Peer(asyncio.Protocol, ABC):
         self._received_at = self._due = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self.name = "?"
-        self.logged = self.leaving = False
+        self.is_logged = self.is_leaving = False
 
     # -- implemented or called by the two ends ---------------------------------------------------
 
@@ -79,7 +79,7 @@ class Peer(asyncio.Protocol, ABC):
         """Close the connection because of an error of the peer, and log it."""
         if self._transport is not None:
             logger.warning("a channel with %s is closed: %s", self.name, error)
-            self.logged = True
+            self.is_logged = True
             self.close(str(error))
 
     # -- asyncio.Protocol ------------------------------------------------------------------------

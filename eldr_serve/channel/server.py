@@ -33,8 +33,8 @@ _MAX_UNSENT_BYTES = 64 * 2**20
 _SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
 
 
-class Answer:
-    """Writer for the answer to one call.
+class Reply:
+    """Sender of the reply to one call.
 
     Attributes:
         call: number of the call on its connection.
@@ -52,7 +52,7 @@ class Answer:
         return self._connection
 
     def send(self, payload: bytes, tokens: int = 0, ids: bytes = b"") -> None:
-        """Send a part of the answer.
+        """Send a part of the reply.
 
         Args:
             tokens: number of generated tokens in it.
@@ -62,8 +62,8 @@ class Answer:
         self._connection.send(HEAD.pack(len(ids) + len(payload), kind, self.call, tokens), ids, payload)
 
 
-# Answers a call, given its method, header and body.
-Handler = Callable[[str, dict[str, Any], bytes, Answer], Awaitable[None]]
+# Handles a call, given its method, header and body, and sends its reply.
+Handler = Callable[[str, dict[str, Any], bytes, Reply], Awaitable[None]]
 # Returns the HTTP status and the body of the response to a call that failed with this exception.
 ErrorResponse = Callable[[Exception], tuple[int, bytes]]
 
@@ -82,7 +82,7 @@ class OpenCallHandler(Protocol):
 
 
 # Begins an open call, given its body; raises an exception if it is refused.
-OpenMethod = Callable[[bytes, Answer], OpenCallHandler]
+OpenMethod = Callable[[bytes, Reply], OpenCallHandler]
 
 
 class ChannelServer:
@@ -92,7 +92,7 @@ class ChannelServer:
 
     Args:
         secret: shared secret that a peer must present.
-        handler: answers calls.
+        handler: handles calls.
         error_response: returns the HTTP status and the response body for an exception.
         max_calls: maximum number of calls of `limited_methods` in flight.
         limited_methods: methods whose calls are limited; None: all.
@@ -103,8 +103,8 @@ class ChannelServer:
     Attributes:
         connections: the open connections.
         open_methods: see Args.
-        suspended: whether new connections are refused at present.
-        leaving: whether peers are asked to send no further calls.
+        is_suspended: whether new connections are refused at present.
+        is_leaving: whether peers are asked to send no further calls.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ChannelServer:
         self._server: asyncio.Server | None = None
         self.connections: set[_Connection] = set()
         self.open_methods = open_methods
-        self.suspended = self.leaving = False
+        self.is_suspended = self.is_leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight: Counter[str] = Counter()  # by method
@@ -151,27 +151,27 @@ class ChannelServer:
     @property
     def num_peers(self) -> int:
         """Return the number of connections that have presented the secret."""
-        return sum(connection.authenticated for connection in self.connections)
+        return sum(connection.is_authenticated for connection in self.connections)
 
     @property
     def in_flight(self) -> int:
-        """Return the number of calls that are being answered."""
+        """Return the number of calls that are being handled."""
         return self._in_flight.total()
 
     def in_flight_of(self, methods: Iterable[str]) -> int:
-        """Return the number of calls of these methods that are being answered."""
+        """Return the number of calls of these methods that are being handled."""
         return sum(self._in_flight[method] for method in methods)
 
     def leave(self) -> None:
         """Ask the peers, and those that connect later, to send no further calls and to move the open ones."""
-        self.leaving = True
+        self.is_leaving = True
         for connection in list(self.connections):  # sending may close a connection
             connection.send(frame(Kind.LEAVING))
 
     async def drain(self) -> None:
         """Refuse further connections, leave, and wait for the open calls.
 
-        Also wait for calls that peers sent before they received this, and for the last answers to arrive.
+        Also wait for calls that peers sent before they received this, and for the last replies to arrive.
         """
         if self._server is not None:
             self._server.close()
@@ -184,14 +184,14 @@ class ChannelServer:
 
     def suspend(self, reason: str) -> None:
         """Close all connections, and refuse new ones until `resume`; peers treat this server as lost."""
-        self.suspended = True
+        self.is_suspended = True
         for connection in list(self.connections):
-            connection.logged = True  # by the caller
+            connection.is_logged = True  # by the caller
             connection.close(reason)
 
     def resume(self) -> None:
         """Accept connections again."""
-        self.suspended = False
+        self.is_suspended = False
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -209,15 +209,15 @@ class ChannelServer:
         """Return whether `secret` is this server's secret."""
         return hmac.compare_digest(secret, self._secret)
 
-    async def run(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> bytes:
-        """Answer one call and return its last frame."""
+    async def run(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> bytes:
+        """Run one call and return its last frame."""
         try:
             if self._is_full_for(method):
                 raise self._full_error()
             self._in_flight[method] += 1
             self._idle.clear()
             try:
-                await self._handler(method, header, body, answer)
+                await self._handler(method, header, body, reply)
             finally:
                 self._in_flight[method] -= 1
                 if not self._in_flight[method]:
@@ -225,11 +225,11 @@ class ChannelServer:
                 if not self._in_flight:
                     self._idle.set()
         except Exception as error:
-            return self.failure(answer.call, error)
+            return self.failure(reply.call, error)
         return frame(
             Kind.END,
-            answer.call,
-            msgspec.msgpack.encode(answer.engine_report) if answer.engine_report else b"",
+            reply.call,
+            msgspec.msgpack.encode(reply.engine_report) if reply.engine_report else b"",
         )
 
     def _is_full_for(self, method: str) -> bool:
@@ -252,20 +252,20 @@ class _Connection(Peer):
     def __init__(self, server: ChannelServer) -> None:
         super().__init__(MAX_HELLO_BYTES, silent_s=_SILENT_S)
         self._server = server
-        self.authenticated = False
+        self.is_authenticated = False
         self._calls: dict[int, asyncio.Task[bytes]] = {}
         self._open_calls: dict[int, OpenCallHandler] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self._server.suspended:
+        if self._server.is_suspended:
             self.close("the server is suspended")
             return
         self._server.connections.add(self)
         self._loop.call_later(_HELLO_S, self._check_hello_time)
 
     def frame_received(self, kind: int, call: int, tokens: int, payload: bytes) -> None:
-        if not self.authenticated:
+        if not self.is_authenticated:
             self._check_hello(kind, payload)
         elif kind == Kind.CALL:
             self._begin(call, payload)
@@ -287,13 +287,13 @@ class _Connection(Peer):
             method, header, body = _CALL.decode(payload)
         except msgspec.DecodeError as error:
             raise BrokenFrameError(f"a malformed call: {error}") from error
-        answer = Answer(self, call)
+        reply = Reply(self, call)
         if method not in self._server.open_methods:
-            task = self._calls[call] = self._loop.create_task(self._server.run(method, header, body, answer))
+            task = self._calls[call] = self._loop.create_task(self._server.run(method, header, body, reply))
             task.add_done_callback(partial(self._send_last, call))
             return
         try:
-            self._open_calls[call] = self._server.open_methods[method](body, answer)
+            self._open_calls[call] = self._server.open_methods[method](body, reply)
         except Exception as error:
             self.send(self._server.failure(call, error))
 
@@ -312,7 +312,7 @@ class _Connection(Peer):
             self.send(task.result())
 
     def ping(self) -> bytes:
-        return self._server.ping() if self.authenticated else super().ping()
+        return self._server.ping() if self.is_authenticated else super().ping()
 
     def send(self, *parts: bytes) -> None:
         if self.unsent_bytes > _MAX_UNSENT_BYTES:
@@ -321,7 +321,7 @@ class _Connection(Peer):
 
     def on_closed(self, reason: str) -> None:
         self._server.connections.discard(self)
-        if self._calls and not self.logged:
+        if self._calls and not self.is_logged:
             logger.warning(
                 "%d calls of %s are cancelled because its channel is closed: %s",
                 len(self._calls),
@@ -341,16 +341,16 @@ class _Connection(Peer):
             raise BrokenFrameError("the first frame is not a hello")
         if version != bytes([VERSION]):
             raise BrokenFrameError(
-                f"its protocol version is {version[0] if version else '?'}, it must be {VERSION}"
+                f"its protocol version is {version[0] if version else '?'}: must be {VERSION}"
             )
         if not self._server.accepts_secret(secret):
             raise BrokenFrameError("the secret is wrong")
-        self.authenticated = True
+        self.is_authenticated = True
         self._frames.max_bytes = MAX_FRAME_BYTES
         self.send(frame(Kind.WELCOME))
-        if self._server.leaving:
+        if self._server.is_leaving:
             self.send(frame(Kind.LEAVING))
 
     def _check_hello_time(self) -> None:
-        if not self.authenticated:
+        if not self.is_authenticated:
             self.abort(TimeoutError(f"no hello within {_HELLO_S:g} s"))

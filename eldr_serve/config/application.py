@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from eldr_serve.config.deployment_options import check_options
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
@@ -85,7 +85,7 @@ def parse(args: Any) -> EldrArgs:
         raise ConfigurationError(first_problem(error, args, model=EldrArgs)) from error
     check_options("ingress_deployment_config", parsed.ingress_deployment_config, engines=False)
     for where, config in _engine_configs(parsed):
-        ENGINES.check_config(where, config)
+        BACKEND.check_config(where, config)
         check_options(f"{where}.deployment_config", config.get("deployment_config") or {}, engines=True)
     return parsed
 

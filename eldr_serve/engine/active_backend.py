@@ -5,13 +5,7 @@ Every process may import this module: the engine software is imported only when 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from eldr_serve.engine.backend_protocol import EngineBackend
 from eldr_serve.engine.vllm.backend import VllmBackend
 
-if TYPE_CHECKING:
-    from eldr_serve.engine.vllm.spec import VllmSpec as EngineSpec
-
-__all__ = ["ENGINES", "EngineSpec"]
-
-ENGINES = VllmBackend()
+BACKEND: EngineBackend = VllmBackend()

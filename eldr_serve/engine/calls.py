@@ -1,4 +1,4 @@
-"""Make the headers of calls to engines, read the answers, and name the keys of `kv_transfer_params`.
+"""Make the headers of calls to engines, read their replies, and name the keys of `kv_transfer_params`.
 
 Ingresses, replicas and engine cores share this module, which imports no engine software.
 """
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from eldr_serve.experts.signature import unpack_counts
 
 # Keys that our connector reads or writes in `kv_transfer_params`.
-EXPERT_COUNTS = "eldr_expert_counts"  # in a prefill answer: packed expert counts of the prompt
+EXPERT_COUNTS = "eldr_expert_counts"  # in the reply to a prefill call: packed expert counts of the prompt
 REQUEST = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
-CREATED = "eldr_created_cache_tokens"  # in a prefill answer: prompt tokens written to the prefix cache
+CREATED = "eldr_created_cache_tokens"  # in the same reply: prompt tokens written to the prefix cache
 CALIBRATE = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
 ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
 # Key that engines ignore: the replica that a call through a Serve handle must go to.
 REPLICA = "eldr_replica"
 # Headers that steer an engine. The ingress drops those that a client sends.
 STEERING_HEADERS = frozenset({"x-vllm-priority"})
-# Keys in the engine's report at the end of a `generate` call: the time from the call to its first step, s;
-# the tokens in the prefix cache, of the prompt and of an answer that the call continues.
+# Keys in the engine's report at the end of a `generate` call: seconds from the call to its first step; number
+# of tokens in the prefix cache, of the prompt and of an answer that the call continues.
 TRANSPORT_S = "transport_s"
 CACHED_TOKENS = "cached_tokens"
 WARM = "warm-"  # prefix of the ids of warm-up calls
@@ -99,7 +99,7 @@ def decode_header(
         headers: HTTP headers of the client's request.
         cache_salt: see EngineRequest.cache_salt.
         generated: uint32 ids after which the answer continues.
-        created: timestamp of the chunks that were already sent, s since 1970.
+        created: timestamp of the chunks that were already sent, in seconds since 1970.
         domain: the client's label for the kind of request.
     """
     engine_params = {key: value for key, value in (params or {}).items() if key != EXPERT_COUNTS}
@@ -118,7 +118,7 @@ def decode_header(
 
 
 def created_at(chunk: bytes) -> int | None:
-    """Return the timestamp in a stream's first chunk, s since 1970; None if there is none.
+    """Return the timestamp in a stream's first chunk, in seconds since 1970; None if there is none.
 
     Quotes in generated text are escaped, so text cannot look like the timestamp.
     """

@@ -34,11 +34,11 @@ class FakeConfig:
     Attributes:
         expert_counts: uint32[L,E] each; they are assigned to prompts in turn.
         prompt_tokens: number of tokens of every prompt.
-        prefill_s: duration of a prefill, s.
-        step_s: duration of a decode step, s; all streams get their tokens of a step together.
+        prefill_s: seconds that a prefill takes.
+        step_s: seconds that a decode step takes; all streams get their tokens of a step together.
         prefix_cache: tokens per block, and capacity of the KV cache in tokens.
         top_k: experts per token; a decode step uses the first k of each layer.
-        ranks: number of data-parallel ranks, which differ in nothing.
+        ranks: number of data-parallel ranks, which behave alike.
     """
 
     expert_counts: Sequence[Counts] | Counts
@@ -90,12 +90,12 @@ class FakeEngine(InProcess):
     The events of a stream have the format of an OpenAI server; other answers are one JSON body.
 
     Attributes:
-        held: ids of prompts that were computed and neither read nor released.
+        held_prompts: ids of prompts that were computed and neither read nor released.
         running: ids of calls whose prompt or answer is being computed.
     """
 
     def __init__(self, config: FakeConfig) -> None:
-        self.held: set[str] = set()
+        self.held_prompts: set[str] = set()
         self.running: set[str] = set()
         self._config = config
         self._packed = itertools.cycle([pack_counts(counts) for counts in config.expert_counts])
@@ -114,7 +114,7 @@ class FakeEngine(InProcess):
         _body_fields(request)
         with self._marked_running(request):
             await asyncio.sleep(self._config.prefill_s)
-        self.held.add(request.id)
+        self.held_prompts.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
         return Prefilled(ids, {"held": request.id, EXPERT_COUNTS: next(self._packed)})
 
@@ -149,13 +149,13 @@ class FakeEngine(InProcess):
         await asyncio.sleep(self._config.prefill_s)
         return self._config.prompt_tokens, next(self._packed)
 
-    async def answer(self, request: EngineRequest, send: Send) -> None:
+    async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
         """Refuse: this engine has no such endpoints."""
         raise RequestRefusedError(f"an engine has no call {request.method!r}", status=400)
 
     async def release(self, request_id: str) -> None:
         """Remove a prompt that is held."""
-        self.held.discard(request_id)
+        self.held_prompts.discard(request_id)
 
     async def measure_shape(self) -> tuple[int, int]:
         """Return the shape of the configured counts."""
@@ -180,7 +180,7 @@ class FakeEngine(InProcess):
 
     def take_samples(self) -> list[ExpertSample]:
         """Return the samples since the last call."""
-        return self._samples.take()
+        return self._samples.take_all()
 
     def status_of(self, error: Exception) -> int:
         """Return 400 for malformed JSON, else 500."""

@@ -54,7 +54,7 @@ class EngineRequest:
         generated: token ids that a lost engine has already sent, uint32 bytes. The engine appends them to
             the prompt and continues the answer after them.
         prompt_tokens: the caller's estimate of the tokens to compute; 0 if there is none.
-        created: timestamp in the events that were sent with `generated`, s since 1970.
+        created: timestamp in the events that were sent with `generated`, in seconds since 1970.
         sampled: record an ExpertSample of the request, which `take_samples` returns.
         domain: the client's label for the kind of request, copied to the sample.
         expert_counts: packed expert counts of the prompt, from the engine that prefilled it, for the sample.
@@ -112,9 +112,9 @@ class Engine(Protocol):
         """Send the answer: the events of a stream, or one JSON body.
 
         Returns:
-            Report on the call, each entry only if known. `calls.TRANSPORT_S`: time from the call to the
-            first step of the request, s, including the transfer of its prompt's blocks from another engine,
-            if any. `calls.CACHED_TOKENS`: number of tokens that were in the prefix cache.
+            Report on the call; an entry is missing if its value is unknown. `calls.TRANSPORT_S`: seconds from
+            the call to the first step of the request, including a transfer of its prompt's blocks from
+            another engine. `calls.CACHED_TOKENS`: number of tokens that were in the prefix cache.
         """
 
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
@@ -130,7 +130,7 @@ class Engine(Protocol):
             Number of prompt tokens, and expert counts uint32[L,E] packed by `signature.pack_counts`.
         """
 
-    async def answer(self, request: EngineRequest, send: Send) -> None:
+    async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
         """Send the answer of an endpoint that generates nothing.
 
         Raises:
@@ -323,6 +323,6 @@ class CalibrationEngine(Protocol):
         """
 
 
-def several_prompts(prompt: Any) -> bool:
+def has_several_prompts(prompt: Any) -> bool:
     """Return whether a completion's `prompt` is a list of prompts (even of one), not of token ids."""
     return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))

@@ -59,7 +59,7 @@ class SampleBuffer:
             ExpertSample(request.id, request.domain, token_ids, prefill_counts, decode_counts, steps)
         )
 
-    def take(self) -> list[ExpertSample]:
+    def take_all(self) -> list[ExpertSample]:
         """Remove and return all samples, oldest first."""
         samples = list(self._samples)
         self._samples.clear()

@@ -78,7 +78,7 @@ class Fleet:
     def slot_calls_of(self, name: str) -> int:
         """Return the number of this process's calls to a worker that need a slot; 0 if it is not live."""
         channel = self._channels.get(replica_of(name))
-        if channel is None or not channel.open:
+        if channel is None or not channel.is_open:
             return 0
         return channel.in_flight_of(SLOT_METHODS, rank_of(name))
 
@@ -175,7 +175,7 @@ class Fleet:
         live_metadata = {
             name: metadata[name]
             for name in self._keepers.keys() & metadata.keys()
-            if name in self._channels and self._channels[name].open
+            if name in self._channels and self._channels[name].is_open
         }
         self._live = tuple(sorted(workers_of(live_metadata)))
         self.waiters.wake()

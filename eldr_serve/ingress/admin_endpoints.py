@@ -181,9 +181,9 @@ class AdminEndpoints:
         )
 
 
-async def _from_router(answer: Awaitable[Settings]) -> Settings:
+async def _from_router(call: Awaitable[Settings]) -> Settings:
     try:
-        return await answer
+        return await call
     except ACTOR_UNAVAILABLE as error:
         raise OverloadedError(f"the DecodeRouter does not answer ({type(error).__name__})") from error
 

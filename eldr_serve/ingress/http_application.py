@@ -36,24 +36,24 @@ _Endpoint = Callable[[Request], Awaitable[Response]]
 def _endpoint(group: str, name: str, *args: str) -> _Endpoint:
     """Return the endpoint that calls this method of the ingress replica in this process."""
 
-    async def answer(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         response: Response = await getattr(getattr(_replica(), group), name)(*args, request)
         return response
 
-    answer.__doc__ = getattr(_GROUPS[group], name).__doc__  # shown in the API reference
-    return answer
+    handle.__doc__ = getattr(_GROUPS[group], name).__doc__  # shown in the API reference
+    return handle
 
 
 def _operators_only(name: str) -> _Endpoint:
     """Return an endpoint that checks the admin key itself, whatever Admission made of the path."""
-    answer = _endpoint("admin", name)
+    handle = _endpoint("admin", name)
 
-    @functools.wraps(answer)
-    async def check_key_and_answer(request: Request) -> Response:
+    @functools.wraps(handle)
+    async def check_key_and_handle(request: Request) -> Response:
         _replica().gate.check_key(request.headers)
-        return await answer(request)
+        return await handle(request)
 
-    return check_key_and_answer
+    return check_key_and_handle
 
 
 async def _page(request: Request) -> Response:
@@ -83,7 +83,7 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
     cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     return Starlette(
         routes=[
-            *(Route(path, answer, methods=["POST"]) for path, answer in _POSTS.items()),
+            *(Route(path, handle, methods=["POST"]) for path, handle in _POSTS.items()),
             Route("/v1/models", _endpoint("openai", "models")),
             Route("/v1/models/{model:path}", _endpoint("openai", "model")),
             Route("/openapi.json", _endpoint("openai", "openapi")),

@@ -84,10 +84,10 @@ class IngressStatus:
             "details": "with Authorization: Bearer ADMIN_KEY",
         }
 
-    async def with_routers(self, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    async def with_routers(self, call: Awaitable[dict[str, Any]]) -> dict[str, Any]:
         """Return the router's answer, with this ingress's own status."""
         try:
-            status = await answer
+            status = await call
         except ACTOR_UNAVAILABLE as error:
             status = {"router": f"unreachable ({type(error).__name__})"}
         loops = status.get("loops", {}) | {self.watch.role: self.watch.status()}

@@ -60,8 +60,8 @@ class Attempt:
                 with context.record.stage("place") as placing:
                     context.lease = lease = await self._place()
             try:
-                async with aclosing(self._answer(lease, placing)) as answer:
-                    async for payload in answer:
+                async with aclosing(self._decode_timed(lease, placing)) as payloads:
+                    async for payload in payloads:
                         if payload:
                             yield payload
             finally:
@@ -143,7 +143,7 @@ class Attempt:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    async def _answer(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
+    async def _decode_timed(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the decode call's chunks, and time its stages."""
         context = self._context
         is_resumed = context.answer.num_tokens > 0
@@ -193,7 +193,7 @@ class Attempt:
                     context.answer.append(chunk)
                     services.router.progress(lease.request_id, context.answer.num_tokens)
                     yield chunk.payload
-                    if self._call.leaving and services.moves.begin(context, lease.worker):
+                    if self._call.is_leaving and services.moves.begin(context, lease.worker):
                         return
             except ChannelLostError as error:
                 if decode.call is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from eldr_serve.engine.protocol import several_prompts
+from eldr_serve.engine.protocol import has_several_prompts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import RequestFields, conversation
@@ -89,7 +89,7 @@ class PromptTokens:
 
 def _as_token_ids(prompt: Any) -> NDArray[np.uint32] | None:
     """Return the ids of a prompt that consists of token ids."""
-    if not isinstance(prompt, list) or not prompt or several_prompts(prompt):
+    if not isinstance(prompt, list) or not prompt or has_several_prompts(prompt):
         return None
     try:
         return np.array(prompt, np.uint32)

@@ -28,8 +28,8 @@ from eldr_serve.request import needs_whole_engine, prompt_head
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
-async def prefill_answer(call: Call) -> Any:
-    """Return the answer to a prefill call, `token_ids` and `kv`; raise CallFailedError without one."""
+async def read_prefill_reply(call: Call) -> Any:
+    """Return the reply to a prefill call, `token_ids` and `kv`; raise CallFailedError without one."""
     chunk = await call.read()
     if chunk is None:
         raise CallFailedError(500, b"the answer was empty")
@@ -141,7 +141,7 @@ class SplitPrefill:
                 call = self._fleet.call(replica, "prefill", header, request.body)
                 timeout_s = self._options.prefill_timeout_s
                 call.expect(timeout_s, timeout_s, since=lambda: queued_call.due_s)
-                result = await prefill_answer(call)
+                result = await read_prefill_reply(call)
         except CallFailedError as error:
             if error.status < 500:
                 raise

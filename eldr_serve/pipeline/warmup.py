@@ -22,7 +22,7 @@ from eldr_serve.engine.methods import WAIT_FOR_COUNTS
 from eldr_serve.fleet.measured_counts import MeasuredCounts
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
-from eldr_serve.pipeline.split_prefill import prefill_answer
+from eldr_serve.pipeline.split_prefill import read_prefill_reply
 from eldr_serve.router_client.client import RouterClient
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Warmup:
         reader: Call | None = None
         holds_blocks = True
         try:
-            prompt = await prefill_answer(call)
+            prompt = await read_prefill_reply(call)
             counts = expert_counts_of(prompt["kv"])
             if counts is None:
                 logger.warning("prefill replica %s sends no expert counts, its pairs are not warmed", prefill)

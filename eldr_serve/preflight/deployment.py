@@ -6,18 +6,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.serve.config import AutoscalingConfig
 
 from eldr_serve.config.application import EldrArgs
+from eldr_serve.engine.backend_protocol import EngineSpec
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import UserInputError
 from eldr_serve.preflight.document import Document, check_overrides
 from eldr_serve.preflight.placement import ReplicaDemand
-
-if TYPE_CHECKING:
-    from eldr_serve.engine.active_backend import EngineSpec
 
 _MODELS = "models"  # folder beside the deployment with config.json files, by model name in small letters
 
@@ -107,9 +105,9 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
         UserInputError: the application cannot be built.
         OSError: a file cannot be read.
     """
-    from eldr_serve.app import build  # imports vLLM
+    from eldr_serve.app import build_parts  # imports vLLM
 
-    application = build(document.application.get("args") or {})
+    application = build_parts(document.application.get("args") or {})
     ignored = (*document.ignored, *check_overrides(document, application.deployment_names))
     options = application.args.ingress_deployment_config
     actor = options.get("ray_actor_options") or {}

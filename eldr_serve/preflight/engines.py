@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 
 _TIMEOUT_S = 300
 
@@ -71,7 +71,7 @@ def probe_engines(engines: Sequence[EngineProbe]) -> list[ProbeResult]:
         return []
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        **ENGINES.describe_environment,
+        **BACKEND.describe_environment,
     }
     probe = subprocess.run(
         [sys.executable, "-m", "eldr_serve.preflight.probe"],

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.preflight.machine import GIB
 from eldr_serve.preflight.memory import kv_bytes, reserve_bytes
 from eldr_serve.validation import first_problem
@@ -29,7 +29,7 @@ def probe(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(config)
         try:
-            engine = ENGINES.describe(Path(folder), arguments, memory_gib, capability)
+            engine = BACKEND.describe(Path(folder), arguments, memory_gib, capability)
             fields["max_model_len"] = engine.max_model_len
             fields["shared_arguments"] = dict(engine.shared_arguments)
             fields["weights"] = engine.weight_bytes()
@@ -40,7 +40,7 @@ def probe(
             else:
                 utilization = engine.memory_utilization
                 fields["kv"] = kv_bytes(memory_gib, utilization, fields["weights"], fields["reserve"])
-            engine.check()
+            engine.check_counting()
             with suppress(ValueError):  # no room for one sequence: both stay 0
                 fields["kv_tokens"], fields["sequences"] = engine.kv_cache(fields["kv"])
         except ValidationError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
 
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.ingress.port import port_state
 from eldr_serve.limits.keys import KeysError, read_keys
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
@@ -118,7 +118,7 @@ def check_agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeR
     results = {deployment.role: result for deployment, _, result in engines}
     if "prefill" in results and not any(result.refusal for result in results.values()):
         of_prefill, of_decode = (results[role].shared_arguments for role in ("prefill", "decode"))
-        for sentence in ENGINES.differences(of_prefill, of_decode):
+        for sentence in BACKEND.differences(of_prefill, of_decode):
             yield _error(sentence)
 
 

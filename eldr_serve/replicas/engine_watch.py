@@ -1,4 +1,4 @@
-"""Health check of an engine's core, in its replica: while the core is dead or hangs, it takes no calls."""
+"""Check the health of an engine's core, in its replica: a replica whose core is lost takes no calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EngineWatch:
         engine: the engine of this replica.
         channel: the channel server through which the engine is called.
         role: role of this process, for the metrics.
-        timeout_s: time without an answer after which the core counts as hung, s. Time in which this process
+        timeout_s: seconds without an answer after which the core counts as hung. Time in which this process
             itself was stopped does not count.
 
     Attributes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.replicas.log_handlers import restore_log_handlers
 
 with restore_log_handlers():
-    ENGINES.load()  # before any import that a replica's arguments cause
+    BACKEND.import_software()  # before any import that a replica's arguments cause
 
 from typing import Any
 
@@ -15,12 +15,12 @@ from eldr_serve.replicas.servers import DecodeServer, EngineServer, PrefillServe
 
 class _OverEngine(EngineServer):
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        await super().__init__(llm_config, engine=ENGINES.start, **kwargs)
+        await super().__init__(llm_config, start_engine=BACKEND.start, **kwargs)
 
     @classmethod
     def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
         """Return the resources that a replica takes; Ray Serve LLM calls this."""
-        return ENGINES.deployment_options(llm_config)
+        return BACKEND.deployment_options(llm_config)
 
 
 class LLMPrefillServer(_OverEngine, PrefillServer):

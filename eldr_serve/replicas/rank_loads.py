@@ -12,7 +12,7 @@ class RankLoad:
     """The open calls to one rank, and the prompts that it computes.
 
     Args:
-        clock: monotonic clock, s.
+        clock: monotonic clock that returns seconds.
 
     Attributes:
         calls: number of open calls that need a slot of the rank.

@@ -1,4 +1,4 @@
-"""The two engine deployments, for any engine: a replica's channel, and the hooks that Serve calls."""
+"""The prefill and decode deployments, for any engine: a replica's channel, and hooks that Serve calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel import Answer, CallFailedError
+from eldr_serve.channel import CallFailedError, Reply
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WARM
@@ -55,8 +55,8 @@ class EngineServer:
 
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
-        engine: starts an engine.
-        stall_timeout_s: time without an answer of its core after which the engine counts as hung, s.
+        start_engine: coroutine function that starts an engine with these settings.
+        stall_timeout_s: seconds without an answer of its core after which the engine counts as hung.
     """
 
     _engine: Engine
@@ -66,7 +66,7 @@ class EngineServer:
         self,
         llm_config: EngineConfig,
         *,
-        engine: Callable[[Any], Awaitable[Engine]],
+        start_engine: Callable[[Any], Awaitable[Engine]],
         stall_timeout_s: float,
     ) -> None:
         # Serve awaits it before it stops the replica. If it were a method of the class, Python would call it
@@ -75,11 +75,11 @@ class EngineServer:
         self._report_numbers = itertools.count()
         self._meter = Meter(clock=asyncio.get_running_loop().time)
         with restore_log_handlers():
-            self._engine = await engine(llm_config)
+            self._engine = await start_engine(llm_config)
         self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
         max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel = await open_channel(
-            self._answer,
+            self._on_call,
             error_response=self._error_response,
             max_calls=max_calls,
             limited_methods=SLOT_METHODS,
@@ -88,24 +88,25 @@ class EngineServer:
         self._engine_watch = EngineWatch(self._engine, self._channel, self._role, stall_timeout_s)
         self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
 
-    async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        await self.answer(method, header, body, answer)
+    async def _on_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle a call, and record that the engine has answered a client."""
+        await self.handle_call(method, header, body, reply)
         if not self._engine_watch.has_answered and method in ("prefill", "generate"):
             self._engine_watch.has_answered = not header.get("id", WARM).startswith(WARM)
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer a call of an ingress replica."""
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle a call of an ingress replica."""
         if method == "generate":
-            answer.engine_report = await self.generate(EngineRequest(body=body, **header), answer.send)
+            reply.engine_report = await self.generate(EngineRequest(body=body, **header), reply.send)
         else:
-            await self._engine.answer(EngineRequest(method, body, **header), answer.send)
+            await self._engine.serve_endpoint(EngineRequest(method, body, **header), reply.send)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send the engine's answer; return its report on the call."""
         return await self._engine.generate(request, send)
 
     def _error_response(self, error: Exception) -> tuple[int, bytes]:
-        status, body = describe(error, self._engine)
+        status, body = describe_error(error, self._engine)
         if status >= 500 and not isinstance(error, RequestRefusedError):
             self._engine_watch.check_soon()
         return status, body
@@ -168,19 +169,19 @@ class PrefillServer(EngineServer):
         layers, experts = await self._engine.measure_shape()
         logger.info("the engine counts %d experts in each of %d layers", experts, layers)
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer, `prefill` and `release`.
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle the calls of an EngineServer, `prefill` and `release`.
 
-        The answer to `prefill` is msgpack: `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
+        The reply to `prefill` is msgpack: `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
         """
         if method == "prefill":
             prefilled = await self._prefill(EngineRequest(body=body, **header))
             fields = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
-            answer.send(msgspec.msgpack.encode(fields), 1)
+            reply.send(msgspec.msgpack.encode(fields), 1)
         elif method == "release":
             await self._engine.release(header["id"])
         else:
-            await super().answer(method, header, body, answer)
+            await super().handle_call(method, header, body, reply)
 
     async def _prefill(self, request: EngineRequest) -> Prefilled:
         """Compute a prompt and measure its throughput."""
@@ -235,7 +236,7 @@ class DecodeServer(EngineServer):
         return await super().record_replica_metadata() | own | {RANKS: self._engine.ranks()}
 
     def report(self) -> dict[str, Any]:
-        """Return the status report of an EngineServer; of data-parallel ranks, one for each."""
+        """Return the status report of an EngineServer, or a report for each data-parallel rank."""
         if self._engine.ranks() == 1:
             return super().report()
         number = next(self._report_numbers)
@@ -247,20 +248,20 @@ class DecodeServer(EngineServer):
             ]
         }
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer the calls of an EngineServer and the calls for counts, placements and draining."""
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle the calls of an EngineServer and the calls for counts, placements and draining."""
         if method == WAIT_FOR_COUNTS:
-            answer.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(header["id"])))
+            reply.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(header["id"])))
         elif method == PLACE_EXPERTS:
-            answer.send(await place_experts(self._engine, body), 0)
+            reply.send(await place_experts(self._engine, body), 0)
         elif method == DRAIN:
             self._channel.leave()
-            answer.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
+            reply.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
         else:
-            await super().answer(method, header, body, answer)
+            await super().handle_call(method, header, body, reply)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        """Answer a request. Measure its prompt if this engine prefills it, and sample some requests."""
+        """Serve a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
             meter = self._meter
             if request.rank is not None:
@@ -333,7 +334,7 @@ def _may_be_sampled(request: EngineRequest) -> bool:
     return bool(request.id) and not request.id.startswith(WARM) and not request.generated
 
 
-def describe(error: Exception, engine: Engine) -> tuple[int, bytes]:
+def describe_error(error: Exception, engine: Engine) -> tuple[int, bytes]:
     """Return the HTTP status and the response body for an exception of the engine."""
     if isinstance(error, CallFailedError):
         return error.status, error.body

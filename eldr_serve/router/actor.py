@@ -12,7 +12,7 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from eldr_serve.channel import Answer, ChannelServer
+from eldr_serve.channel import ChannelServer, Reply
 from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, open_channel
 from eldr_serve.errors import SwapRefusedError, one_line_message
@@ -70,13 +70,13 @@ class DecodeRouter:
 
     async def _open(self) -> tuple[Address, ChannelServer]:
         return await open_channel(
-            self._answer, error_response=_error_response, open_methods=self._sessions.open_methods
+            self._handle_call, error_response=_error_response, open_methods=self._sessions.open_methods
         )
 
-    async def _answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+    async def _handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
         if method not in self._methods:
             raise AttributeError(f"the router has no method {method!r}")
-        answer.send(await self._methods[method](body))
+        reply.send(await self._methods[method](body))
 
     def _bind_methods(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """Return the methods that ingresses may call, by name."""

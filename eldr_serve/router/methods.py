@@ -1,7 +1,7 @@
 """Methods of the DecodeRouter actor that ingresses call over their channel.
 
 Each method is defined once for both ends: an ingress encodes the arguments and decodes the result
-(`eldr_serve.router_client.calls`), the actor does the reverse (`DecodeRouter._answer`).
+(`eldr_serve.router_client.calls`), the actor does the reverse (`DecodeRouter._handle_call`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class RouterMethod(Generic[Arguments, Result]):
         It returns the encoded result, and raises msgspec.DecodeError if the arguments are malformed.
         """
 
-        async def answer(body: bytes) -> bytes:
+        async def call_encoded(body: bytes) -> bytes:
             return encode(await function(self._decode_arguments(body)))
 
-        return self.name, answer
+        return self.name, call_encoded
 
 
 class NoArguments(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 
-from eldr_serve.channel import Answer
+from eldr_serve.channel import Reply
 from eldr_serve.channel.server import OpenMethod
 from eldr_serve.router.messages import (
     Counted,
@@ -70,7 +70,7 @@ class Sessions:
         self.state = state
         state.set_callbacks(on_leases=self._send_leases, on_settings=self._send_settings)
         for subscription in list(self.by_peer.values()):
-            subscription.answer.peer.close("the router's settings have changed")
+            subscription.reply.peer.close("the router's settings have changed")
 
     def apply_soon(self) -> None:
         """Apply all collected messages, and dispatch the decode queue, in the event loop's next iteration."""
@@ -92,13 +92,13 @@ class Sessions:
             self.metrics.record_placement(self.state, time.perf_counter() - began)
         for lease in pending:
             call = self.open.get(lease.request_id)
-            if call is None:  # an answer has closed its ingress's channel
+            if call is None:  # sending a reply has closed its ingress's channel
                 continue
             if lease.state is State.QUEUED and not call.queued:
                 call.queued = True
-                call.answer.send(_QUEUED)
+                call.reply.send(_QUEUED)
             elif lease.state is State.SENT and not self.state.is_stale(lease.request):
-                call.answer.send(_UNPLACED)
+                call.reply.send(_UNPLACED)
 
     def _send_leases(self, leases: list[Lease]) -> None:
         self.metrics.record_leases(self.state, leases)
@@ -108,31 +108,31 @@ class Sessions:
                 continue
             if call.queued:
                 self.metrics.record_wait(self.state, lease)
-            call.answer.send(encode(Leased.from_lease(lease)))
+            call.reply.send(encode(Leased.from_lease(lease)))
 
     def _send_settings(self, settings: Settings) -> None:
         message = encode(settings)
         for subscription in list(self.by_peer.values()):
-            subscription.answer.send(message)
+            subscription.reply.send(message)
 
     # -- new calls --------------------------------------------------------------------------------
 
-    def _subscribe(self, body: bytes, answer: Answer) -> _Subscription:
+    def _subscribe(self, body: bytes, reply: Reply) -> _Subscription:
         message: Restore = _decode_restore(body)
         previous = self.by_ingress.get(message.ingress)
-        if previous is not None and previous.answer.peer is not answer.peer:
-            previous.answer.peer.close("its ingress has connected again")  # its further messages are outdated
+        if previous is not None and previous.reply.peer is not reply.peer:
+            previous.reply.peer.close("its ingress has connected again")  # its further messages are outdated
         self.state.restore(message)
-        subscription = _Subscription(self, message.ingress, answer)
-        self.by_ingress[message.ingress] = self.by_peer[answer.peer] = subscription
-        answer.send(encode(self.state.settings))
+        subscription = _Subscription(self, message.ingress, reply)
+        self.by_ingress[message.ingress] = self.by_peer[reply.peer] = subscription
+        reply.send(encode(self.state.settings))
         return subscription
 
-    def _open_place(self, body: bytes, answer: Answer) -> _PlaceCall:
-        if answer.peer not in self.by_peer:
+    def _open_place(self, body: bytes, reply: Reply) -> _PlaceCall:
+        if reply.peer not in self.by_peer:
             raise ConnectionError("an ingress must subscribe before it places requests")
         message: Place = _decode_place(body)
-        call = _PlaceCall(self, self.by_peer[answer.peer].ingress, answer, message.request.request_id)
+        call = _PlaceCall(self, self.by_peer[reply.peer].ingress, reply, message.request.request_id)
         self.open[message.request.request_id] = call
         call.place(message)
         return call
@@ -141,8 +141,8 @@ class Sessions:
 class _Subscription:
     """An ingress's subscription to settings."""
 
-    def __init__(self, sessions: Sessions, ingress: str, answer: Answer) -> None:
-        self._sessions, self.ingress, self.answer = sessions, ingress, answer
+    def __init__(self, sessions: Sessions, ingress: str, reply: Reply) -> None:
+        self._sessions, self.ingress, self.reply = sessions, ingress, reply
 
     def on_note(self, payload: bytes, tokens: int) -> None:
         message = _decode_subscription_note(payload)
@@ -158,8 +158,8 @@ class _Subscription:
     def on_lost(self) -> None:
         """Begin the grace period."""
         sessions = self._sessions
-        if sessions.by_peer.get(self.answer.peer) is self:
-            del sessions.by_peer[self.answer.peer]
+        if sessions.by_peer.get(self.reply.peer) is self:
+            del sessions.by_peer[self.reply.peer]
             asyncio.get_running_loop().call_later(sessions.grace_s, self._drop)
 
     def _drop(self) -> None:
@@ -172,11 +172,11 @@ class _Subscription:
 class _PlaceCall:
     """A request's lease, or its wait for one."""
 
-    __slots__ = ("_ingress", "_pending", "_request_id", "_sessions", "answer", "queued")
+    __slots__ = ("_ingress", "_pending", "_request_id", "_sessions", "queued", "reply")
 
-    def __init__(self, sessions: Sessions, ingress: str, answer: Answer, request_id: str) -> None:
+    def __init__(self, sessions: Sessions, ingress: str, reply: Reply, request_id: str) -> None:
         self._sessions, self._ingress, self._request_id = sessions, ingress, request_id
-        self.answer = answer
+        self.reply = reply
         self.queued = False
         self._pending: Lease | None = None  # not yet passed to the placer
 

@@ -73,7 +73,7 @@ class RouterCalls:
 
     async def get_channel(self) -> Channel:
         """Return the open channel, or open one; opening continues if the caller is cancelled."""
-        if self._channel is not None and self._channel.open:
+        if self._channel is not None and self._channel.is_open:
             return self._channel
         if self._connecting is None:
             self._connecting = asyncio.get_running_loop().create_task(self._connect_for_all())

@@ -47,7 +47,7 @@ from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBl
 _MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
 
-_decode_answer = decoder(Leased | Queued | Unplaced)
+_decode_reply = decoder(Leased | Queued | Unplaced)
 
 
 class RouterClient:
@@ -283,12 +283,12 @@ class RouterClient:
                 lease.become(State.SENT)
 
     def _on_message(self, lease: Lease, payload: bytes) -> None:
-        answer = _decode_answer(payload)
-        if isinstance(answer, Leased):
-            answer.copy_to(lease)
+        reply = _decode_reply(payload)
+        if isinstance(reply, Leased):
+            reply.copy_to(lease)
             self._discard_unread_counts(lease)
             self._fallback.add(lease)
-        elif isinstance(answer, Queued) and lease.state is State.SENT:
+        elif isinstance(reply, Queued) and lease.state is State.SENT:
             lease.become(State.QUEUED)
             self._waiting.queue(lease.request_id)
             return

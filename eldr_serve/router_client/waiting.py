@@ -16,13 +16,13 @@ class _WaitingRequest:
     """A request that waits.
 
     Attributes:
-        answer: done when the wait is over.
+        outcome: done when the wait is over; fails if the request is refused.
         unanswered_since_s: time at which the wait for an answer last began, on the event loop's clock.
         expiry: end of the wait in the decode queue, once it has begun.
     """
 
     lease: Lease
-    answer: asyncio.Future[None]
+    outcome: asyncio.Future[None]
     unanswered_since_s: float
     expiry: asyncio.TimerHandle | None = None
 
@@ -48,7 +48,7 @@ class WaitingRequests:
 
     def __iter__(self) -> Iterator[Lease]:
         """Iterate over the leases that wait."""
-        return iter([entry.lease for entry in self._waiting.values() if not entry.answer.done()])
+        return iter([entry.lease for entry in self._waiting.values() if not entry.outcome.done()])
 
     @property
     def queue_wait_s(self) -> float:
@@ -68,7 +68,7 @@ class WaitingRequests:
         try:
             # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer, and the
             # request of a disconnected client would keep running.
-            await entry.answer
+            await entry.outcome
         finally:
             if self._waiting.get(request_id) is entry:
                 del self._waiting[request_id]
@@ -80,13 +80,13 @@ class WaitingRequests:
     def resume(self, request_id: str) -> None:
         """End a request's wait, if it waits."""
         entry = self._waiting.get(request_id)
-        if entry is not None and not entry.answer.done():
-            entry.answer.set_result(None)
+        if entry is not None and not entry.outcome.done():
+            entry.outcome.set_result(None)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request's wait, if it waits."""
         if request_id in self._waiting:
-            self._waiting[request_id].answer.cancel()
+            self._waiting[request_id].outcome.cancel()
 
     def queue(self, request_id: str) -> None:
         """Let a request wait in the decode queue until `deadline_s`; refuse it if it would wait longer."""
@@ -117,11 +117,11 @@ class WaitingRequests:
             self._timer.cancel()
 
     def _expire(self, entry: _WaitingRequest) -> None:
-        if not entry.answer.done():
+        if not entry.outcome.done():
             self._on_expired()
             retry_after_s = self._estimator.retry_after_s(self._in_queue + 1)
             reason = "no decode worker is free for this request in time"
-            entry.answer.set_exception(OverloadedError(reason, retry_after_s=retry_after_s))
+            entry.outcome.set_exception(OverloadedError(reason, retry_after_s=retry_after_s))
 
     def _start_timer(self) -> None:
         if self._timer is None:
@@ -132,7 +132,7 @@ class WaitingRequests:
         unanswered = [
             entry.unanswered_since_s
             for entry in self._waiting.values()
-            if entry.lease.state in (State.UNSENT, State.SENT) and not entry.answer.done()
+            if entry.lease.state in (State.UNSENT, State.SENT) and not entry.outcome.done()
         ]
         if not unanswered:
             return

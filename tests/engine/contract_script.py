@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.ports import free_port
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.protocol import Engine, EngineRole
 from tests.support.engine_contract import (
@@ -51,9 +51,9 @@ async def start(role: EngineRole, model: str) -> Engine:
         "engine_kwargs": dict(KWARGS),
         "log_engine_metrics": False,  # Ray would receive them
     }
-    spec: Any = ENGINES.spec(role, described, kv_lease_s=300.0)
+    spec: Any = BACKEND.spec(role, described, kv_lease_s=300.0)
     os.environ |= spec.environment
-    return await ENGINES.start(spec.config)
+    return await BACKEND.start(spec.config)
 
 
 def end(engine: Any) -> None:
@@ -115,10 +115,10 @@ class RemoteEngine:
 
 def calibrate(model: str, pipe: Connection) -> None:
     """Return what the calibration engine violates, without routes and with them."""
-    settings, environment = ENGINES.calibration_settings(model, "cpu", dict(KWARGS))
+    settings, environment = BACKEND.calibration_settings(model, "cpu", dict(KWARGS))
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     port = nixl()
-    engine = ENGINES.start_calibration(settings, port)
+    engine = BACKEND.start_calibration(settings, port)
     broken = []
     for routes in (False, True):
         try:

@@ -58,7 +58,7 @@ def record_operators(on_host: bool) -> Operators:
         for name in names:
             setattr(owner, name, operators.around(getattr(owner, name)))
     if not on_host:  # as on a GPU, where counts stay on the device
-        connector_worker.counts_on_host = lambda *_: False
+        connector_worker.can_count_on_host = lambda *_: False
     HostCopies.start = operators.outside(HostCopies.start)  # type: ignore[method-assign]
     return operators
 

@@ -17,7 +17,7 @@ def main(model: str, folder: str) -> None:
     from eldr_serve.engine.vllm.config import engine_kwargs
     from eldr_serve.engine.vllm.kv import worker_side as connector_worker
 
-    connector_worker.counts_on_host = lambda *_: False
+    connector_worker.can_count_on_host = lambda *_: False
     llm = LLM(
         model=model,
         dtype="float32",

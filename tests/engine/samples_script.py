@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.experts.signature import pack_counts
@@ -126,9 +126,9 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
 
 def calibrate(model: str, pipe: Connection) -> None:
     """Count the experts of each [prompt, answer length] in a calibrating engine."""
-    settings, environment = ENGINES.calibration_settings(model, "cpu", dict(contract_script.KWARGS))
+    settings, environment = BACKEND.calibration_settings(model, "cpu", dict(contract_script.KWARGS))
     os.environ |= environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    engine = ENGINES.start_calibration(settings, nixl())
+    engine = BACKEND.start_calibration(settings, nixl())
     asked = pipe.recv()
     sampling = [Sampling(TOKENS, 0.0, ignore_eos=True)] * len(asked)
     pipe.send(engine.calibrate(asked, sampling))

@@ -23,7 +23,7 @@ from eldr_serve.engine.vllm.compat import ep
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.ep.transfer import start_layer
-from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse
+from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
 from examples.demo_model import WEIGHTS
 from offline.placement.affinity import co_activation
@@ -164,4 +164,4 @@ def test_an_initial_placement_that_does_not_fit_is_refused(
 
 def test_the_error_names_a_misspelt_key() -> None:
     with pytest.raises(UnsupportedEngineError, match="eldr_experts does not fit, replica_choise"):
-        parse(CpuExpertsConfig, {"replica_choise": "metro"})
+        parse_experts_config(CpuExpertsConfig, {"replica_choise": "metro"})

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.lib.ports import free_port
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.engine.vllm.eplb import PlacedWorker, experts_config
+from eldr_serve.engine.vllm.eplb import PlacedWorker, read_experts_config
 from tests.engine.scripts import run_script
 
 
@@ -38,7 +38,7 @@ def config(given: Any = None, speculative: Any = None, use_async: bool = False, 
 
 
 def test_a_config_is_read() -> None:
-    assert experts_config(config()).replica_choice == "even"
+    assert read_experts_config(config()).replica_choice == "even"
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_a_config_is_read() -> None:
 )
 def test_an_engine_that_cannot_hold_a_placement_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
-        experts_config(config(**settings))
+        read_experts_config(config(**settings))

@@ -98,7 +98,7 @@ class Runner:
     def scheduler_output(self, tokens: int, requests: int | None = None) -> Any:
         """Return vLLM's SchedulerOutput of a step, reduced to what connectors read."""
         metadata = EldrConnectorMetadata()
-        metadata.plan, metadata.held = StepPlan(requests=requests or tokens, tokens=tokens), {}
+        metadata.plan, metadata.held_prompts = StepPlan(requests=requests or tokens, tokens=tokens), {}
         return SimpleNamespace(
             kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
         )

@@ -69,7 +69,7 @@ class BlockEngine(InProcess):
             self.failed += not request.id.startswith("warm-")
             raise RuntimeError("the engine is sick")
 
-    async def answer(self, request: EngineRequest, send: Send) -> None:
+    async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
         """Send the prompt's tokens, whatever the request."""
         send(json.dumps({"tokens": prompt_of(json.loads(request.body))}).encode(), 0)
 

@@ -199,7 +199,7 @@ MUTATIONS = (
     Mutation(
         "a connection that its client has left is still served",
         "eldr_serve.router.sessions",
-        'previous.answer.peer.close("its ingress has connected again")',
+        'previous.reply.peer.close("its ingress has connected again")',
     ),
     Mutation(
         "a request that is given up stays in the decode queue",

@@ -167,11 +167,11 @@ class World:
         server: servers.EngineServer
         if role == "prefill":
             server = servers.PrefillServer.__new__(servers.PrefillServer)
-            await server.__init__(config, engine=prefill, stall_timeout_s=CALL_S)  # type: ignore[misc]
+            await server.__init__(config, start_engine=prefill, stall_timeout_s=CALL_S)  # type: ignore[misc]
         else:
             server = servers.DecodeServer.__new__(servers.DecodeServer)
             await server.__init__(  # type: ignore[misc]
-                config, engine=decode, router_name="router", stall_timeout_s=CALL_S
+                config, start_engine=decode, router_name="router", stall_timeout_s=CALL_S
             )
         process.servable_object = server
         self.engines[process.name] = server._engine  # type: ignore[assignment]

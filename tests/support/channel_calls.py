@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eldr_serve.channel import Answer, Call, Channel, ChannelServer
+from eldr_serve.channel import Call, Channel, ChannelServer, Reply
 from eldr_serve.channel.frames import VERSION, Kind, frame
 
 SECRET = "secret"
@@ -24,28 +24,28 @@ class Engine:
         self.go_on = asyncio.Event()
         self.server = ChannelServer(
             SECRET,
-            self.answer,
+            self.handle_call,
             error_response=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
             max_calls=limit,
             full_error=lambda: RuntimeError("full"),
             report=report,
         )
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
         self.running.append(method)
         self.begun += 1
         try:
             if method == "echo":
                 for part in header["parts"]:
-                    answer.send(part + body, 1)
+                    reply.send(part + body, 1)
                     await asyncio.sleep(0)
             elif method == "running":
-                answer.send(" ".join(self.running).encode())
+                reply.send(" ".join(self.running).encode())
             elif method == "refuse":
                 raise ValueError("this is wrong")
             elif method == "flood":
                 while True:
-                    answer.send(b"x" * 65536, 1)
+                    reply.send(b"x" * 65536, 1)
                     try:
                         await asyncio.sleep(0)
                     except asyncio.CancelledError:
@@ -54,9 +54,9 @@ class Engine:
                         await asyncio.sleep(1)  # a stuck engine stops late
                         raise
             elif method == "wait":
-                answer.send(b"begun")
+                reply.send(b"begun")
                 await self.go_on.wait()
-                answer.send(b"done", 1)
+                reply.send(b"done", 1)
         finally:
             self.running.remove(method)
 

@@ -253,7 +253,7 @@ async def a_request_is_refused_by_prefill_as_by_generate(subject: Subject) -> No
 
 async def an_endpoint_that_is_not_there_is_refused(subject: Subject) -> None:
     try:
-        await subject.generates.answer(EngineRequest("nothing", b"{}"), Sent())
+        await subject.generates.serve_endpoint(EngineRequest("nothing", b"{}"), Sent())
     except RequestRefusedError as error:
         assert error.status == 400  # noqa: PT017 - the checks run without pytest, too
     else:

@@ -29,7 +29,7 @@ def generate(
 async def serving(
     kind: Any,
     *,
-    engine: Any = FakeEngine.start,
+    start_engine: Any = FakeEngine.start,
     stall_timeout_s: float = 60.0,
     deployment_config: dict[str, Any] | None = None,
     ranks: int = 1,
@@ -40,7 +40,7 @@ async def serving(
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         await server.__init__(
             FakeConfig(COUNTS, step_s=0.001, ranks=ranks, deployment_config=deployment_config or {}),
-            engine=engine,
+            start_engine=start_engine,
             stall_timeout_s=stall_timeout_s,
             **arguments,
         )

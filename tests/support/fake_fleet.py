@@ -16,7 +16,7 @@ from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.fleet import Fleet
-from eldr_serve.replicas.servers import describe
+from eldr_serve.replicas.servers import describe_error
 
 TOKEN_IDS = bytes(7 * 4)  # of each prompt
 _CANCEL_DELAY_S = 0.004  # until an engine learns that a call was cancelled
@@ -31,7 +31,7 @@ class Sent:
     header: dict[str, Any]
     body: bytes
     cancelled: bool = False
-    leaving: bool = False
+    is_leaving: bool = False
     running: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -123,7 +123,7 @@ class FakeFleet(Fleet):
         except (ChannelLostError, CallFailedError) as error:
             call.on_ended(error)
         except Exception as error:
-            call.on_ended(CallFailedError(*describe(error, VllmEngine)))
+            call.on_ended(CallFailedError(*describe_error(error, VllmEngine)))
 
 
 def prefill_result(**params: Any) -> bytes:

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import numpy as np
 
-from eldr_serve.channel import Answer, Channel, ChannelLostError, ChannelServer
+from eldr_serve.channel import Channel, ChannelLostError, ChannelServer, Reply
 from eldr_serve.channel.server import _Connection
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.fleet.directory import ReplicaDirectory
@@ -135,7 +135,7 @@ class FakeActor(RouterCalls):
         self.sessions = Sessions(self.state, Mock(), grace_s)
         self.server = ChannelServer(
             "secret",
-            self._answer,
+            self._handle_call,
             error_response=_error_response,
             max_calls=10**6,
             full_error=RuntimeError,
@@ -176,12 +176,12 @@ class FakeActor(RouterCalls):
         self.sessions = Sessions(self.state, Mock(), self.sessions.grace_s)
         self.alive = True
 
-    def _subscribe(self, body: bytes, answer: Answer) -> Any:
-        handler = self.sessions.open_methods["subscribe"](body, answer)
+    def _subscribe(self, body: bytes, reply: Reply) -> Any:
+        handler = self.sessions.open_methods["subscribe"](body, reply)
         return self._record_notes(handler, decoder(Any))
 
-    def _place(self, body: bytes, answer: Answer) -> Any:
-        handler = self.sessions.open_methods["place"](body, answer)
+    def _place(self, body: bytes, reply: Reply) -> Any:
+        handler = self.sessions.open_methods["place"](body, reply)
         self.messages.append(decoder(Place)(body))
         return self._record_notes(handler, decoder(Place | Counted))
 
@@ -192,8 +192,8 @@ class FakeActor(RouterCalls):
 
         return Mock(on_note=on_note, on_close=handler.on_close, on_lost=handler.on_lost)
 
-    async def _answer(self, method: str, header: Any, body: bytes, answer: Answer) -> None:
-        answer.send(await self._methods()[method](body))
+    async def _handle_call(self, method: str, header: Any, body: bytes, reply: Reply) -> None:
+        reply.send(await self._methods()[method](body))
 
     def _methods(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         state, live = self.state, self.state.live_settings

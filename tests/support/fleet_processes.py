@@ -140,17 +140,17 @@ async def _engine(role: str, config: dict[str, float]) -> None:
     kind: Any = {"prefill": servers.PrefillServer, "decode": servers.DecodeServer}[role]
 
     class Server(kind):  # type: ignore[misc]
-        async def answer(self, method: str, header: Any, body: bytes, answer: Any) -> None:
+        async def handle_call(self, method: str, header: Any, body: bytes, reply: Any) -> None:
             if method == "running":
-                answer.send(json.dumps(sorted(self._engine.running)).encode())
+                reply.send(json.dumps(sorted(self._engine.running)).encode())
             else:
-                await super().answer(method, header, body, answer)
+                await super().handle_call(method, header, body, reply)
 
     server = object.__new__(Server)
     router = {"router_name": "router"} if role == "decode" else {}
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         config_of_engine = FakeConfig(COUNTS, **config)  # type: ignore[arg-type]
-        await server.__init__(config_of_engine, engine=FakeEngine.start, stall_timeout_s=60.0, **router)
+        await server.__init__(config_of_engine, start_engine=FakeEngine.start, stall_timeout_s=60.0, **router)
     _print(await server.record_replica_metadata())
     await asyncio.Event().wait()
 

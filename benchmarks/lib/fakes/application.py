@@ -57,7 +57,7 @@ def fake_application(
             num_replicas=replicas,
             request_router_config=router,
             **{"ray_actor_options": {"num_cpus": 0.1}} | dict(engine_options),
-        ).bind(config, engine=FakeEngine.start, stall_timeout_s=options.stall_timeout_s, **arguments)
+        ).bind(config, start_engine=FakeEngine.start, stall_timeout_s=options.stall_timeout_s, **arguments)
 
     rng = np.random.default_rng(seed)
     table = table_near(prompt_counts(decode_replicas, rng), decode_replicas, rng, spec=random_spec(rng))

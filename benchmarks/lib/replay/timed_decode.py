@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from typing import Any
 
-from eldr_serve.channel import Answer
+from eldr_serve.channel import Reply
 from eldr_serve.engine.vllm.compat.serve_llm import engine_client
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.replicas.llm_servers import LLMDecodeServer
@@ -33,11 +33,11 @@ class TimedDecodeServer(LLMDecodeServer):
         self._record = client.logger_manager.record
         client.logger_manager.record = self._record_stats
 
-    async def answer(self, method: str, header: dict[str, Any], body: bytes, answer: Answer) -> None:
-        """Answer like DecodeServer.answer."""
+    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+        """Handle a call like DecodeServer.handle_call."""
         _called_at.set(time.monotonic())
-        timed: Any = _Timed(answer, self._stages)
-        await super().answer(method, header, body, timed)
+        timed: Any = _Timed(reply, self._stages)
+        await super().handle_call(method, header, body, timed)
 
     async def stages(self) -> dict[str, dict[str, float]]:
         """Return StageLatencies.summary."""
@@ -64,10 +64,10 @@ class TimedDecodeServer(LLMDecodeServer):
 
 
 class _Timed:
-    """An Answer that records when its first part is sent."""
+    """A Reply that records when its first part is sent."""
 
-    def __init__(self, answer: Answer, stages: StageLatencies) -> None:
-        self._answer = answer
+    def __init__(self, reply: Reply, stages: StageLatencies) -> None:
+        self._reply = reply
         self._stages = stages
         self._waiting = True
 
@@ -75,4 +75,4 @@ class _Timed:
         if self._waiting:
             self._stages.record(engine=time.monotonic() - _called_at.get())
             self._waiting = False
-        self._answer.send(payload, tokens, ids)
+        self._reply.send(payload, tokens, ids)

@@ -109,7 +109,7 @@ def resolve_shared_arguments(config: Any) -> dict[str, Any]:
 
 
 def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one sentence for each field that resolves to different values; see VllmBackend.differences."""
+    """Yield one sentence for each field that resolves to different values; see EngineBackend.differences."""
     for field in SHARED_ARGUMENTS:
         if field.name in prefill and field.name in decode and prefill[field.name] != decode[field.name]:
             of_prefill, of_decode = prefill[field.name], decode[field.name]

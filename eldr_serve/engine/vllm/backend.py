@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eldr_serve.engine.backend_protocol import EngineSpec
 from eldr_serve.engine.protocol import CalibrationEngine, Device, Engine, EngineRole
 from eldr_serve.engine.vllm.config import ENVIRONMENT, engine_kwargs
 
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class VllmBackend:
-    """The kind of engine that `eldr_serve.engine.active_backend` selects.
-
-    Attributes:
-        describe_environment: environment variables of a process that calls `describe`.
-    """
+    """Implement EngineBackend with vLLM; `eldr_serve.engine.active_backend` selects it."""
 
     describe_environment: Mapping[str, str] = {
         "HF_HUB_OFFLINE": "1",
@@ -32,71 +29,50 @@ class VllmBackend:
         "VLLM_TARGET_DEVICE": "cpu",
     }
 
-    def load(self) -> None:
-        """Import the engine software; call it before any other module may import that software."""
+    def import_software(self) -> None:
+        """Import vLLM and Ray Serve LLM."""
         import eldr_serve.engine.vllm.imports  # noqa: F401
 
-    def check(self) -> None:
-        """Raise RuntimeError if an installed package is not a supported version."""
+    def check_versions(self) -> None:
+        """Raise RuntimeError if Ray is not a supported version."""
         from eldr_serve.engine.vllm.compat.serve_llm import check_ray
 
         check_ray()
 
     def version(self) -> str:
-        """Return the version of the engine software."""
+        """Return the version of vLLM."""
         import vllm
 
         return str(vllm.__version__)
 
-    def requests(self) -> Mapping[str, Any]:
-        """Return the types of clients' requests by method (see EngineRequest)."""
+    def request_types(self) -> Mapping[str, Any]:
+        """Return vLLM's types of clients' requests by method."""
         from eldr_serve.engine.vllm.requests.request_parsing import REQUESTS
 
         return REQUESTS
 
     def check_config(self, where: str, config: Mapping[str, Any]) -> None:
-        """Check names and simple values of a role's configuration without importing engine code.
-
-        Args:
-            where: name of the configuration in the file.
-            config: the configuration; it is not modified.
-
-        Raises:
-            ConfigurationError: a name or value is wrong.
-        """
+        """Check names and simple values of an LLMConfig without importing vLLM."""
         from eldr_serve.engine.vllm.check_config import check_config
 
         check_config(where, config)
 
     def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> VllmSpec:
-        """Return the specification of the engines, with the settings added that expert counts need.
-
-        Args:
-            role: role of the engines.
-            config: the role's configuration, Ray Serve LLM's LLMConfig; it is modified.
-            kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
-
-        Raises:
-            ValueError, TypeError: the configuration cannot be used; a ValidationError has the location.
-        """
+        """Return the specification of the engines; `config` has the fields of Ray's LLMConfig."""
         from eldr_serve.engine.vllm.compat.arguments import check_arguments
         from eldr_serve.engine.vllm.spec import VllmSpec, llm_config
 
         check_arguments("engine_kwargs", config.get("engine_kwargs") or {})
         return VllmSpec(llm_config(role, config, kv_lease_s=kv_lease_s))
 
-    def compare(self, prefill: VllmSpec, decode: VllmSpec) -> None:
-        """Raise ConfigurationError unless both roles agree on the fields that must be equal."""
+    def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:
+        """Raise ConfigurationError unless two VllmSpecs agree on the fields that must be equal."""
         from eldr_serve.engine.vllm.agreement import compare_specs
 
         compare_specs(prefill, decode)
 
     def differences(self, prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> list[str]:
-        """Return one sentence for each field that must be equal but differs.
-
-        Args:
-            prefill, decode: resolved arguments of both roles (VllmDescribed.shared_arguments).
-        """
+        """Return one sentence for each field that must be equal but differs."""
         from eldr_serve.engine.vllm.agreement import differences
 
         return list(differences(prefill, decode))
@@ -127,24 +103,15 @@ class VllmBackend:
     def calibration_settings(
         self, model: str, device: Device, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the settings for `start_calibration`, and the environment variables of its process.
-
-        Args:
-            model: location of the model.
-            device: the hardware that the engine runs on.
-            arguments: arguments of a deployment's engine.
-        """
+        """Return vLLM's arguments for `start_calibration`, and the environment variables of its process."""
         # vLLM's LLM, which calibrates, has no data-parallel ranks.
-        given = {name: value for name, value in arguments.items() if name != "data_parallel_size"}
-        return {"model": model, **engine_kwargs("calibrate", device=device, **given)}, dict(ENVIRONMENT)
+        rank_arguments = {name: value for name, value in arguments.items() if name != "data_parallel_size"}
+        return {"model": model, **engine_kwargs("calibrate", device=device, **rank_arguments)}, dict(
+            ENVIRONMENT
+        )
 
     def start_calibration(self, settings: dict[str, Any], port: int) -> CalibrationEngine:
-        """Start an engine for calibration.
-
-        Args:
-            settings: see `calibration_settings`.
-            port: first port at which its ranks may listen.
-        """
+        """Start vLLM's offline engine for calibration."""
         from eldr_serve.engine.vllm.calibration_engine import VllmCalibrationEngine
 
         return VllmCalibrationEngine(settings, port)

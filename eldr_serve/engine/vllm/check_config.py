@@ -79,10 +79,12 @@ def check_environment(where: str, runtime_env: Mapping[str, Any]) -> None:
             _check_number(f"{where}.env_vars.{name}", value, *_NUMBERS[name])
 
 
-def _check_names(where: str, given: Mapping[str, Any], known: frozenset[str], what: str = "key") -> None:
-    for name in given:
-        if known and name not in known:
-            raise ConfigurationError(unknown_name(where, name, known, what))
+def _check_names(
+    where: str, mapping: Mapping[str, Any], known_names: frozenset[str], what: str = "key"
+) -> None:
+    for name in mapping:
+        if known_names and name not in known_names:
+            raise ConfigurationError(unknown_name(where, name, known_names, what))
 
 
 def _check_number(where: str, value: Any, minimum: int, maximum: int, meaning: str) -> None:

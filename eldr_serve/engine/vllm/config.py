@@ -9,6 +9,7 @@ import logging
 from typing import Any, Literal
 
 from eldr_serve.errors import ConfigurationError
+from eldr_serve.validation import unknown_name
 
 Role = Literal["prefill", "decode", "whole", "calibrate"]
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "whole": "kv_both", "calibrate": "kv_both"}
@@ -25,7 +26,7 @@ _NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
 # Tracing arguments. vLLM derives spans from its statistics; without these the first request fails.
 _SPANS = ("otlp_traces_endpoint", "collect_detailed_traces")
 
-_LEASE = "kv_lease_duration"  # NIXL's argument for `kv_lease_s`, s
+_LEASE = "kv_lease_duration"  # name of NIXL's argument for `kv_lease_s`
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def engine_kwargs(
     Args:
         role: role of the engine; a whole engine prefills and decodes.
         device: "cpu" or "gpu", the location of the KV cache.
-        kv_lease_s: how long a prefill engine keeps a finished prompt's blocks, s.
+        kv_lease_s: seconds for which a prefill engine keeps a finished prompt's blocks.
         overrides: further engine arguments, which replace ours. Exceptions: the keys of
             `kv_transfer_config` and its `kv_connector_extra_config` are merged into ours.
             `speculative_config` applies to engines that decode; a prefill engine keeps it if the drafter has
@@ -52,7 +53,7 @@ def engine_kwargs(
             the lease of KV blocks, which `kv_lease_s` sets.
     """
     if role not in _KV_ROLE:
-        raise ValueError(f"unknown engine role {role!r}; there are {', '.join(_KV_ROLE)}")
+        raise ValueError(unknown_name("", role, _KV_ROLE, "engine role"))
     drafting = overrides.get("speculative_config") or {}
     method = drafting.get("method")
     if drafting and (role == "calibrate" or (role == "prefill" and method in _NO_DRAFT_KV)):

@@ -16,18 +16,7 @@ _GPU_BLOCK = 16
 
 
 class VllmDescribed(DescribedEngine):
-    """An engine on a described machine; it computes nothing. Sizes are those of one rank.
-
-    Args:
-        model: folder with the model's config.json.
-        arguments: the engine's arguments, as VllmSpec.arguments returns them.
-        memory_gib: memory of the GPU, GiB.
-        capability: CUDA compute capability of the GPU; None: the engine runs on a CPU.
-
-    Attributes:
-        max_model_len: maximum number of tokens of a prompt and its answer.
-        memory_utilization: share of a GPU's memory that the engine may take.
-        shared_arguments: resolved arguments that prefill and decode must share; JSON types.
+    """Implement EngineDescription with vLLM; see EngineBackend.describe for the arguments.
 
     Raises:
         ValueError, NotImplementedError, AssertionError: the engine would not start.
@@ -66,10 +55,10 @@ class VllmDescribed(DescribedEngine):
             element=model.dtype.itemsize,
         )
 
-    def check(self) -> None:
+    def check_counting(self) -> None:
         """Raise ConfigurationError if an engine that counts experts would not start."""
         with configuration_errors():
-            super().check()
+            super().check_counting()
 
 
 def _default_batch(memory_gib: float, capability: tuple[int, int]) -> dict[str, int]:

@@ -24,7 +24,7 @@ from eldr_serve.engine.calls import (
     REQUEST,
     TRANSPORT_S,
 )
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, several_prompts
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, has_several_prompts
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm.compat import buffered_metrics
 from eldr_serve.engine.vllm.compat.checked import start_errors
@@ -44,13 +44,13 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     with_client,
     wrap_stream,
 )
-from eldr_serve.engine.vllm.ep.plugin import switched_on
+from eldr_serve.engine.vllm.ep.plugin import is_switched_on
 from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
 from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_whole_answer
 from eldr_serve.engine.vllm.requests.continuation import Continuation
-from eldr_serve.engine.vllm.requests.first_token import first_token
+from eldr_serve.engine.vllm.requests.first_token import prefill_prompt
 from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
@@ -87,7 +87,7 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, config: Any) -> VllmEngine:
-        """Start the engine of an LLMConfig (see VllmBackend.spec).
+        """Start the engine of an LLMConfig (see EngineBackend.spec).
 
         Raises:
             UnsupportedEngineError: vLLM is not a supported version, or refuses the model.
@@ -102,7 +102,7 @@ class VllmEngine:
         engine = cls(server, config.model_id)
         parallel = engine_client(server.engine).vllm_config.parallel_config
         # The experts of data-parallel ranks cannot be moved while they serve.
-        if parallel.enable_expert_parallel and switched_on() and engine.ranks() == 1:
+        if parallel.enable_expert_parallel and is_switched_on() and engine.ranks() == 1:
             engine._experts = EngineExperts(server.collective_rpc)
             await engine._experts.refresh()
         return engine
@@ -112,7 +112,7 @@ class VllmEngine:
         request_to_hold = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
         parsed = await parse_generation(request_to_hold, self.server.engine)
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
-        output = await first_token(self.server.engine, request.method, parsed, raw_request, generated)
+        output = await prefill_prompt(self.server.engine, request.method, parsed, raw_request, generated)
         ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
         kv = output.kv_transfer_params or {}
         if (created := getattr(output, "num_cache_creation_tokens", None)) is not None:
@@ -192,8 +192,8 @@ class VllmEngine:
         """Wait for a prompt's expert counts; never return with `disable_log_stats`."""
         return await MEASUREMENTS.wait_for_counts(request_id)
 
-    async def answer(self, request: EngineRequest, send: Send) -> None:
-        """Answer a call to another endpoint."""
+    async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
+        """Serve an endpoint that generates nothing."""
         if request.method not in ENDPOINT_REQUESTS:
             raise RequestRefusedError(f"an engine has no call {request.method!r}", status=400)
         parsed = parse_request(request)
@@ -277,7 +277,7 @@ class VllmEngine:
 
     def take_samples(self) -> list[ExpertSample]:
         """Return samples since the last call; an engine that drafts tokens records none."""
-        return self._samples.take()
+        return self._samples.take_all()
 
     @staticmethod
     def status_of(error: Exception) -> int:
@@ -311,7 +311,7 @@ def _raw_request(parsed: Any, request: EngineRequest) -> Any:
 
 
 def _transport_s(continuation: Continuation, call_time_s: float) -> float | None:
-    """Return the time from the call to its first step, s; vLLM uses the same monotonic clock."""
+    """Return the seconds from the call to its first step; vLLM uses the same monotonic clock."""
     scheduled_s: float = getattr(continuation.metrics, "scheduled_ts", 0.0)
     return max(scheduled_s - call_time_s, 0.0) if scheduled_s else None
 
@@ -323,7 +323,7 @@ def _ids(packed: bytes) -> list[int]:
 
 def _has_one_answer(parsed: Any) -> bool:
     has_choices = (getattr(parsed, "n", None) or 1) > 1 or getattr(parsed, "use_beam_search", False)
-    return not has_choices and not several_prompts(getattr(parsed, "prompt", None))
+    return not has_choices and not has_several_prompts(getattr(parsed, "prompt", None))
 
 
 def _body(response: Any, method: str = "") -> tuple[bytes, int]:

@@ -6,8 +6,9 @@ Engine arguments, on GPUs (docs/replica_routing.md):
     eplb_config={"num_redundant_experts": P - E, "use_async": False, "step_interval": 10**9},
     additional_config={"eldr_experts": {"placement": "placement.json", "replica_choice": "metro"}}
 
-vLLM has no option for either. Its worker, extended here, applies both after it has loaded the weights and
-before memory is profiled and CUDA graphs are captured: a captured graph keeps its replica choice.
+vLLM has no option for a placement or a replica choice. The worker of this module sets both after it has
+loaded the weights, and before memory is profiled and CUDA graphs are captured. A captured graph keeps its
+choice.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from eldr_serve.engine.vllm.compat.eplb import (
     routes_own_tokens,
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
-from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse
+from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
 from eldr_serve.experts.parallel.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
 
@@ -45,19 +46,19 @@ class PlacedWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as the base class does, then place the experts and set the replica choice."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        config = experts_config(self.vllm_config)
+        config = read_experts_config(self.vllm_config)
         placement = ExpertPlacement.load(config.placement)
         place_experts(self.model_runner.eplb_state, placement.physical_to_logical)
         choose_replicas(self.vllm_config, config.replica_choice)
 
 
-def experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
+def read_experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
     """Return the engine's setting; raise UnsupportedEngineError if it is invalid or not supported."""
     check_expert_placement(vllm_config)
     settings = vllm_config.additional_config
     if not isinstance(settings, dict) or CONFIG_KEY not in settings:
         raise UnsupportedEngineError(f"additional_config has no {CONFIG_KEY!r}")
-    return parse(ExpertsConfig, settings[CONFIG_KEY])
+    return parse_experts_config(ExpertsConfig, settings[CONFIG_KEY])
 
 
 def place_experts(state: EplbState, placement: Ints) -> None:

@@ -56,13 +56,13 @@ class CpuExpertsConfig(BaseModel):
     moves_per_slice: int = Field(default=8, ge=1)
 
 
-def parse(config: type[Config], given: Any) -> Config:
+def parse_experts_config(config: type[Config], value: Any) -> Config:
     """Validate the value of CONFIG_KEY.
 
     Raises:
         UnsupportedEngineError: the value is invalid.
     """
     try:
-        return config.model_validate(given)
+        return config.model_validate(value)
     except ValidationError as error:
         raise UnsupportedEngineError(f"{CONFIG_KEY} does not fit, {one_line_message(error)}") from error

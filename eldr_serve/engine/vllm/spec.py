@@ -30,7 +30,7 @@ _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole":
 
 
 def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
-    """Return Ray's LLMConfig with our connector and scheduler added; see VllmBackend.spec."""
+    """Return Ray's LLMConfig with our connector and scheduler added; see EngineBackend.spec."""
     for part in ("engine_kwargs", "experimental_configs", "runtime_env"):
         config[part] = config.get(part) or {}
     loading = config.get("model_loading_config") or {}
@@ -74,12 +74,10 @@ def _model_ranks(kwargs: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class VllmSpec:
-    """The engines of one role, as configured by a deployment's `prefill_config` or `decode_config`.
+    """Implement EngineSpec with Ray Serve LLM's configuration.
 
     Attributes:
         config: Ray Serve LLM's configuration.
-        fixed_port_variable: environment variable that would give all replicas the same NIXL port.
-        host_kv_variable: environment variable that sets the size of a KV cache on a CPU.
     """
 
     config: LLMConfig
@@ -153,18 +151,12 @@ class VllmSpec:
         return engine_placement(self.config)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of AsyncEngineArgs without the model, for VllmBackend.describe; JSON types."""
+        """Return the arguments of AsyncEngineArgs without the model; JSON types."""
         kwargs: dict[str, Any] = self.config.get_engine_config().engine_kwargs
         return kwargs
 
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
-        """Build the Ray Serve deployment of these engines. Ray need not be running.
-
-        Args:
-            server: class of a replica; it is called with `llm_config`, the argument of VllmBackend.start.
-            name_prefix: prefix of the deployment's name, before the model's name.
-            arguments: further arguments of the class.
-        """
+        """Build the Ray Serve deployment of these engines. Ray need not be running."""
         return build_llm_deployment(
             self.config, name_prefix=name_prefix, deployment_cls=server, bind_kwargs=arguments
         )

@@ -43,7 +43,7 @@ class EldrStats(KVConnectorStats):
       waited for the other ranks.
     - prompt_steps: records of steps in which a whole engine computed prompts: requests, kv_tokens,
       prompt_tokens, seconds.
-    - capture_s: duration of the counting in each step, s.
+    - capture_s: seconds that the counting took in each step.
     - kv_usage, prompt_counts, prefix_changes: added by the scheduler: the share of KV blocks in use, the
       result of `EldrConnectorScheduler.take_prompt_counts`, and the fields of a BlockChanges, if any.
     """

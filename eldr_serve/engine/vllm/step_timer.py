@@ -12,7 +12,7 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 
 
 class StepTimer:
-    """Measures the time from the start of a step in the worker to the end of its forward, s.
+    """Measures the seconds from the start of a step in the worker to the end of its forward.
 
     On CPUs the forward has ended when it returns. The time of the thread is measured, because engines may
     share cores, and the work of other engines is no cost of this step. (Wall time would also grow with the
@@ -45,7 +45,7 @@ class StepTimer:
         self._unfinished.append((self._start, self._end, active, record))
 
     def take_completed(self) -> list[dict[str, Any]]:
-        """Return the records of steps whose time and experts have become available; each only once."""
+        """Return the records of steps whose time and experts have become available, each of them once."""
         completed = []
         while self._unfinished and self._is_ready(*self._unfinished[0][1:3]):
             start, end, active, record = self._unfinished.popleft()

@@ -5,33 +5,36 @@ None of them raises: after an exception in one rank, vLLM would return answers t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eldr_serve.engine.vllm.compat.checked import internal_imports
 
 with internal_imports():
     from eldr_serve.engine.vllm.compat.nixl import get_kv_transfer_group, has_kv_transfer_group
 
+if TYPE_CHECKING:
+    from eldr_serve.engine.vllm.ep.live import LiveExperts, RankMethod
+
 
 class EldrWorkerExtension:
     """Mixin of vLLM's worker."""
 
     vllm_config: Any
-    _eldr_experts: Any = None  # LiveExperts
+    _eldr_experts: LiveExperts | None = None
 
     def eldr_abandon(self, names: list[str]) -> None:
         """Free the blocks of prompts that no decode engine will read, once these have ended."""
         if has_kv_transfer_group():
             get_kv_transfer_group().abandon(names)
 
-    def eldr_experts(self, method: str, *arguments: Any) -> Any:
+    def eldr_experts(self, method: RankMethod, *arguments: Any) -> Any:
         """Call a method of `LiveExperts` and return its result; a str is the reason of a refusal."""
         try:
             return getattr(self._live_experts(), method)(*arguments)
         except ValueError as error:
             return str(error)
 
-    def _live_experts(self) -> Any:
+    def _live_experts(self) -> LiveExperts:
         """Return the LiveExperts of this worker; raise ValueError if its experts cannot be moved."""
         if self._eldr_experts is None:
             from eldr_serve.engine.vllm.compat.ep import live_experts  # imports vLLM's MoE layers

@@ -263,7 +263,7 @@ def predictor_class(name: str) -> Callable[[int], Predictor]:
         raise PolicyError(f"it must be one of {', '.join(PREDICTORS)}, or module:Class of your own")
     factory: Callable[[int], Predictor] = import_object(name, "which")
     if not all(callable(getattr(factory, method, None)) for method in ("__call__", "predict", "learn")):
-        raise PolicyError("which is no class with `predict` and `learn`")
+        raise PolicyError("which is not a class with `predict` and `learn`")
     return factory
 
 

@@ -111,7 +111,7 @@ async def test_draining_survives_a_peer_that_is_closed_meanwhile() -> None:
             connection.send = lambda data, connection=connection: connection.close("too slow")
         async with asyncio.timeout(5):
             await engine.server.drain()
-        await until(lambda: not any(peer.open for peer in peers))
+        await until(lambda: not any(peer.is_open for peer in peers))
 
 
 async def test_calls_end_in_the_engine_when_the_ingress_disconnects() -> None:
@@ -137,7 +137,7 @@ async def test_all_calls_are_lost_at_once_when_the_engine_stops() -> None:
         assert not lost.value.silent
         with pytest.raises(ChannelLostError):
             await call.wait_until_ended()
-        assert not channel.open
+        assert not channel.is_open
 
 
 async def test_a_draining_engine_refuses_new_calls_and_finishes_the_running_ones() -> None:
@@ -145,7 +145,7 @@ async def test_a_draining_engine_refuses_new_calls_and_finishes_the_running_ones
         call = channel.call("wait", {})
         await call.read()
         draining = asyncio.create_task(engine.server.drain())
-        await until(lambda: not channel.open)
+        await until(lambda: not channel.is_open)
         assert not draining.done()
         engine.go_on.set()
         assert await read_all(call) == (b"done", 1)
@@ -156,12 +156,12 @@ async def test_an_engine_that_leaves_says_so_on_open_and_on_later_connections() 
     async with connected_engine() as (engine, channel):
         call = channel.call("wait", {})
         await call.read()
-        assert not call.leaving
+        assert not call.is_leaving
         engine.server.leave()
-        await until(lambda: call.leaving)
+        await until(lambda: call.is_leaving)
         host, port = engine.server.address
         later = await Channel.connect(host, port, SECRET)
-        await until(lambda: not later.open)
+        await until(lambda: not later.is_open)
         later.close("the test ends")
         engine.go_on.set()
         assert await read_all(call) == (b"done", 1)
@@ -173,7 +173,7 @@ async def test_a_call_in_transit_to_a_draining_engine_is_answered() -> None:
         await asyncio.sleep(0)
         call = channel.call("wait", {})  # the idle engine drains, but the notice has not arrived yet
         await call.read()
-        assert not channel.open
+        assert not channel.is_open
         assert not draining.done()
         engine.go_on.set()
         assert await read_all(call) == (b"done", 1)

@@ -8,23 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from eldr_serve.channel import Answer, Channel, ChannelLostError
+from eldr_serve.channel import Channel, ChannelLostError, Reply
 from tests.support.channel_calls import SECRET, Engine, until
 
 
 class Handler:
     """An open call in the engine, which echoes notes and records events."""
 
-    def __init__(self, body: bytes, answer: Answer) -> None:
+    def __init__(self, body: bytes, reply: Reply) -> None:
         if body == b"wrong":
             raise ValueError("this is wrong")
-        self.answer, self.events = answer, [body]
+        self.reply, self.events = reply, [body]
 
     def on_note(self, payload: bytes, tokens: int) -> None:
         if payload == b"nonsense":
             raise msgspec.DecodeError("cannot parse")
         self.events.append((payload, tokens))
-        self.answer.send(payload)
+        self.reply.send(payload)
 
     def on_close(self, tokens: int) -> None:
         self.events.append(tokens)
@@ -51,8 +51,8 @@ class Connection:
         self.channel.close("the test ends")
         await self.engine.server.stop()
 
-    def begin(self, body: bytes, answer: Answer) -> Handler:
-        self.handlers.append(Handler(body, answer))
+    def begin(self, body: bytes, reply: Reply) -> Handler:
+        self.handlers.append(Handler(body, reply))
         return self.handlers[-1]
 
     def open(self, body: bytes = b"begun") -> Any:

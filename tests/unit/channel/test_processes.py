@@ -88,7 +88,7 @@ async def test_an_engine_that_is_killed_or_stopped_loses_its_calls(how: int, wit
         async with asyncio.timeout(10 * within_s):  # the bound holds on an idle machine
             with pytest.raises(ChannelLostError):
                 await call.read()
-        assert not channel.open
+        assert not channel.is_open
 
 
 async def test_calls_end_in_the_engine_when_the_ingress_is_killed() -> None:
@@ -132,7 +132,7 @@ async def test_a_faulty_peer_costs_an_engine_process_one_connection_and_one_log_
                 assert b"is closed" in await engine.stderr.readline()
         assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
         assert await running() == Chunk(b"wait running", 0)  # the faulty peers' calls have ended
-        assert channel.open
+        assert channel.is_open
         engine.kill()
         assert await engine.stderr.read() == b""
 

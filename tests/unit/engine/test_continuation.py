@@ -38,7 +38,7 @@ class Frames:
         self.sent.append((np.frombuffer(ids, np.uint32).tolist() if ids else None, payload))
 
     def up_to(self, cut: int | None) -> tuple[list[int], bytes]:
-        ids = [token for known, _ in self.sent[:cut] for token in known or []]
+        ids = [token for frame_ids, _ in self.sent[:cut] for token in frame_ids or []]
         return ids, b"".join(payload for _, payload in self.sent[:cut])
 
 
@@ -66,8 +66,8 @@ async def answer(
     now: int = 100,
 ) -> Frames:
     hi = {"messages": [{"role": "user", "content": "hi"}]}
-    asked = {"prompt": "hi"} if method == "completions" else hi
-    body = json.dumps({"model": "m", "temperature": 0} | asked | fields).encode()
+    prompt = {"prompt": "hi"} if method == "completions" else hi
+    body = json.dumps({"model": "m", "temperature": 0} | prompt | fields).encode()
     ids = np.asarray(generated or [], np.uint32).tobytes()
     request = EngineRequest(method, body, "r", generated=ids, created=created)
     frames = Frames()

@@ -38,10 +38,10 @@ def serving_of(kind: Any) -> Any:
     return serving_object
 
 
-def results(made: list[tuple[str, list[int]]], finish: tuple[str, Any], fails: bool) -> Any:
+def results(choices: list[tuple[str, list[int]]], finish: tuple[str, Any], fails: bool) -> Any:
     async def generate() -> AsyncIterator[RequestOutput]:
-        for number, (text, tokens) in enumerate(made):
-            last = number == len(made) - 1
+        for number, (text, tokens) in enumerate(choices):
+            last = number == len(choices) - 1
             if fails and last:
                 raise RuntimeError("the engine is gone")
             output = CompletionOutput(0, text, list(tokens), None, None)
@@ -52,8 +52,8 @@ def results(made: list[tuple[str, list[int]]], finish: tuple[str, Any], fails: b
     return generate()
 
 
-async def numbered(found: Any) -> AsyncIterator[Any]:
-    async for result in found:
+async def with_prompt_index(results: Any) -> AsyncIterator[Any]:
+    async for result in results:
         yield 0, result
 
 
@@ -63,7 +63,7 @@ def stream(serving_object: Any, request: Any, outputs: Any, generator: Any) -> A
     return generator(
         request,
         [],
-        numbered(outputs),
+        with_prompt_index(outputs),
         "cmpl-1",
         5,
         "m",
@@ -116,6 +116,38 @@ async def test_a_plain_stream_equals_vllms(
     assert chunks == expected
 
 
+async def without_marker(outputs: Any) -> AsyncIterator[Any]:
+    """Yield the outputs that vLLM's generator would get if it dropped the marker."""
+    async for index, result in outputs:
+        if "\x00" not in result.outputs[0].text:
+            yield index, result
+
+
+async def one_ahead(outputs: Any) -> AsyncIterator[Any]:
+    """Yield the outputs as to a generator that always reads the next one before it makes a chunk."""
+    last = await anext(outputs)
+    async for pair in outputs:
+        yield last
+        last = pair
+    yield last
+
+
+@pytest.mark.parametrize("read", [without_marker, one_ahead])
+async def test_a_generator_that_makes_no_chunk_of_the_marker_makes_all_chunks(read: Any) -> None:
+    of, request = make_request("completions", stream=True)
+
+    async def generator(request: Any, prompts: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        async for chunk in of.completion_stream_generator(request, prompts, read(outputs), *args, **kwargs):
+            yield chunk
+
+    choices = [(f"{number} ", [number]) for number in range(20)]
+    with patch("time.time", lambda: 1.0):
+        expected = [c async for c in stream(of, request, results(choices, FINISHES[0], False), generator)]
+        plain = PlainStream(generator, lambda chunk: pytest.fail("vLLM did not make this chunk"))
+        chunks = [c async for c in stream(of, request, results(choices, FINISHES[0], False), plain)]
+    assert chunks == expected
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -144,14 +176,14 @@ async def test_chunks_in_the_middle_do_not_call_vllms_generator() -> None:
     of, request = make_request("completions", stream=True)
     num_calls = 0
 
-    async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
+    async def count_calls(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
         nonlocal num_calls
         async for chunk in of.completion_stream_generator(*args, **kwargs):
             num_calls += 1
             yield chunk
 
     sent: list[bytes] = []
-    plain = PlainStream(watched, sent.append)
+    plain = PlainStream(count_calls, sent.append)
     choices = [("a", [1])] * 50
     async for _ in stream(of, request, results(choices, FINISHES[0], False), plain):
         pass

@@ -70,7 +70,7 @@ class ReportsOneLayerTooMany(FakeEngine):
 
 class RaisesForUnknownPrompts(FakeEngine):
     async def release(self, request_id: str) -> None:
-        self.held.remove(request_id)
+        self.held_prompts.remove(request_id)
 
 
 class ContinuesCancelledCalls(FakeEngine):

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from eldr_serve.engine.calls import is_end
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.answer_forms import to_events, to_json
-from eldr_serve.engine.vllm.requests.first_token import first_token
+from eldr_serve.engine.vllm.requests.first_token import prefill_prompt
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.errors import RequestRefusedError
 
@@ -72,7 +72,7 @@ class Serving:
 async def test_prefill_takes_the_prompt_and_makes_no_answer() -> None:
     serving = Serving()
     engine = SimpleNamespace(_app_state=SimpleNamespace(openai_serving_responses=serving))
-    output = await first_token(engine, "responses", parse(stream=True), None, [7])
+    output = await prefill_prompt(engine, "responses", parse(stream=True), None, [7])
     ((prompt, params, request_id),) = serving.generated
     assert (prompt["prompt_token_ids"], params.max_tokens, request_id) == ([1, 2, 7], 1, "resp_id")
     assert output.kv_transfer_params == {"held": 1}

@@ -23,11 +23,11 @@ def test_the_newest_samples_are_kept_and_returned_once() -> None:
     samples = SampleBuffer(size=3)
     for name in "abcde":
         put(samples, name)
-    newest = samples.take()
+    newest = samples.take_all()
     assert [sample.request_id for sample in newest] == ["c", "d", "e"]
     assert samples.dropped == 2
     assert (newest[0].domain, newest[0].token_ids.tolist(), newest[0].decode_steps) == ("d", [0, 1, 2], 3)
-    assert samples.take() == []
+    assert samples.take_all() == []
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_counts_of_another_model_give_no_sample(
     samples = SampleBuffer()
     with caplog.at_level(logging.WARNING):
         put(samples, "r", prefill=prefill)
-    assert samples.take() == []
+    assert samples.take_all() == []
     assert words in caplog.text
 
 
@@ -53,5 +53,5 @@ def test_a_request_without_decode_steps_or_prefill_counts_gives_no_sample(
     samples = SampleBuffer()
     put(samples, "one token", steps=0)
     put(samples, "prefilled elsewhere, uncounted", prefill="")
-    assert samples.take() == []
+    assert samples.take_all() == []
     assert not caplog.records

@@ -50,8 +50,8 @@ async def serve(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
 
 def request_of(method: str, **fields: Any) -> EngineRequest:
     """Return a request for TOKENS tokens."""
-    asked = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
-    body = {"model": "m", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **asked, **fields}
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if method == "chat" else {"prompt": "hi"}
+    body = {"model": "m", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **prompt, **fields}
     return EngineRequest(method, json.dumps(body).encode(), "r", domain="poems")
 
 

@@ -6,7 +6,7 @@ import pytest
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine.active_backend import ENGINES
+from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.vllm.compat import serve_llm
 
 
@@ -42,11 +42,11 @@ def test_another_engine_is_refused_when_it_starts(method: str) -> None:
 def test_the_connector_may_be_registered_by_another_replica_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def taken(name: str, backend: object) -> None:
+    def refuse_name(name: str, backend: object) -> None:
         raise ValueError(f"'{name}' is already registered")
 
     factory = serve_llm.KVConnectorBackendFactory
-    monkeypatch.setattr(factory, "register_backend", taken)
+    monkeypatch.setattr(factory, "register_backend", refuse_name)
     monkeypatch.setattr(factory, "is_registered", lambda name: name == "EldrConnector")
     serve_llm.register_connector()
     monkeypatch.setattr(factory, "is_registered", lambda name: False)
@@ -61,7 +61,7 @@ def test_each_data_parallel_rank_has_a_port_and_resources_of_its_own(ranks: int)
         "accelerator_config": {"kind": "cpu"},
         "engine_kwargs": {"data_parallel_size": ranks, "enable_expert_parallel": True},
     }
-    spec = ENGINES.spec("decode", described, kv_lease_s=30.0)
+    spec = BACKEND.spec("decode", described, kv_lease_s=30.0)
     assert spec.ports(3) == [22000, 22000 + ranks, 22000 + 2 * ranks]
     engine = spec.config.get_engine_config()
     assert engine.num_devices == spec.ranks == ranks  # Ray's distance between the ports of two replicas

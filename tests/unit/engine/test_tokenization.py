@@ -49,7 +49,7 @@ async def answers(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.R
     async def answered(sent: Sent) -> AsyncIterator[Any]:
         parts: list[bytes] = []
         request = EngineRequest(sent.method, sent.body, **sent.header)
-        await engine.answer(request, lambda payload, tokens, ids=b"": parts.append(payload))
+        await engine.serve_endpoint(request, lambda payload, tokens, ids=b"": parts.append(payload))
         for part in parts:
             yield part, 0
 
@@ -78,6 +78,6 @@ async def test_a_refusal_has_vllms_status_and_names_the_field_that_vllm_names(
     plain: Any, path: str, fields: dict[str, Any]
 ) -> None:
     ours, theirs = await answers(plain, path, fields)
-    found = [(answer.status_code, answer.json()["error"]["param"]) for answer in (ours, theirs)]
-    assert found[0] == found[1], theirs.text
+    errors = [(answer.status_code, answer.json()["error"]["param"]) for answer in (ours, theirs)]
+    assert errors[0] == errors[1], theirs.text
     assert ours.json()["error"]["message"]

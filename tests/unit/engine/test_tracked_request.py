@@ -36,14 +36,14 @@ def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
     one = tracked_request(routes=routes)
     for step in range(STEPS):
         add(one, step, step + 1)
-    answer = one.decode_answer(prefilled_here=True)
-    np.testing.assert_array_equal(unpack_counts(answer["eldr_decode"]), COUNTS)
-    np.testing.assert_array_equal(unpack_counts(answer["eldr_prefill"]), np.ones((LAYERS, EXPERTS)))
-    assert answer["eldr_decode_steps"] == STEPS
+    fields = one.describe_decode(prefilled_here=True)
+    np.testing.assert_array_equal(unpack_counts(fields["eldr_decode"]), COUNTS)
+    np.testing.assert_array_equal(unpack_counts(fields["eldr_prefill"]), np.ones((LAYERS, EXPERTS)))
+    assert fields["eldr_decode_steps"] == STEPS
     if routes:
-        np.testing.assert_array_equal(unpack_routes(answer["eldr_routes"]), ROUTES)
+        np.testing.assert_array_equal(unpack_routes(fields["eldr_routes"]), ROUTES)
     else:
-        assert answer["eldr_routes"] is None
+        assert fields["eldr_routes"] is None
 
 
 @pytest.mark.parametrize("again", [0, 7, 30])
@@ -54,8 +54,8 @@ def test_steps_that_a_preempted_request_computes_again_count_once(again: int) ->
     add(one, again, 40)  # in one chunk with new tokens
     for step in range(40, STEPS):
         add(one, step, step + 1)
-    answer = one.decode_answer(prefilled_here=False)
-    np.testing.assert_array_equal(unpack_counts(answer["eldr_decode"]), COUNTS)
+    fields = one.describe_decode(prefilled_here=False)
+    np.testing.assert_array_equal(unpack_counts(fields["eldr_decode"]), COUNTS)
 
 
 def test_incomplete_counts_are_not_reported() -> None:
@@ -66,23 +66,23 @@ def test_incomplete_counts_are_not_reported() -> None:
     without_prompt = tracked_request()
     without_prompt.prompt_counts = None
     add(without_prompt, 0, STEPS)
-    assert cut.decode_answer(prefilled_here=True) == {}
-    assert gap.decode_answer(prefilled_here=True) == {}
-    assert without_prompt.decode_answer(prefilled_here=True) == {}
-    assert without_prompt.decode_answer(prefilled_here=False)["eldr_decode_steps"] == STEPS
+    assert cut.describe_decode(prefilled_here=True) == {}
+    assert gap.describe_decode(prefilled_here=True) == {}
+    assert without_prompt.describe_decode(prefilled_here=True) == {}
+    assert without_prompt.describe_decode(prefilled_here=False)["eldr_decode_steps"] == STEPS
 
 
 def test_counts_beyond_the_answer_are_not_reported() -> None:
     one = tracked_request()
     add(one, 0, STEPS)
     one.request.num_tokens -= 1
-    assert one.decode_answer(prefilled_here=True) == {}
+    assert one.describe_decode(prefilled_here=True) == {}
 
 
 def test_an_answer_of_one_token_has_no_decode_steps() -> None:
     one = tracked_request(routes=True)
     one.request.num_tokens = PROMPT + 1
-    answer = one.decode_answer(prefilled_here=True)
-    assert answer["eldr_decode_steps"] == 0
-    assert not unpack_counts(answer["eldr_decode"]).any()
-    assert unpack_routes(answer["eldr_routes"]).shape[:2] == (0, LAYERS)
+    fields = one.describe_decode(prefilled_here=True)
+    assert fields["eldr_decode_steps"] == 0
+    assert not unpack_counts(fields["eldr_decode"]).any()
+    assert unpack_routes(fields["eldr_routes"]).shape[:2] == (0, LAYERS)

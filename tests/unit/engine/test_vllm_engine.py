@@ -26,7 +26,7 @@ from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, error_body
 from eldr_serve.experts.signature import pack_counts
-from eldr_serve.replicas.servers import describe
+from eldr_serve.replicas.servers import describe_error
 
 # Ray's destructor is a coroutine, which Serve awaits.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'LLMServer.__del__'")
@@ -39,7 +39,7 @@ def vllm_engine(**state: Any) -> VllmEngine:
 
 def answer_to(error: Exception) -> tuple[int, bytes]:
     """Return the status and the body that a client gets."""
-    return describe(error, VllmEngine)
+    return describe_error(error, VllmEngine)
 
 
 def error(code: int, message: str = "no") -> Any:
@@ -256,8 +256,8 @@ async def test_decode_gets_token_ids_unless_it_needs_the_prompts_text() -> None:
     serving.seen.clear()
     for fields in ({}, {"echo": True}, {"return_prompt_text": True}):
         await decode(serving, "chat", stream=True, **CHAT, **fields)
-    given = [request.kv_transfer_params.get("prompt_token_ids") for request in serving.seen]
-    assert given == [[5, 6], None, None]
+    prompt_ids = [request.kv_transfer_params.get("prompt_token_ids") for request in serving.seen]
+    assert prompt_ids == [[5, 6], None, None]
 
 
 async def test_a_stream_fails_only_if_it_begins_with_an_error() -> None:
@@ -434,7 +434,7 @@ async def answer_of(engine: VllmEngine, method: str, **body: Any) -> list[bytes]
     """Return what an endpoint that generates nothing sends."""
     sent: list[bytes] = []
     request = EngineRequest(method, json.dumps({"model": "m"} | body).encode(), "id")
-    await engine.answer(request, lambda payload, tokens, ids=b"": sent.append(payload))
+    await engine.serve_endpoint(request, lambda payload, tokens, ids=b"": sent.append(payload))
     return sent
 
 

@@ -45,10 +45,10 @@ async def test_a_drained_replica_counts_its_calls_and_refuses_others_on_every_ch
             chunk = await channel.call(DRAIN, {}).read()
             assert chunk is not None
             assert msgspec.msgpack.decode(chunk.payload) == 1
-        await wait_until(lambda: not channel.open)
-        assert call.leaving
+        await wait_until(lambda: not channel.is_open)
+        assert call.is_leaving
         later = await Address(**(await server.record_replica_metadata())[ADDRESS]).connect()
-        await wait_until(lambda: not later.open)
+        await wait_until(lambda: not later.is_open)
         later.close("the test ends")
         await server.check_health()  # Serve keeps it
         call.cancel()

@@ -138,7 +138,10 @@ async def test_a_placement_needs_the_admin_key() -> None:
 
 
 async def test_a_decode_replica_reports_its_placement() -> None:
-    async with serving(servers.DecodeServer, engine=Ranked.start, router_name="router") as (server, channel):
+    async with serving(servers.DecodeServer, start_engine=Ranked.start, router_name="router") as (
+        server,
+        channel,
+    ):
         chunk = await channel.call(PLACE_EXPERTS, {}, body()).read()
         assert chunk is not None
         stats = server.report()

@@ -22,7 +22,7 @@ async def test_a_replica_that_refuses_connections_is_logged_once_and_tried_less_
 ) -> None:
     tries_s: list[float] = []
     loop = asyncio.get_running_loop()
-    channel = Mock(open=True, closed=loop.create_future(), in_flight=5)
+    channel = Mock(is_open=True, closed=loop.create_future(), in_flight=5)
 
     async def connect(address: Address, changed: Any) -> Any:
         tries_s.append(loop.time())

@@ -110,7 +110,7 @@ async def test_a_drain_takes_all_ranks_of_a_replica(named: str) -> None:
         assert await call.read() is not None
         assert await drain(fleet, draining(named)) == {"replica": "a", "in_flight": 1}
         await wait_until(lambda: fleet.live == ("b/0", "b/1"))
-        assert call.leaving
+        assert call.is_leaving
         call.cancel()
         with pytest.raises(RequestRefusedError, match="b is the only decode replica that takes calls"):
             await drain(fleet, draining("b/1"))

@@ -35,7 +35,7 @@ def engines(
         for done, token in enumerate(range(at, TOKENS)):
             if number == lost and done == 2:
                 raise ChannelLostError("it is dead")
-            sent.leaving |= leaves is not None and done >= leaves
+            sent.is_leaving |= leaves is not None and done >= leaves
             last = token == TOKENS - 1
             if sent.fields["stream"]:
                 payload = EVENTS[token] + (END if last else b"")

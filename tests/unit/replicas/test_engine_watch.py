@@ -61,9 +61,9 @@ class Core(FakeEngine):
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Any, Channel]]:
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.01)
     async with serving(
-        servers.DecodeServer, engine=Core.start, stall_timeout_s=LIMIT_S, router_name="router"
-    ) as found:
-        yield found
+        servers.DecodeServer, start_engine=Core.start, stall_timeout_s=LIMIT_S, router_name="router"
+    ) as server_and_channel:
+        yield server_and_channel
 
 
 async def reconnect(server: Any) -> Channel:
@@ -94,7 +94,7 @@ async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
         with pytest.raises(ChannelLostError):
             await call.read()
     assert loop.time() - sent_s >= LIMIT_S
-    assert not channel.open
+    assert not channel.is_open
     await wait_until(lambda: not server._channel.in_flight)  # the engine has ended them
     with pytest.raises(ChannelLostError):
         await server._address.connect()
@@ -132,12 +132,12 @@ async def test_a_stopped_core_process_is_lost_before_the_limit(
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.05)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        served = serving(servers.DecodeServer, engine=Core.start, router_name="router")
+        served = serving(servers.DecodeServer, start_engine=Core.start, router_name="router")
         async with served as (server, channel):
             server._engine.runs.clear()
             call = generate(channel)
             await asyncio.sleep(0.3)
-            assert channel.open  # its process runs
+            assert channel.is_open  # its process runs
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(ChannelLostError):
                 async with asyncio.timeout(10):
@@ -165,7 +165,7 @@ async def test_a_core_that_dies_is_lost_at_once_and_permanently(
     server._engine.kill()
     with pytest.raises((servers.CallFailedError, ChannelLostError)):
         await call.read()
-    await wait_until(lambda: not channel.open)
+    await wait_until(lambda: not channel.is_open)
     with pytest.raises(RuntimeError, match="exited"):
         await server.check_health()
     assert server._tasks[1].done()  # the watch of the engine
@@ -178,7 +178,7 @@ async def test_a_core_that_dies_is_lost_at_once_and_permanently(
 async def test_an_idle_core_that_dies_is_lost(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
     server._engine.kill()
-    await wait_until(lambda: not channel.open)
+    await wait_until(lambda: not channel.is_open)
 
 
 async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any, Channel]) -> None:
@@ -187,7 +187,7 @@ async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any,
     server._engine.runs.clear()
     call = generate(channel)
     await asyncio.sleep(5 * LIMIT_S)
-    assert channel.open
+    assert channel.is_open
     server._engine.runs.set()
     assert await call.read()
     await wait_until(lambda: server._engine_watch.has_answered)
@@ -205,7 +205,7 @@ async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: 
     await asyncio.sleep(0.02)  # the late timer runs first
     server._engine.runs.set()
     assert await call.read()
-    assert channel.open
+    assert channel.is_open
 
 
 async def test_an_idle_engine_is_not_pinged(replica: tuple[Any, Channel]) -> None:

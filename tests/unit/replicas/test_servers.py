@@ -16,7 +16,7 @@ from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import expert_counts_of, prefill_header
 from eldr_serve.engine.methods import SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
-from eldr_serve.pipeline.split_prefill import prefill_answer
+from eldr_serve.pipeline.split_prefill import read_prefill_reply
 from eldr_serve.replicas import servers
 from eldr_serve.scheduling import BlockChanges, StepSums
 from tests.support.channel_calls import read_all
@@ -134,12 +134,12 @@ async def test_a_prefilled_prompt_is_held_until_its_release() -> None:
     async with serving(servers.PrefillServer) as (server, channel):
         for name, counts in (("a", COUNTS[0]), ("b", COUNTS[1])):
             call = channel.call("prefill", prefill_header("completions", name), b'{"prompt": "x"}')
-            answer = await prefill_answer(call)
-            np.testing.assert_array_equal(expert_counts_of(answer["kv"]), counts)
-            assert np.frombuffer(answer["token_ids"], np.uint32).size
-        assert server._engine.held == {"a", "b"}
+            reply = await read_prefill_reply(call)
+            np.testing.assert_array_equal(expert_counts_of(reply["kv"]), counts)
+            assert np.frombuffer(reply["token_ids"], np.uint32).size
+        assert server._engine.held_prompts == {"a", "b"}
         await channel.call("release", {"id": "a"}).wait_until_ended()
-        assert server._engine.held == {"b"}
+        assert server._engine.held_prompts == {"b"}
         assert await server.record_autoscaling_stats() == {"in_flight": 0.0, "kv_in_use": 0.0}
         assert not hasattr(server, "record_routing_stats")  # Serve's controller would poll dead replicas
         samples = [server.report() for _ in range(2)]

@@ -206,7 +206,7 @@ async def test_close_closes_a_channel_that_has_just_been_opened() -> None:
         connecting = calls._connecting
         assert connecting is not None
         connecting.add_done_callback(lambda task: calls.close())  # before the caller goes on
-        assert not (await caller).open
+        assert not (await caller).is_open
 
 
 async def test_no_call_starts_ray_after_its_shutdown() -> None:

@@ -45,9 +45,9 @@ def check_arguments(where: str, kwargs: Mapping[str, Any]) -> None:
         ("tool_call_parser", "tool_parser_plugin", ToolParserManager),
         ("reasoning_parser", "reasoning_parser_plugin", ReasoningParserManager),
     ):
-        parser, known = kwargs.get(name), manager.list_registered()
-        if parser and not kwargs.get(plugin) and parser not in known:
-            hint = did_you_mean(parser, known) or f"vLLM has {', '.join(sorted(known))}"
+        parser, known_parsers = kwargs.get(name), manager.list_registered()
+        if parser and not kwargs.get(plugin) and parser not in known_parsers:
+            hint = did_you_mean(parser, known_parsers) or f"vLLM has {', '.join(sorted(known_parsers))}"
             raise ConfigurationError(f"{where}.{name} is {format_value(parser)}: unknown parser, {hint}")
     if kwargs.get("enable_auto_tool_choice") and not kwargs.get("tool_call_parser"):
         raise ConfigurationError(

@@ -175,7 +175,7 @@ class DescribedEngine:
             for kind, method in kinds
         }
 
-    def check(self) -> None:
+    def check_counting(self) -> None:
         """Raise UnsupportedEngineError if our connector would."""
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
         kv_cache = self._plan_kv_cache(2**60)

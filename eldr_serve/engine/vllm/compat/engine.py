@@ -22,7 +22,7 @@ def check_engine(vllm_config: VllmConfig, device: str) -> None:
     """Raise UnsupportedEngineError if this engine cannot be served with exact signatures."""
     check_version()
     for part in (kv_cache, moe, nixl):
-        part.check()
+        part.check_vllm_names()
     check_names("the ELDR connector", (VllmConfig, "use_v2_model_runner"))
     parallel = vllm_config.parallel_config
     refuse(

@@ -15,7 +15,7 @@ from eldr_serve.engine.vllm.compat.ep_ranks import RankDispatch, rank_batches
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.transfer import start_layer
-from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse
+from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import Topology
 
 with internal_imports():
@@ -73,7 +73,7 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
         super().__init__(moe)
         if moe.moe_parallel_config.use_ep:
             vllm_config = get_current_vllm_config()
-            _check(vllm_config, moe)
+            _check_supported(vllm_config, moe)
             _parse_config(vllm_config)
             self.experts_cls: Any = _limit_to_own_slots(self.experts_cls, vllm_config)
             self._layer_names = vllm_config.compilation_config.static_all_moe_layers  # in the model's order
@@ -109,10 +109,10 @@ def _find_layers(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
 
 
 def _parse_config(vllm_config: VllmConfig) -> CpuExpertsConfig:
-    return parse(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
+    return parse_experts_config(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
 
 
-def _check(vllm_config: VllmConfig, moe: Any) -> None:
+def _check_supported(vllm_config: VllmConfig, moe: Any) -> None:
     parallel = vllm_config.parallel_config
     experts, ranks = moe.num_experts, moe.moe_parallel_config.ep_size
     refuse(

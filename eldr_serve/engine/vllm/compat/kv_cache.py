@@ -42,7 +42,7 @@ def counted_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Co
 
     Raises:
         UnsupportedEngineError: the engine has no such group, or a prefix hit could end within a block of
-            the group: the counts of tokens after the hit could not be separated.
+            the group, so that the counts of the tokens after the hit could not be separated.
     """
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -90,7 +90,7 @@ def forward_slots(layer: str) -> Tensor | None:
 
 
 def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
-    """Return a layer's KV slots from what Model Runner V2 passes to `start_load_kv`, or None."""
+    """Return int64[T], a layer's KV slots, from what Model Runner V2 passes to `start_load_kv`; else None."""
     attention = (load_kwargs.get("attn_metadata") or {}).get(layer)
     slots: Tensor | None = getattr(attention, "slot_mapping", None)
     return slots
@@ -104,7 +104,7 @@ def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int]:
     return cache.block_size, cache.kv_cache_size_tokens or cache.block_size * (cache.num_gpu_blocks or 0)
 
 
-def check() -> None:
+def check_vllm_names() -> None:
     """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
     check_names(
         "the ELDR connector",

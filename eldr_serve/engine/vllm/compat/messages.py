@@ -1,4 +1,4 @@
-"""The internal names of vLLM's Messages API (Anthropic's), whose requests become those of a chat."""
+"""The internal names of vLLM's Messages API (Anthropic's), which converts its requests to chat requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "to_message_events",
 ]
 
-# Names of vLLM's serving object that this module uses, besides those of a chat's.
+# Names of vLLM's serving object that this module uses, besides the names that a chat needs.
 SERVING_NAMES = (
     "_get_disabled_thinking_effort",
     "_merge_inline_system",
@@ -54,5 +54,5 @@ def to_message(serving: Any, answer: Any) -> Any:
 
 
 def to_message_events(serving: Any, stream: Any) -> Any:
-    """Return the events of a message, made from those of a chat as they arrive."""
+    """Return the events of a message, each made from a chat's event as it arrives."""
     return serving.message_stream_converter(stream)

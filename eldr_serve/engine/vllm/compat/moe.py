@@ -42,7 +42,7 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         UnsupportedEngineError: a router does not expose its choices, or the model has no MoE layer.
     """
     layers: list[tuple[int, Any]] = []
-    model_prefix = None  # of the names of the model's layers, which come before those of its drafter
+    model_prefix = None  # of the names of the model's layers; its drafter's layers come later
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
         if router is None:
@@ -238,7 +238,7 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
     return on_cpu
 
 
-def check() -> None:
+def check_vllm_names() -> None:
     """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
     check_names(
         "the ELDR connector",

@@ -29,8 +29,8 @@ __all__ = [
     "NixlPullConnector",
     "SideChannel",
     "WithoutTransfers",
-    "check",
     "check_side_channel",
+    "check_vllm_names",
     "disable_progress_thread",
     "expire_send_leases",
     "get_kv_transfer_group",
@@ -210,7 +210,7 @@ def disable_progress_thread() -> Iterator[None]:
         base_worker.nixl_agent_config = original
 
 
-def check() -> None:
+def check_vllm_names() -> None:
     """Raise UnsupportedEngineError if vLLM lacks a name that this module or our connector uses."""
     check_names(
         "the ELDR connector",

@@ -29,7 +29,7 @@ class RankBatches:
         self.forwards = 0
 
     def begin(self, tokens: int) -> None:
-        """Begin a forward: exchange the numbers of tokens, of which this rank has `tokens`."""
+        """Begin a forward in which this rank has `tokens` tokens; exchange the numbers of all ranks."""
         gathered = torch.empty(self.ranks, dtype=torch.int64)
         dist.all_gather_into_tensor(gathered, torch.tensor([tokens]), group=self._group)
         self.sizes = gathered.tolist()

@@ -7,7 +7,7 @@ import os
 SWITCH = "ELDR_EXPERT_PARALLEL"  # 1: allow expert parallelism on CPU engines
 
 
-def switched_on() -> bool:
+def is_switched_on() -> bool:
     """Return whether the environment enables expert parallelism on CPUs."""
     return os.environ.get(SWITCH) == "1"
 
@@ -18,7 +18,7 @@ def register() -> None:
     Raises:
         UnsupportedEngineError: vLLM is not the checked version, or does not run on a CPU.
     """
-    if not switched_on():
+    if not is_switched_on():
         return
     from eldr_serve.engine.vllm.compat.ep import register_layers
 

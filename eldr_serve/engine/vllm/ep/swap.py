@@ -7,13 +7,16 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import ExpertPlacement, placement_id
+
+if TYPE_CHECKING:
+    from eldr_serve.engine.vllm.ep.live import RankMethod  # imports torch
 
 Call = Callable[..., Awaitable[list[Any]]]  # the signature of AsyncLLM.collective_rpc
 _SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # summed over all ranks
@@ -79,7 +82,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
     )
 
 
-async def _call_ranks(call: Call, method: str, *arguments: Any) -> list[Any]:
+async def _call_ranks(call: Call, method: RankMethod, *arguments: Any) -> list[Any]:
     """Return the answer of each rank's LiveExperts; raise PlacementError if one refuses."""
     answers = await call("eldr_experts", args=(method, *arguments))
     for answer in answers:

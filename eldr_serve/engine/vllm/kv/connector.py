@@ -98,7 +98,7 @@ class EldrConnector(NixlPullConnector):
         meta = EldrConnectorMetadata()
         meta.__dict__.update(super().build_connector_meta(scheduler_output).__dict__)
         meta.plan = self.scheduler_side.plan_step(scheduler_output)
-        meta.held = self.scheduler_side.take_held()
+        meta.held_prompts = self.scheduler_side.take_held_prompts()
         return meta
 
     def take_counts(self, meta: EldrConnectorWorkerMetadata) -> None:

@@ -55,7 +55,7 @@ class StepRoutes:
     Attributes:
         num_experts: number of experts in a layer.
         tokens: request id -> position of its first token, and number of its tokens in `chosen`.
-        chosen: int16[tokens,L,k], the tokens of one request after those of another.
+        chosen: int16[tokens,L,k], request after request in the order of `tokens`.
     """
 
     num_experts: int
@@ -87,7 +87,7 @@ class EldrConnectorMetadata(NixlConnectorMetadata):
     """The message from the scheduler to the workers: NIXL's part, the step's plan, and finished prompts."""
 
     plan: StepPlan
-    held: dict[str, str]  # engine's id -> caller's name, of finished prompts whose blocks are held
+    held_prompts: dict[str, str]  # finished prompts with held blocks: engine's id -> caller's name
 
 
 @dataclass

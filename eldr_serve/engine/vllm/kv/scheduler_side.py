@@ -44,7 +44,7 @@ class EldrConnectorScheduler:
         self._requests: dict[str, Any] = {}  # vLLM's objects of all unfinished requests
         self._tracked: dict[str, TrackedRequest] = {}  # the unfinished requests whose experts are counted
         # Prompts whose blocks are held since the last step: engine's id -> caller's name.
-        self._held: dict[str, str] = {}
+        self._held_prompts: dict[str, str] = {}
         self._prompt_counts: dict[str, PromptCounts] = {}  # by callers' names of the prompts, until taken
         self._warned_of_limit = False
 
@@ -112,10 +112,10 @@ class EldrConnectorScheduler:
         blocks: list[int] = self.kv_cache_manager.get_block_ids(request_id)[self._kv_group.index]
         return blocks
 
-    def take_held(self) -> dict[str, str]:
+    def take_held_prompts(self) -> dict[str, str]:
         """Return the prompts whose blocks are held since the last call: engine's id -> caller's name."""
-        held, self._held = self._held, {}
-        return held
+        prompts, self._held_prompts = self._held_prompts, {}
+        return prompts
 
     def take_counts(self, counts: StepCounts) -> None:
         """Store the counts of a step, before its requests are finished."""
@@ -159,12 +159,12 @@ class EldrConnectorScheduler:
         self._requests.pop(request.request_id, None)
         name = (request.kv_transfer_params or {}).get(REQUEST)
         if holds_blocks and name is not None:
-            self._held[request.request_id] = str(name)
+            self._held_prompts[request.request_id] = str(name)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return params
         if tracked.decode is not None:
-            counts = tracked.decode_answer(prefilled_here=not self._is_decode_only)
+            counts = tracked.describe_decode(prefilled_here=not self._is_decode_only)
             return (params or {}) | counts or None
         if tracked.prompt_counts is not None and params is not None:
             params[EXPERT_COUNTS] = pack_counts(tracked.prompt_counts)

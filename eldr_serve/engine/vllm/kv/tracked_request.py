@@ -92,7 +92,7 @@ class TrackedRequest:
     decode: RouteCounts | None = None
     prompt_counts: NDArray[np.int32] | None = None
 
-    def decode_answer(self, *, prefilled_here: bool) -> dict[str, Any]:
+    def describe_decode(self, *, prefilled_here: bool) -> dict[str, Any]:
         """Return the fields of the answer that describe the decode steps; empty if counts are missing.
 
         Args:
@@ -101,14 +101,14 @@ class TrackedRequest:
         end = self.request.num_tokens - 1  # the last sampled token is never routed
         if self.decode is None or not self.decode.covers(end):
             return {}
-        answer: dict[str, Any] = {"eldr_decode_steps": self.decode.steps}
+        fields: dict[str, Any] = {"eldr_decode_steps": self.decode.steps}
         shape = (1, 1)
         if prefilled_here:
             if self.prompt_counts is None:
                 return {}
             shape = self.prompt_counts.shape
-            answer["eldr_prefill"] = pack_counts(self.prompt_counts)
-        answer["eldr_decode"] = pack_counts(self.decode.total(shape))
+            fields["eldr_prefill"] = pack_counts(self.prompt_counts)
+        fields["eldr_decode"] = pack_counts(self.decode.total(shape))
         routes = self.decode.routes or [np.zeros((0, shape[0], 1), np.int16)]
-        answer["eldr_routes"] = pack_routes(np.concatenate(routes)) if self.wants_routes else None
-        return answer
+        fields["eldr_routes"] = pack_routes(np.concatenate(routes)) if self.wants_routes else None
+        return fields

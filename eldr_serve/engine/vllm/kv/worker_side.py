@@ -66,7 +66,7 @@ class EldrConnectorWorker:
             "block_size": self._kv_group.block_size,
             "reports": self._reports,
         }
-        if counts_on_host(device, self._vllm_config):
+        if can_count_on_host(device, self._vllm_config):
             self.capture = HostCapture(routers, **cache)
         else:
             scheduler = self._vllm_config.scheduler_config
@@ -78,7 +78,7 @@ class EldrConnectorWorker:
     def start_step(self, metadata: EldrConnectorMetadata) -> None:
         """Take the plan of the step that begins now."""
         self._plan = metadata.plan
-        self.abandoned.hold(metadata.held)
+        self.abandoned.hold(metadata.held_prompts)
         self._slots = forward_slots(self._kv_group.layer)
         if self.timer is not None:
             self.timer.begin()
@@ -140,6 +140,6 @@ class EldrConnectorWorker:
         return None if stats.is_empty() else stats
 
 
-def counts_on_host(device: torch.device, vllm_config: VllmConfig) -> bool:
+def can_count_on_host(device: torch.device, vllm_config: VllmConfig) -> bool:
     """Return whether HostCapture is exact: the model runs on a CPU, and is not compiled."""
     return device.type == "cpu" and bool(vllm_config.model_config.enforce_eager)

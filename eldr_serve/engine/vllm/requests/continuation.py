@@ -70,7 +70,7 @@ class Continuation:
         send: callback that receives the frames.
         request: vLLM's request for one answer to one prompt.
         generated: ids that another engine generated and the ingress received.
-        created: timestamp in the chunks that were already sent, s since 1970; None if none were.
+        created: timestamp in the chunks that were already sent, in seconds since 1970; None if none were.
         random_ids: parts of the answer have random ids, so no other engine can continue it.
 
     Attributes:

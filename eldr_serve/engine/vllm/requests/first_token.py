@@ -17,7 +17,7 @@ from eldr_serve.engine.vllm.requests.continuation import prompt_with_generated
 class _PromptKnownError(BaseException):
     """Ends vLLM's work on an answer when its prompt is known.
 
-    vLLM catches every Exception, so this is none.
+    It is not an Exception, because vLLM catches every Exception.
     """
 
 
@@ -72,7 +72,9 @@ class _OneTokenClient:
             yield output
 
 
-async def first_token(engine: Any, method: str, request: Any, raw_request: Any, generated: list[int]) -> Any:
+async def prefill_prompt(
+    engine: Any, method: str, request: Any, raw_request: Any, generated: list[int]
+) -> Any:
     """Prefill a prompt; return vLLM's output, without text but with token ids and `kv_transfer_params`.
 
     The prompt is rendered from the whole request, as the decode engine would render it, since a chat
@@ -91,12 +93,12 @@ async def first_token(engine: Any, method: str, request: Any, raw_request: Any, 
     """
     serving, create = openai_serving(engine, method)
     # Only a whole answer of a lazy method calls `generate` at once.
-    lazy = answer_form(method).is_lazy
-    serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated, raises=lazy))
+    is_lazy = answer_form(method).is_lazy
+    serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated, raises=is_lazy))
     answer: Any = None
     with suppress(_PromptKnownError):
         # Other streams are returned before they begin and are never read, so no answer is made.
-        request = request.model_copy(update={"stream": not lazy})
+        request = request.model_copy(update={"stream": not is_lazy})
         answer = await getattr(serving, create)(request, raw_request)
     if client.output is None:
         raise CallFailedError(int(answer.error.code), answer.model_dump_json().encode())

@@ -1,7 +1,8 @@
 """Serialize the chunks of plain streams without pydantic, byte for byte as vLLM's server does, in a replica.
 
 vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. This
-chunk, split at the marker, is the template of all chunks in the middle of the stream.
+chunk, split at the marker, is the template of all chunks in the middle. A generator that asks for
+another output before it has made that chunk makes all chunks of its stream.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import pydantic_core
 
-from eldr_serve.engine.protocol import several_prompts
+from eldr_serve.engine.protocol import has_several_prompts
 
 _MARK = "\x00eldr\x00"
 _MARK_JSON = pydantic_core.to_json(_MARK).decode()
@@ -29,7 +30,7 @@ def is_plain(serving: Any, request: Any) -> bool:
     options = request.stream_options
     return (
         (request.n or 1) == 1
-        and not several_prompts(getattr(request, "prompt", None))
+        and not has_several_prompts(getattr(request, "prompt", None))
         and (request.logprobs is None or request.logprobs is False)  # a completion's 0 requests one
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)
@@ -52,28 +53,35 @@ class PlainStream:
         self._generator = generator
         self._send = send
         self._outputs: AsyncIterator[Any]
-        self._mark: Any = None  # an output with the marker, until the generator has made its chunk
+        self._marker: Any = None  # an output with the marker, until the generator reads it
+        self._awaits_mark = False  # the generator has read the marker and not yet made its chunk
+        self._may_learn = True  # the generator has not read on without making that chunk
         self._template: tuple[bytes, bytes] | None = None
         self._uncounted: list[int] = []  # tokens that the generator has not seen
 
     async def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
-        """Yield the chunks that vLLM's generator makes; the arguments are those of the generator."""
+        """Yield the chunks that vLLM's generator makes; it takes the generator's arguments."""
         position = next(number for number, arg in enumerate(args) if hasattr(arg, "__anext__"))
         self._outputs = args[position]
         async for chunk in self._generator(*args[:position], self, *args[position + 1 :], **kwargs):
-            head, mark, tail = chunk.partition(_MARK_JSON) if self._mark is not None else ("", "", "")
-            if mark:
-                self._mark, self._template = None, (head.encode(), tail.encode())
-            else:
+            head, mark, tail = chunk.partition(_MARK_JSON) if self._awaits_mark else ("", "", "")
+            if not mark:
                 yield chunk
+                continue
+            self._awaits_mark = False
+            if self._may_learn:
+                self._template = (head.encode(), tail.encode())
 
     def __aiter__(self) -> PlainStream:
         return self
 
     async def __anext__(self) -> Any:
         """Return the next output for vLLM's generator."""
-        if self._mark is not None:
-            return self._mark
+        if self._marker is not None:
+            marker, self._marker, self._awaits_mark = self._marker, None, True
+            return marker
+        if self._awaits_mark:
+            self._may_learn = False
         while True:
             item = await anext(self._outputs)  # for completions a tuple: the prompt's index, and the result
             result = item[1] if isinstance(item, tuple) else item
@@ -84,8 +92,8 @@ class PlainStream:
             self._uncounted += output.token_ids
         if output.finish_reason is not None:
             output.token_ids, self._uncounted = [*self._uncounted, *output.token_ids], []
-        elif output.token_ids:
+        elif output.token_ids and self._may_learn:
             marked = copy.copy(result)
             marked.outputs = [replace(output, text=_MARK, token_ids=[])]
-            self._mark = (item[0], marked) if isinstance(item, tuple) else marked
+            self._marker = (item[0], marked) if isinstance(item, tuple) else marked
         return item

@@ -41,7 +41,7 @@ def parse_request(engine_request: EngineRequest) -> Any:
     only when these are first read.
 
     Raises:
-        RequestRefusedError: the status is 400.
+        RequestRefusedError: the request is invalid; the status is 400.
         ValidationError: a field is invalid; the error has its location.
     """
     fields = pydantic_core.from_json(engine_request.body)
@@ -67,8 +67,10 @@ def parse_request(engine_request: EngineRequest) -> Any:
     detection = getattr(request, "repetition_detection", None)
     if detection is not None and detection.max_pattern_size > _MAX_PATTERN_TOKENS:
         # At each token vLLM's scheduler tries each size, which delays all other requests.
+        size = detection.max_pattern_size
         raise RequestRefusedError(
-            f"repetition_detection.max_pattern_size is at most {_MAX_PATTERN_TOKENS}", status=400
+            f"repetition_detection.max_pattern_size is {size}: must be at most {_MAX_PATTERN_TOKENS}",
+            status=400,
         )
     is_chat = "messages" in field_names and engine_request.method not in ("messages", "count_tokens")
     return _validate_messages(request) if is_chat else request
