@@ -104,11 +104,11 @@ class MarginalCost(Policy):
         self.profiles.grow(len(loads), len(estimate.p))
         candidates = workers
         if len(workers) > _MAX_EXACT_WORKERS:
-            price = self._price(candidates, loads, estimate, self.active.coarse_cells)
-            candidates = candidates[np.argpartition(price, _FINALISTS)[:_FINALISTS]]
-        price = self._price(candidates, loads, estimate, len(estimate.p))
+            cost = self._weighted_cost(candidates, loads, estimate, self.active.coarse_cells)
+            candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
+        cost = self._weighted_cost(candidates, loads, estimate, len(estimate.p))
         return Decision(
-            int(candidates[price.argmin()]),
+            int(candidates[cost.argmin()]),
             num_candidates=len(workers),
             reason=self.name,
             policy_data=estimate,
@@ -123,23 +123,26 @@ class MarginalCost(Policy):
         if levels is None:
             return np.zeros(len(loads))
         self.active.grow(len(loads))
-        added = self.active.idle[: len(loads)] @ probability(levels)
-        everywhere = np.arange(len(loads))
-        decode, prefill = self._costs(everywhere, loads, request, added)
+        added_experts = self.active.idle[: len(loads)] @ probability(levels)
+        decode, prefill = self._raw_costs(np.arange(len(loads)), loads, request, added_experts)
         return decode + prefill
 
-    def _costs(
-        self, workers: NDArray[np.int64], loads: Loads, request: PlacementRequest, added: NDArray[np.float32]
+    def _raw_costs(
+        self,
+        workers: NDArray[np.int64],
+        loads: Loads,
+        request: PlacementRequest,
+        added_experts: NDArray[np.float32],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the costs of decode and of prefill over all requests of each worker, float64[n] each.
+        """Return the costs of decode and of prefill at each worker without affinity, float64[n] each.
 
         Args:
-            added: float32[n], active experts that the request adds.
+            added_experts: float32[n], active experts that the request adds at each worker.
         """
         requests, kv_tokens = loads.in_flight[workers], loads.kv_tokens[workers]
         active, tokens = self.active.union[workers], request.prompt_tokens
         decode, step_s = self.cost.added_seconds(
-            requests, kv_tokens, active, more_tokens=tokens, more_experts=added
+            requests, kv_tokens, active, more_tokens=tokens, more_experts=added_experts
         )
         uncached = np.full(len(workers), tokens)
         if loads.cached_tokens is not None:
@@ -150,24 +153,24 @@ class MarginalCost(Policy):
         prefill = ((requests + 1) * uncached + pending) * per_token_s
         if self.parameters.tail_power == 1:
             return decode, prefill
-        own_s = step_s + (uncached + pending) * per_token_s
-        slow = own_s / (_SLOW * np.median(own_s) or 1.0)  # the median is 0 if nothing costs time
+        total_s = step_s + (uncached + pending) * per_token_s
+        slow = total_s / (_SLOW * np.median(total_s) or 1.0)  # the median is 0 if nothing costs time
         large = (requests + 1) / (_LARGE * (requests.mean() + 1))
         excess = np.maximum(np.maximum(slow, large), 1) ** (self.parameters.tail_power - 1)
         return decode * excess, prefill * excess
 
-    def _price(
+    def _weighted_cost(
         self, workers: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
     ) -> NDArray[np.float64]:
         """Return the cost at each worker, weighted by affinity, from the first `cells` of each row."""
-        added = _dot_products(self.active.idle, workers, estimate.p, cells)
-        price, prefill = self._costs(workers, loads, estimate.request, added)
+        added_experts = _dot_products(self.active.idle, workers, estimate.p, cells)
+        decode, prefill = self._raw_costs(workers, loads, estimate.request, added_experts)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
                 workers, _dot_products(self.profiles.profile, workers, estimate.deviation, cells)
             )
-            price *= 1 + self._affinity * (similarity.max() - similarity)
-        return price + prefill
+            decode *= 1 + self._affinity * (similarity.max() - similarity)
+        return decode + prefill
 
     def _estimate(self, request: PlacementRequest) -> RequestEstimate | None:
         levels = self.active.levels(request)
