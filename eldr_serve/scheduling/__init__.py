@@ -2,7 +2,7 @@
 
 from eldr_serve.scheduling.cost import StepCost, StepSums
 from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoads
-from eldr_serve.scheduling.guard import GuardedPolicy
+from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon

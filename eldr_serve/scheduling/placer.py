@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.decode_loads import WorkerLoads
 from eldr_serve.scheduling.fairness import fair_order
-from eldr_serve.scheduling.guard import GuardedPolicy
+from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, worker_similarity
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixMap, PromptBlocks
