@@ -13,7 +13,7 @@ from eldr_serve.preflight.deployment import Deployment, EngineDeployment, build_
 from eldr_serve.preflight.document import read_document
 from eldr_serve.preflight.engines import EngineProbe, ProbeResult, probe_engines
 from eldr_serve.preflight.machine import Gpu, NodePool
-from eldr_serve.preflight.placement import ReplicaPlacement, place
+from eldr_serve.preflight.node_assignment import ReplicaPlacement, place
 from eldr_serve.preflight.rules import Finding
 from eldr_serve.preflight.step_times import StepTimes, step_times
 

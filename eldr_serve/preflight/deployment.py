@@ -14,7 +14,7 @@ from eldr_serve.config.application import EldrArgs
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import UserInputError
 from eldr_serve.preflight.document import Document, check_overrides
-from eldr_serve.preflight.placement import ReplicaDemand
+from eldr_serve.preflight.node_assignment import ReplicaDemand
 
 if TYPE_CHECKING:
     from eldr_serve.engine.active_backend import EngineSpec

@@ -13,7 +13,7 @@ from eldr_serve.preflight.check import CheckOutcome
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import GIB, Gpu
-from eldr_serve.preflight.placement import ReplicaPlacement
+from eldr_serve.preflight.node_assignment import ReplicaPlacement
 from eldr_serve.replicas.autoscaling import by_requests_in_flight
 
 

@@ -13,7 +13,7 @@ from eldr_serve.limits.keys import KeysError, read_keys
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, NodePool
-from eldr_serve.preflight.placement import ReplicaPlacement, total
+from eldr_serve.preflight.node_assignment import ReplicaPlacement, total
 
 # Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
 _PORTS_IN_USE = (

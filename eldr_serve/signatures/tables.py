@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.fitting.table_guard import Verdict, judge
 from eldr_serve.experts.fitting.refit import halves, keep_positions, refit_centroids, refit_reason
 from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.fitting.table_guard import Verdict, judge
 from eldr_serve.experts.routing_table import RoutingTable
 
 

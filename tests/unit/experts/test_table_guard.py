@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from eldr_serve.experts.fitting.table_guard import judge
 from eldr_serve.experts.fitting.refit import halves, keep_positions
 from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.fitting.table_guard import judge
 from tests.support.traces import synthetic_trace
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from eldr_serve.preflight.check import CheckOutcome
 from eldr_serve.preflight.machine import Gpu, gpu_of
-from eldr_serve.preflight.placement import ReplicaPlacement
+from eldr_serve.preflight.node_assignment import ReplicaPlacement
 from eldr_serve.preflight.report import as_json, show
 from eldr_serve.preflight.step_times import step_times
 from tests.unit.gpu_cost.fake_kernels import CONFIGS

@@ -17,7 +17,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.preflight.deployment import Deployment, build_deployment
 from eldr_serve.preflight.document import read_document
 from eldr_serve.preflight.machine import ACCELERATOR, NodePool, read_cluster
-from eldr_serve.preflight.placement import place, total
+from eldr_serve.preflight.node_assignment import place, total
 from tests.support.shipped import ROOT
 
 MANIFESTS = sorted((ROOT / "deployments/kubernetes").glob("*.yaml"))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.preflight.machine import NodePool
-from eldr_serve.preflight.placement import ReplicaDemand, place
+from eldr_serve.preflight.node_assignment import ReplicaDemand, place
 
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 sizes = st.integers(1, 3)
