@@ -69,7 +69,7 @@ class EngineDeployment:
 
     @property
     def replicas(self) -> ReplicaDemand:
-        """Return the maximum number of replicas, for placement."""
+        """Return the maximum number of replicas, to which nodes are assigned."""
         return ReplicaDemand(self.role, self.max_replicas, self.bundles, self.strategy)
 
 
