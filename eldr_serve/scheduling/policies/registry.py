@@ -9,10 +9,7 @@ from typing import Any
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
 from eldr_serve.scheduling.policies.base import Policy
-from eldr_serve.scheduling.policies.loading import import_object
-from eldr_serve.scheduling.policies.locality_band import LocalityBand
-from eldr_serve.scheduling.policies.marginal import MarginalCost
-from eldr_serve.scheduling.policies.simple import (
+from eldr_serve.scheduling.policies.baselines import (
     Domain,
     LeastTokens,
     PowerOfTwo,
@@ -20,6 +17,9 @@ from eldr_serve.scheduling.policies.simple import (
     RoundRobin,
     ShortestQueue,
 )
+from eldr_serve.scheduling.policies.loading import import_object
+from eldr_serve.scheduling.policies.locality_band import LocalityBand
+from eldr_serve.scheduling.policies.marginal import MarginalCost
 from eldr_serve.scheduling.types import PolicyError
 
 DEFAULT_POLICY = MarginalCost.name  # it needs neither calibration nor a table
