@@ -10,13 +10,13 @@ from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, B
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
 from eldr_serve.scheduling.policies.base import Policy
 from eldr_serve.scheduling.policies.baselines import (
-    Domain,
     LeastTokens,
     PowerOfTwo,
     Random,
     RoundRobin,
     ShortestQueue,
 )
+from eldr_serve.scheduling.policies.domain import Domain
 from eldr_serve.scheduling.policies.loading import import_object
 from eldr_serve.scheduling.policies.locality_band import LocalityBand
 from eldr_serve.scheduling.policies.marginal import MarginalCost
