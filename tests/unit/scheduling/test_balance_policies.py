@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.scheduling import Loads, Oracle, PlacementRequest, QueuedPolicy, StepCost, make_policy
-from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers
+from eldr_serve.scheduling.policies.balance_route.dispatch import WaitingTokens
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from tests.support.tables import request
 
@@ -135,7 +135,7 @@ def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int)
 
 def test_without_ends_only_the_projection_shrinks() -> None:
     tokens, stays = np.array([5.0, 7.0]), np.array([1, 3])
-    ending, constant = (Newcomers(tokens, stays, 3, end=end) for end in (True, False))
+    ending, constant = (WaitingTokens(tokens, stays, 3, end=end) for end in (True, False))
     assert constant.counted_tokens.tolist() == [[5] * 4, [7] * 4]
     assert ending.counted_tokens.tolist() == [[5, 5, 0, 0], [7] * 4]
     assert constant.kv_tokens.tolist() == ending.kv_tokens.tolist() == [[5, 6, 0, 0], [7, 8, 9, 10]]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from eldr_serve.scheduling.parameters import MAX_COUNT, Count, Weight
-from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers, Slots, dispatch
+from eldr_serve.scheduling.policies.balance_route.dispatch import FreeSlots, WaitingTokens, dispatch
 from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.base import QueuedPolicy, available_workers
@@ -89,8 +89,8 @@ class BalanceRoute(QueuedPolicy):
         """Return the projected KV tokens of each worker, float64[W, H+1]."""
         return loads.kv_tokens[:, None].astype(np.float64)
 
-    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
-        return Newcomers(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
+    def _project_waiting(self, waiting: Sequence[PlacementRequest]) -> WaitingTokens:
+        return WaitingTokens(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)
@@ -155,8 +155,8 @@ class BalanceRoute(QueuedPolicy):
         """
         p = self.parameters
         return dispatch(
-            self._newcomers(waiting),
-            Slots(free, self._project(loads)[workers]),
+            self._project_waiting(waiting),
+            FreeSlots(free, self._project(loads)[workers]),
             self._score(len(workers)),
             threshold=len(workers) if p.threshold is None else p.threshold,
             candidates=p.candidates,
@@ -242,9 +242,9 @@ class BalanceRouteHorizon(BalanceRoute):
     def _project(self, loads: Loads) -> NDArray[np.float64]:
         return self._forecast.project(loads)
 
-    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
+    def _project_waiting(self, waiting: Sequence[PlacementRequest]) -> WaitingTokens:
         steps, end = self._forecast.expected_steps(waiting), self.parameters.new_requests_end
-        return Newcomers(prompt_tokens(waiting), steps, self._forecast.horizon, end=end)
+        return WaitingTokens(prompt_tokens(waiting), steps, self._forecast.horizon, end=end)
 
 
 def _best_worker(
