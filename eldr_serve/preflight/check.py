@@ -48,7 +48,7 @@ class CheckOutcome:
         return all(finding.severity != "error" for finding in self.findings)
 
 
-def check(
+def check_deployments(
     paths: Sequence[Path], find_node_pools: FindNodePools, model: Path | None = None
 ) -> list[CheckOutcome]:
     """Check deployments without starting anything, each as if it were alone on the cluster.
