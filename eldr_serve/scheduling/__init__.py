@@ -9,8 +9,14 @@ from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, B
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
 from eldr_serve.scheduling.policies.base import CentroidTable, Policy, QueuedPolicy, worker_similarity
 from eldr_serve.scheduling.policies.checks import check_policy
+from eldr_serve.scheduling.policies.length_predictors import (
+    BoostedTrees,
+    Oracle,
+    Predictor,
+    PromptKeyed,
+    Survival,
+)
 from eldr_serve.scheduling.policies.marginal import MarginalCost
-from eldr_serve.scheduling.policies.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
 from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
 from eldr_serve.scheduling.prefixes import (
     BlockChanges,

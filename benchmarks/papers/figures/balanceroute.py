@@ -21,7 +21,7 @@ from matplotlib.figure import Figure as Picture
 from benchmarks.papers.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
-from eldr_serve.scheduling.policies.predictors import Oracle
+from eldr_serve.scheduling.policies.length_predictors import Oracle
 from loadgen.plots import save
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests
@@ -86,7 +86,7 @@ def table3(options: Options) -> Rows:
     """Measure how well the predictors tell which requests end within the horizon, and when."""
     from sklearn.metrics import roc_auc_score
 
-    from eldr_serve.scheduling.policies.predictors import PREDICTORS, BoostedTrees
+    from eldr_serve.scheduling.policies.length_predictors import PREDICTORS, BoostedTrees
 
     horizon = BalanceRouteHorizon().parameters.horizon
     rows: Rows = []

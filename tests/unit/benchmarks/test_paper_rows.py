@@ -12,7 +12,7 @@ from benchmarks.lib.tables import PAPERS, fill_blocks, has_result
 from eldr_serve.config.application import EldrArgs
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.experts.signature import TRANSFORMS
-from eldr_serve.scheduling.policies.predictors import PREDICTORS
+from eldr_serve.scheduling.policies.length_predictors import PREDICTORS
 from eldr_serve.scheduling.policies.registry import POLICIES
 from eldr_serve.scheduling.types import PolicyError
 from offline.placement.methods import METHODS

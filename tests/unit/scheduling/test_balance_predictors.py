@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eldr_serve.scheduling import BoostedTrees, Loads, Oracle, PromptKeyed, Survival, make_policy
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
-from eldr_serve.scheduling.policies.predictors import PREDICTORS
+from eldr_serve.scheduling.policies.length_predictors import PREDICTORS
 from tests.support.tables import request
 
 H = 10

@@ -19,7 +19,7 @@ from eldr_serve.scheduling.policies.balance_route.dispatch import FreeSlots, Wai
 from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.base import QueuedPolicy, available_workers
-from eldr_serve.scheduling.policies.predictors import Predictor, predictor_class
+from eldr_serve.scheduling.policies.length_predictors import Predictor, predictor_class
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 Overtakes = Annotated[

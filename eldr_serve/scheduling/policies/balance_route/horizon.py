@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling.policies.balance_route.projection import FinishedRequest, RunningRequests
-from eldr_serve.scheduling.policies.predictors import GuardedPredictor, Predictor, predictor_class
+from eldr_serve.scheduling.policies.length_predictors import GuardedPredictor, Predictor, predictor_class
 from eldr_serve.scheduling.types import Loads, PlacementRequest
 
 
