@@ -11,8 +11,8 @@ from eldr_serve.scheduling.policies.base import CentroidTable, Policy, QueuedPol
 from eldr_serve.scheduling.policies.checks import check_policy
 from eldr_serve.scheduling.policies.length_predictors import (
     BoostedTrees,
+    LengthPredictor,
     Oracle,
-    Predictor,
     PromptKeyed,
     Survival,
 )
@@ -49,6 +49,7 @@ __all__ = [
     "DecodeLoads",
     "GuardedPolicy",
     "Lease",
+    "LengthPredictor",
     "LoadLedger",
     "Loads",
     "MarginalCost",
@@ -58,7 +59,6 @@ __all__ = [
     "Placer",
     "Policy",
     "PolicyError",
-    "Predictor",
     "PrefixCache",
     "PrefixMap",
     "PromptBlocks",

@@ -61,8 +61,8 @@ def policies(options: Options) -> Rows:
         for name, parameters in POLICIES:
             policy: Any = make_policy(name, **parameters).set_table(table)
             policy.update_cost_model(cost)
-            if hasattr(policy, "predictor"):
-                traffic.teach(policy.predictor)
+            if hasattr(policy, "length_predictor"):
+                traffic.teach(policy.length_predictor)
             summaries[name] = simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
         return summaries
 

@@ -261,7 +261,7 @@ def test_a_prior_cost_that_cannot_be_used_is_refused_in_one_sentence(
 def test_failures_of_the_length_predictor_are_in_the_status() -> None:
     state = router_state(policy="balance-route-horizon")
     assert router_status(state)["counters"]["predictor_failures"] == 0
-    state.placer.policy.predictor = None  # every call of it fails
+    state.placer.policy.length_predictor = None  # every call of it fails
     for name in "ab":  # the second placement needs the length of the first
         place_one(state, name)
     failures = router_status(state)["counters"]["predictor_failures"]

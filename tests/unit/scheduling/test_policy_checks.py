@@ -88,7 +88,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
     assert (lease.worker, lease.reason, lease.policy) == ("r1", name, name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{outside_module}:Late")
-    assert isinstance(predicts.predictor, Survival)
+    assert isinstance(predicts.length_predictor, Survival)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from eldr_serve.scheduling.policies.balance_route.dispatch import FreeSlots, Wai
 from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.base import QueuedPolicy, available_workers
-from eldr_serve.scheduling.policies.length_predictors import Predictor, predictor_class
+from eldr_serve.scheduling.policies.length_predictors import LengthPredictor, length_predictor_class
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 Overtakes = Annotated[
@@ -168,7 +168,7 @@ class BalanceRoute(QueuedPolicy):
 class BalanceRouteHorizon(BalanceRoute):
     """BR-H: BR-0 over the next H steps, with predicted ends of requests (paper, section 4).
 
-    The attribute `predictor` accepts any object of the Predictor protocol, for instance
+    The attribute `length_predictor` accepts any object of the LengthPredictor protocol, for instance
     `Oracle({request id: output tokens})` in a simulation.
     """
 
@@ -203,7 +203,7 @@ class BalanceRouteHorizon(BalanceRoute):
         @field_validator("predictor")
         @classmethod
         def _can_be_loaded(cls, predictor: str) -> str:
-            predictor_class(predictor)
+            length_predictor_class(predictor)
             return predictor
 
     parameters: Parameters
@@ -215,13 +215,13 @@ class BalanceRouteHorizon(BalanceRoute):
         self._forecast = Forecast(p.horizon, p.predictor, p.refresh, p.gate)
 
     @property
-    def predictor(self) -> Predictor:
+    def length_predictor(self) -> LengthPredictor:
         """Return the predictor of the ends of requests; it may be set to any object of the protocol."""
-        return self._forecast.predictor
+        return self._forecast.length_predictor
 
-    @predictor.setter
-    def predictor(self, predictor: Predictor) -> None:
-        self._forecast.predictor = predictor
+    @length_predictor.setter
+    def length_predictor(self, predictor: LengthPredictor) -> None:
+        self._forecast.length_predictor = predictor
 
     @property
     def predictor_failures(self) -> int:
