@@ -382,9 +382,9 @@ def main() -> None:
 
 
 def _client(url: str, admin_key: str | None = None) -> Any:
-    from eldr_serve.commands.client import Client  # `eldr --help` needs no HTTP client
+    from eldr_serve.commands.client import OperatorClient  # `eldr --help` needs no HTTP client
 
-    return Client(url, admin_key)
+    return OperatorClient(url, admin_key)
 
 
 def _print_json(value: Any) -> None:

@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
@@ -107,7 +107,7 @@ def compare(
 ) -> None:
     """Compare policies under the same load; the same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    service = Client(host, os.environ.get(admin_key_env, ""))
+    service = OperatorClient(host, os.environ.get(admin_key_env, ""))
     per_s, users = _loop(rate, in_flight, users, service)
     load = LoadSpec(
         str(prompts),
@@ -146,7 +146,9 @@ def compare(
         raise typer.Exit(1)
 
 
-def _loop(rate: float | None, in_flight: int | None, users: int, service: Client) -> tuple[float, int]:
+def _loop(
+    rate: float | None, in_flight: int | None, users: int, service: OperatorClient
+) -> tuple[float, int]:
     """Return requests/s and users of the loop."""
     if rate is not None and in_flight is not None:
         raise UserInputError("give either --rate, for an open loop, or --in-flight, for a closed one")
@@ -194,7 +196,7 @@ def _settings(
 
 
 @contextmanager
-def _policy_restored(service: Client, journal: Journal, names: list[str]) -> Iterator[None]:
+def _policy_restored(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
     """Check that the server accepts every policy; at the end, also after errors, restore its own."""
     status = service.status()
     # After a run that was killed, the server's present policy is not its own.
@@ -216,7 +218,7 @@ def _policy_restored(service: Client, journal: Journal, names: list[str]) -> Ite
 
 
 def _measure(
-    service: Client,
+    service: OperatorClient,
     journal: Journal,
     scheduled: list[ScheduledTrial],
     load: LoadSpec,

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 
 SETTLE_S = 40.0  # KV blocks of a disconnected request are held for a lease of up to 30 s
 
@@ -17,7 +17,7 @@ def held_resources(url: str, admin_key: str | None) -> list[str]:
 
     Without the admin key only the ingress's own state is known.
     """
-    return held_in_status(Client(url, admin_key).status())
+    return held_in_status(OperatorClient(url, admin_key).status())
 
 
 def held_in_status(status: dict[str, Any]) -> list[str]:

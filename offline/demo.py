@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
@@ -151,7 +151,7 @@ def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
 @contextmanager
 def _application(
     plan: _Plan, port: int, dashboard: bool, wait_for_model: Callable[[], None]
-) -> Iterator[Client]:
+) -> Iterator[OperatorClient]:
     application.check_port(port)
     prefill, decode = plan.engines
     try:
@@ -178,7 +178,9 @@ def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], No
     return folder, _begin("offline.widen", *arguments, log=out / "widen.log")
 
 
-def _load(service: Client, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str) -> None:
+def _load(
+    service: OperatorClient, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str
+) -> None:
     with _step(what) as tell:
         whole_s = load.warm_up_s + load.seconds
 
@@ -189,7 +191,7 @@ def _load(service: Client, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: i
         drive(service, trial, load, seed=seed, scratch=plan.out, tick=tick)
 
 
-def _wait_for_table(service: Client, tell: Callable[[str], None]) -> tuple[bool, str]:
+def _wait_for_table(service: OperatorClient, tell: Callable[[str], None]) -> tuple[bool, str]:
     """Wait for a routing table if there are enough samples for one; return whether it is live, and a note."""
     deadline = time.monotonic() + _TABLE_S
     while True:
@@ -202,7 +204,7 @@ def _wait_for_table(service: Client, tell: Callable[[str], None]) -> tuple[bool,
         time.sleep(0.5)
 
 
-def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
+def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
     """Warm up the engines, placing by queue length, until the service has fitted a routing table.
 
     Returns:
@@ -232,7 +234,7 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     return trace, table
 
 
-def _measure_rounds(service: Client, plan: _Plan) -> list[Trial]:
+def _measure_rounds(service: OperatorClient, plan: _Plan) -> list[Trial]:
     """Measure every policy once in each round, in random order."""
     trials = []
     for step in schedule_trials(POLICIES, plan.rounds, plan.seed):
@@ -252,7 +254,7 @@ def _measure_rounds(service: Client, plan: _Plan) -> list[Trial]:
     return trials
 
 
-def _compare_greedy(service: Client, plan: _Plan) -> str:
+def _compare_greedy(service: OperatorClient, plan: _Plan) -> str:
     with _step("greedy answers under every policy"):
         prompts = balanced_sample(read_prompts([Path(plan.load.prompts)]), plan.greedy, plan.seed)
         max_tokens = min(GREEDY_TOKENS, plan.load.max_tokens)

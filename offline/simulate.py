@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost_file import FittedCost
@@ -238,7 +238,7 @@ def _simulate_in_parallel(
 
 def _fit_cost(source: str, out: Path) -> None:
     if source.startswith(("http://", "https://")):
-        status = Client(source, os.environ.get("ELDR_ADMIN_KEY"), timeout_s=10).status()
+        status = OperatorClient(source, os.environ.get("ELDR_ADMIN_KEY"), timeout_s=10).status()
         fitted = from_status(status, source)
     else:
         fitted = fit_steps(Path(source))

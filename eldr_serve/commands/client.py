@@ -20,7 +20,7 @@ class ServiceError(UserInputError):
     """The service cannot be reached or refuses a request; the message is one sentence."""
 
 
-class Client:
+class OperatorClient:
     """Client of a running application; each call raises ServiceError if it fails or is refused.
 
     Args:
