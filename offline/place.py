@@ -20,6 +20,7 @@ from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, hosts_of
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import write_all
+from eldr_serve.validation import unknown_name
 from loadgen.results import print_table
 from offline.placement.cost import LayerCost
 from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
@@ -71,7 +72,7 @@ def place(
 ) -> None:
     """Fit a placement to half of the requests, report on the other half, and write it."""
     if method not in METHODS:
-        raise UserInputError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
+        raise UserInputError(unknown_name("", method, METHODS, "method"))
     if groups != 1 and method != "eplb":
         raise UserInputError(f"--groups is an option of method eplb, not of {method}")
     if not out.parent.is_dir():

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.validation import unknown_name
 from loadgen.text_files import numbered_lines
 
 BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -97,7 +98,7 @@ class Sample(NamedTuple):
 def find_model(name: str) -> RouteModel:
     """Return a known model; raise UserInputError that lists them otherwise."""
     if name not in MODELS:
-        raise UserInputError(f"unknown model {name!r}; routes are known of {', '.join(MODELS)}")
+        raise UserInputError(unknown_name("", name, MODELS, "model"))
     return MODELS[name]
 
 

@@ -67,7 +67,7 @@ def routes(
     if not out.parent.is_dir():
         raise UserInputError(f"the folder {out.parent} does not exist")
     if out.suffix != ".safetensors":
-        raise UserInputError(f"--out is {out.name}, which must end in .safetensors")
+        raise UserInputError(f"--out is {out.name}: must end in .safetensors")
     with progress_bar() as progress:
         bar = progress.add_task("reading samples", total=None)
         known, all_samples = read_samples(file, known, lambda: progress.advance(bar))
@@ -88,9 +88,9 @@ def _check_shares(
     if prompt_share is not None and prompt_tokens is not None:
         raise UserInputError("give --prompt-share or --prompt-tokens, not both")
     if prompt_share is not None and not 0 < prompt_share < 1:
-        raise UserInputError(f"--prompt-share is {prompt_share:g}, which must be above 0 and below 1")
+        raise UserInputError(f"--prompt-share is {prompt_share:g}: must be above 0 and below 1")
     if not 0 <= held_out < 1:
-        raise UserInputError(f"--held-out is {held_out:g}, which must be at least 0 and below 1")
+        raise UserInputError(f"--held-out is {held_out:g}: must be at least 0 and below 1")
     if held_out and samples == 1:
         raise UserInputError("--samples is 1, which leaves none to hold out: take 2 or more")
 

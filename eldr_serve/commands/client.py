@@ -181,7 +181,7 @@ def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals and value):
-            raise UserInputError(f"{pair!r} is no parameter: write name=value")
+            raise UserInputError(f"{pair!r} is not a parameter: write name=value")
         try:
             parameters[key] = json.loads(value)
         except ValueError:

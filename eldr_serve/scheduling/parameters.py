@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from reprlib import repr as shortened
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from eldr_serve.scheduling.types import PolicyError
-from eldr_serve.validation import first_problem
+from eldr_serve.validation import first_problem, unknown_name
 
 MAX_COUNT = 2**31 - 1  # maximum of any count, so that sums fit into int64
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -46,23 +45,15 @@ def validate(declared: type[Declared], policy: str, values: Mapping[str, Any]) -
             raise PolicyError(f"policy {policy!r}: {first_problem(error)}") from error
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            raise PolicyError(_unknown(declared, policy, name)) from error
+            names = declared.model_fields
+            raise PolicyError(unknown_name(f"policy {policy!r}", name, names, "parameter")) from error
         if name not in values:
             raise PolicyError(
                 f"{name} is missing: policy {policy!r} needs {kind_of(declared.model_fields[name])}"
             ) from error
-        value = shortened(values[name])
-        if first["type"] == "value_error":
-            raise PolicyError(f"{name} is {value}, {first['ctx']['error']}") from error
-        raise PolicyError(f"{name} is {value}, it must be {kind_of(declared.model_fields[name])}") from error
-
-
-def _unknown(declared: type[PolicyParameters], policy: str, name: str) -> str:
-    names = sorted(declared.model_fields)
-    takes = f"takes {', '.join(names)}" if names else "takes no parameter"
-    near = get_close_matches(name, names, n=1)
-    hint = f": did you mean {near[0]!r}? It" if near else "; it"
-    return f"policy {policy!r} has no parameter {name!r}{hint} {takes}"
+        is_own_check = first["type"] == "value_error"
+        must_be = first["ctx"]["error"] if is_own_check else f"must be {kind_of(declared.model_fields[name])}"
+        raise PolicyError(f"{name} is {shortened(values[name])}: {must_be}") from error
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -15,6 +15,7 @@ from eldr_serve.experts.fitting.clustering import STARTS, Clusters, balanced_kme
 from eldr_serve.experts.fitting.quality import inverse_document_frequency, select_layers, signature_quality
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS, Element, SignatureSpec
+from eldr_serve.validation import unknown_name
 
 
 def fit_signature(
@@ -29,7 +30,7 @@ def fit_signature(
         UserInputError: the transform is unknown, or the trace is too small to correlate.
     """
     if transform not in TRANSFORMS:
-        raise UserInputError(f"unknown transform {transform!r}; there are {', '.join(TRANSFORMS)}")
+        raise UserInputError(unknown_name("", transform, TRANSFORMS, "transform"))
     element, weights = signature_weights(trace, transform)
     selection = select_layers(
         trace.prefill_counts, trace.decode_probability, weights=weights, element=element, seed=seed

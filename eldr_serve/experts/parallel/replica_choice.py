@@ -20,6 +20,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.validation import unknown_name
 
 Ints = NDArray[np.int64]
 Rule = Literal["none", "even", "metro", "metro-paper", "local", "weighted"]
@@ -237,7 +238,7 @@ def make_choice(
         UserInputError: the rule is unknown.
     """
     if rule not in RULES:
-        raise UserInputError(f"unknown replica choice {rule!r}; there are {', '.join(RULES)}")
+        raise UserInputError(unknown_name("", rule, RULES, "replica choice"))
     return _MAKE[rule](row, num_experts, topology, load)
 
 

@@ -260,10 +260,10 @@ def length_predictor_class(name: str) -> Callable[[int], LengthPredictor]:
     if name in LENGTH_PREDICTORS:
         return LENGTH_PREDICTORS[name]
     if ":" not in name:
-        raise PolicyError(f"it must be one of {', '.join(LENGTH_PREDICTORS)}, or module:Class of your own")
-    factory: Callable[[int], LengthPredictor] = import_object(name, "which")
+        raise PolicyError(f"must be one of {', '.join(LENGTH_PREDICTORS)}, or module:Class of your own")
+    factory: Callable[[int], LengthPredictor] = import_object(name, "it")
     if not all(callable(getattr(factory, method, None)) for method in ("__call__", "predict", "learn")):
-        raise PolicyError("which is no class with `predict` and `learn`")
+        raise PolicyError("it is not a class with `predict` and `learn`")
     return factory
 
 

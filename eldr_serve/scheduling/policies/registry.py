@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +20,7 @@ from eldr_serve.scheduling.policies.loading import import_object
 from eldr_serve.scheduling.policies.locality_band import LocalityBand
 from eldr_serve.scheduling.policies.marginal import MarginalCost
 from eldr_serve.scheduling.types import PolicyError
+from eldr_serve.validation import unknown_name
 
 DEFAULT_POLICY = MarginalCost.name  # it needs neither calibration nor a table
 POLICIES: dict[str, type[Policy]] = {
@@ -50,12 +50,7 @@ def policy_class(name: str) -> type[Policy]:
     if name in POLICIES:
         return POLICIES[name]
     if ":" not in name:
-        near = difflib.get_close_matches(name, policy_names(), n=1)
-        hint = f": did you mean {near[0]!r}?" if near else ";"
-        raise PolicyError(
-            f"unknown policy {name!r}{hint} there are {', '.join(policy_names())}, "
-            "and module:Class of your own"
-        )
+        raise PolicyError(unknown_name("", name, POLICIES, "policy"))
     return _import_policy(name)
 
 
@@ -63,7 +58,7 @@ def policy_class(name: str) -> type[Policy]:
 def _import_policy(path: str) -> type[Policy]:
     policy = import_object(path, f"policy {path!r}")
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
-        raise PolicyError(f"policy {path!r} is no subclass of eldr_serve.scheduling.Policy")
+        raise PolicyError(f"policy {path!r} is not a subclass of eldr_serve.scheduling.Policy")
     return policy
 
 

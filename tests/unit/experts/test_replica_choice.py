@@ -133,7 +133,7 @@ def test_weighted_is_proportional_to_the_inverse_load() -> None:
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="'best'; there are none, even, metro, metro-paper, local, weighted"):
+    with pytest.raises(ValueError, match="'best': there are even, local, metro, metro-paper, none, weighted"):
         make_choice("best", [0, 1], 2, Topology(ranks=2))
 
 

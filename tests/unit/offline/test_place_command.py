@@ -128,7 +128,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
     [
         (
             {"method": "nobody"},
-            "unknown method 'nobody'; there are eplb, activation, grace, director, director-paper",
+            "unknown method 'nobody': there are activation, director, director-paper, eplb, grace",
         ),
         ({"method": "director"}, "give their --cost"),
         ({"ranks": 4, "nodes": 3}, "4 ranks do not divide by 3 nodes"),

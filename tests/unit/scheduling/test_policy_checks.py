@@ -94,11 +94,11 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
 @pytest.mark.parametrize(
     ("name", "parameters", "sentence"),
     [
-        ("their_rules:Nearest", {"start": 10}, "start is 10, it must be a whole number from 0 to 9"),
-        ("their_rules:Nearest", {"end": 1}, "has no parameter 'end'; it takes start"),
+        ("their_rules:Nearest", {"start": 10}, "start is 10: must be a whole number from 0 to 9"),
+        ("their_rules:Nearest", {"end": 1}, "unknown parameter 'end': there are start"),
         ("their_rules:Nobody", {}, "'their_rules:Nobody' cannot be imported (AttributeError: "),
         ("no_such_rules:X", {}, "cannot be imported (ModuleNotFoundError: No module named 'no_such_rules')"),
-        ("their_rules:Late", {}, "'their_rules:Late' is no subclass of eldr_serve.scheduling.Policy"),
+        ("their_rules:Late", {}, "'their_rules:Late' is not a subclass of eldr_serve.scheduling.Policy"),
         ("their_rules:Fails", {}, "cannot be created: RuntimeError('not today')"),
         (
             "their_rules:Between",
@@ -111,11 +111,11 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
             "policy 'their_rules:Between': low is 2: must not exceed high",
         ),
         ("nearest", {}, "unknown policy"),
-        ("random", {"seed": 1}, "no parameter"),
+        ("random", {"seed": 1}, "unknown parameter"),
         ("locality-band", {"tau": 0.1}, "band"),
         ("marginal-cost", {"cost": {"per_lunch_s": 1.0}}, "cost"),
-        ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X', which cannot be imported ("),
-        ("balance-band", {"predictor": "json:dumps"}, "which is no class with `predict` and `learn`"),
+        ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X': it cannot be imported ("),
+        ("balance-band", {"predictor": "json:dumps"}, "it is not a class with `predict` and `learn`"),
     ],
 )
 def test_an_invalid_policy_is_refused_in_one_sentence(

@@ -14,6 +14,7 @@ from eldr_serve.engine.vllm.ep.transfer import transfer
 from eldr_serve.experts.parallel.moves import Move, keep_slots, slice_moves
 from eldr_serve.experts.parallel.placement import check_fits
 from eldr_serve.experts.parallel.replica_choice import RULES
+from eldr_serve.validation import unknown_name
 
 
 class LiveExperts:
@@ -87,7 +88,7 @@ class LiveExperts:
         """Choose replicas by this rule from the next step on; raise ValueError if that is impossible."""
         self._check_changeable()
         if rule not in RULES:
-            raise ValueError(f"unknown replica choice {rule!r}; there are {', '.join(RULES)}")
+            raise ValueError(unknown_name("", rule, RULES, "replica choice"))
         for layer in self._layers.values():
             layer.rule = rule
             layer.set_placement(layer.row)
