@@ -306,8 +306,8 @@ class RouterClient:
 
     def _discard_unread_counts(self, lease: Lease) -> None:
         """Discard counts that the live policy does not read; a lease keeps those that it reads."""
-        # Change the request in place: it is a copy already.
-        lease.request.expert_counts = self.scorer.counts_for_policy(lease.request.expert_counts)
+        counts = self.scorer.counts_for_policy(lease.request.expert_counts)
+        lease.request = replace(lease.request, expert_counts=counts)
 
     # -- called by the link, see LinkOwner ----------------------------------------------------------
 

@@ -15,15 +15,14 @@ from eldr_serve.scheduling.prefixes import PromptBlocks
 _MAX_TOKENS = 2**31 - 1
 
 
-@dataclass(slots=True)  # not frozen: one is made per placement, and a frozen one takes six times as long
+@dataclass(slots=True)  # not frozen, since a frozen one takes six times as long to create
 class PlacementRequest:
-    """A prefilled request that needs a decode worker; treat it as immutable.
+    """A prefilled request that needs a decode worker. It is never changed: `replace` makes another one.
 
     Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
 
     Attributes:
-        expert_counts: unsigned[L,E], the prompt's counts (or the encoded unit vector); None if unknown.
-            Predicted counts are floating[L,E].
+        expert_counts: the prompt's counts, unsigned[L,E], or floating[L,E] if predicted; None if unknown.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
         prompt_key: equal for equal prompts.

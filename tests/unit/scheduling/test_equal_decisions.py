@@ -96,8 +96,7 @@ class Traffic:
             prompt_key=f"k{rng.integers(20)}",
             may_wait=bool(rng.random() < 0.8),
         )
-        placement_request.worker_failed = bool(placement_request.exclude)
-        return placement_request
+        return replace(placement_request, worker_failed=bool(placement_request.exclude))
 
     def exchange(
         self,
