@@ -38,7 +38,7 @@ _CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "dec
 
 
 @dataclass(frozen=True)
-class BuiltApplication:
+class ApplicationParts:
     """An application that is ready to be deployed.
 
     Attributes:
@@ -63,10 +63,10 @@ def build_app(args: dict[str, Any]) -> Application:
     Raises:
         ConfigurationError: `args` are invalid.
     """
-    return build(args).application
+    return build_parts(args).application
 
 
-def build(args: dict[str, Any]) -> BuiltApplication:
+def build_parts(args: dict[str, Any]) -> ApplicationParts:
     """Build the application like build_app and return it with its parts. Ray need not be running.
 
     Raises:
@@ -113,7 +113,7 @@ def build(args: dict[str, Any]) -> BuiltApplication:
         engine_version=ENGINES.version(),
     )
     engine_names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
-    return BuiltApplication(eldr_args, specs, graph, (ingress.name, *engine_names))
+    return ApplicationParts(eldr_args, specs, graph, (ingress.name, *engine_names))
 
 
 def _ingress_class(options: IngressOptions) -> type:

@@ -107,9 +107,9 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
         UserInputError: the application cannot be built.
         OSError: a file cannot be read.
     """
-    from eldr_serve.app import build  # imports vLLM
+    from eldr_serve.app import build_parts  # imports vLLM
 
-    application = build(document.application.get("args") or {})
+    application = build_parts(document.application.get("args") or {})
     ignored = (*document.ignored, *check_overrides(document, application.deployment_names))
     options = application.args.ingress_deployment_config
     actor = options.get("ray_actor_options") or {}

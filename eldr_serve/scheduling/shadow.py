@@ -150,10 +150,11 @@ class Shadow:
         )
 
     def _set_workers(self, workers: tuple[str | None, ...], available: NDArray[np.bool_]) -> None:
-        stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
+        pairs = enumerate(zip(self._workers, workers, strict=False))
+        unchanged_positions = {position for position, (before, now) in pairs if before == now}
         self._workers, self._available = workers, available
         for request in self._requests.values():
-            if self._shadow.positions.get(request.request_id) not in stays:
+            if self._shadow.positions.get(request.request_id) not in unchanged_positions:
                 self._shadow.finish(request.request_id)
                 self._place(request)
 

@@ -17,9 +17,9 @@ from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 class Domain(Policy):
     """The least loaded worker of the request's domain (ELDR, section 5).
 
-    With a mix, the workers are divided among the domains in proportion to it, as in the paper. Without, a
-    worker belongs to the main domain of its cluster in the table. If the domain has no available worker, the
-    hash of its name selects one.
+    With a mix, the workers are divided among the domains in proportion to it, as in the paper. Without a mix,
+    a worker belongs to the main domain of its cluster in the table. If the domain has no available worker,
+    the hash of its name selects one.
     """
 
     name = "domain"
@@ -42,26 +42,26 @@ class Domain(Policy):
 
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
-        self._divided_among = 0
-        self._divided: dict[str, range] = {}
+        self._num_workers = 0  # number of workers that `_workers_by_domain` divides
+        self._workers_by_domain: dict[str, range] = {}
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)
         if request.domain is None:
             return choose_shortest(workers, loads, "no-domain")
-        own = np.intersect1d(self._workers_of(request.domain, len(loads)), workers).astype(np.int64)
-        if len(own):
-            return choose_shortest(own, loads, self.name)
+        candidates = np.intersect1d(self._workers_of(request.domain, len(loads)), workers).astype(np.int64)
+        if len(candidates):
+            return choose_shortest(candidates, loads, self.name)
         worker = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
         return Decision(worker, reason="domain-hash")
 
     def _workers_of(self, domain: str, num_workers: int) -> Sequence[int]:
         """Return the positions of a domain's workers."""
         if self.parameters.mix is not None:
-            if self._divided_among != num_workers:
-                self._divided_among = num_workers
-                self._divided = divide_workers(self.parameters.mix, num_workers)
-            return self._divided.get(domain, ())
+            if self._num_workers != num_workers:
+                self._num_workers = num_workers
+                self._workers_by_domain = divide_workers(self.parameters.mix, num_workers)
+            return self._workers_by_domain.get(domain, ())
         domains = self.table.domains if self.table is not None else []
         return [n for n in range(num_workers) if domain in _domains_of(domains, n, num_workers)]
 

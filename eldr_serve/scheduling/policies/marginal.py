@@ -1,4 +1,4 @@
-"""Placement by marginal cost of decode and, on whole replicas, of prefill; needs no calibration."""
+"""Placement by the marginal cost of decode and, on whole replicas, of prefill, without calibration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
 _ANSWER_MEMORY = 64  # time constant of the mean length, answers
 # Multiples of the median step time and of the mean batch; above them a tail power raises the cost. Step times
 # are estimated too low if answers use other experts than their prompts, so alone they let some batches grow.
-_SLOW = 1.05
-_LARGE = 1.5
+_SLOW_STEP = 1.05
+_LARGE_BATCH = 1.5
 
 
 class RequestEstimate(NamedTuple):
@@ -33,7 +33,7 @@ class RequestEstimate(NamedTuple):
     request: PlacementRequest
     levels: Levels
     p: NDArray[np.float32]
-    deviation: NDArray[np.float32] | None  # None: no counts of its own, or affinity is 0
+    deviation: NDArray[np.float32] | None  # None if the request has no counts or affinity is 0
 
 
 class MarginalCost(Policy):
@@ -52,8 +52,8 @@ class MarginalCost(Policy):
 
         N [(b+1) T(b+1, U') - b T(b, U)] + [(b+1) n + m] per_prompt_token_s
 
-    and workers are compared by 1/N of it, seconds per step. N is the mean length of recent answers or, if
-    less, the request's token limit. With separate prefill engines per_prompt_token_s is 0.
+    and workers are compared by 1/N of this sum, seconds per step. N is the mean length of recent answers or,
+    if less, the request's token limit. With separate prefill engines per_prompt_token_s is 0.
 
     With a tail power g, workers that would be slow or full cost x^(g-1) times as much. x is the worker's step
     time over 1.05 times the median or, if more, its batch over 1.5 times the mean, and at least 1. On whole
@@ -115,9 +115,9 @@ class MarginalCost(Policy):
         )
 
     def added_cost(self, request: PlacementRequest, loads: Loads) -> NDArray[np.float64]:
-        """Return the cost of the request at each worker, float64[W]; zeros if nothing is known of it.
+        """Return the cost of the request at each worker, float64[W]; zeros if no counts are known.
 
-        With a tail power of 1 it is the time that the request adds to a step over all requests, s.
+        With a tail power of 1 the cost is the time that the request adds to a step over all requests, s.
         """
         levels = self.active.levels(request)
         if levels is None:
@@ -154,10 +154,10 @@ class MarginalCost(Policy):
         if self.parameters.tail_power == 1:
             return decode, prefill
         total_s = step_s + (uncached + pending) * per_token_s
-        slow = total_s / (_SLOW * np.median(total_s) or 1.0)  # the median is 0 if nothing costs time
-        large = (requests + 1) / (_LARGE * (requests.mean() + 1))
-        excess = np.maximum(np.maximum(slow, large), 1) ** (self.parameters.tail_power - 1)
-        return decode * excess, prefill * excess
+        step_excess = total_s / (_SLOW_STEP * np.median(total_s) or 1.0)  # the median is 0 without costs
+        batch_excess = (requests + 1) / (_LARGE_BATCH * (requests.mean() + 1))
+        factor = np.maximum(np.maximum(step_excess, batch_excess), 1) ** (self.parameters.tail_power - 1)
+        return decode * factor, prefill * factor
 
     def _weighted_cost(
         self, workers: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
@@ -216,9 +216,9 @@ def _dot_products(
     rows: NDArray[np.float32], workers: NDArray[np.int64], vector: NDArray[np.float32], cells: int
 ) -> NDArray[np.float32]:
     """Estimate rows[workers] @ vector, float32[n], from the first `cells` columns."""
-    few = 2 * len(workers) < len(rows)
-    products = (rows[workers] if few else rows)[:, :cells] @ vector[:cells]
-    if not few:
+    selects_first = 2 * len(workers) < len(rows)
+    products = (rows[workers] if selects_first else rows)[:, :cells] @ vector[:cells]
+    if not selects_first:
         products = products[workers]
     scaled: NDArray[np.float32] = products * np.float32(len(vector) / cells)
     return scaled
