@@ -27,7 +27,7 @@ from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batche
 from offline.placement.grace import slots_per_rank
 from offline.placement.locality import local_rule
 from offline.placement.methods import METHODS, Ints, Problem, Report
-from offline.scenario import observed, routes_of
+from offline.scenario import read_observed
 
 BATCHES = 64  # held-out decode steps that evaluate a placement
 
@@ -79,7 +79,7 @@ def place(
         raise UserInputError(f"the folder {out.parent} does not exist")
     topology = _make_topology(ranks, nodes)
     layer_cost = None if cost is None else LayerCost.load(cost)
-    loaded = observed(routes_of(trace))
+    loaded = read_observed(trace)
     num_experts = loaded.prefill_counts.shape[2]
     num_slots = _count_slots(num_experts, slots, redundant)
     slots_per_rank(num_experts, num_slots, ranks)

@@ -154,7 +154,7 @@ class Work:
         self.mix: dict[str, float] = {}  # requests of each domain that the table is fitted to
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
-            trace = observed(scenario.experts)
+            trace = read_observed(scenario.experts.path, scenario.experts.kind)
             is_chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
             if not is_chosen.any():
                 raise UserInputError(
@@ -313,7 +313,7 @@ def read_scenario(path: Path) -> Scenario:
 
 def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> CalibrationTrace:
     """Return the requests of another trace that tables are fitted to, of the same domains."""
-    fit = observed(routes_of(path))
+    fit = read_observed(path)
     shapes = [(trace.model, *trace.prefill_counts.shape[1:]) for trace in (fit, simulated)]
     if shapes[0] != shapes[1]:
         (model, *size), (own, *own_size) = shapes
@@ -332,9 +332,13 @@ def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:
     return Routes(kind="trace" if path.suffix == ".safetensors" else "routes", path=path, domains=domains)
 
 
-def observed(routes: Routes) -> CalibrationTrace:
-    """Return the file's requests with routes; the file is read once."""
-    return _read_routes(routes.kind, routes.path)
+def read_observed(path: Path, kind: str | None = None) -> CalibrationTrace:
+    """Return the requests of a file, with routes; the file is read once.
+
+    Args:
+        kind: see `Routes`; None: by the file's name.
+    """
+    return _read_routes(kind or routes_of(path).kind, path)
 
 
 @lru_cache(maxsize=2)  # of requests to simulate, and to fit to
