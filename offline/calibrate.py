@@ -34,6 +34,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
+from eldr_serve.files import require_folders
 from eldr_serve.signatures.window import SampleWindow, trace_of
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
@@ -190,8 +191,7 @@ def calibrate(
     chosen = draw(read_prompts(prompts), limit, seed)
     if len({p.id for p in chosen}) != len(chosen):
         raise UserInputError("two prompts have the same id; ids must be unique over all files")
-    if not out.parent.is_dir():
-        raise UserInputError(f"the folder {out.parent} does not exist")
+    require_folders(out)
     domains = sorted({p.domain for p in chosen})
     typer.echo(
         f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"

@@ -15,7 +15,7 @@ import typer
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.files import write_all
+from eldr_serve.files import require_folders, write_all
 from loadgen.progress import progress_bar
 from loadgen.results import print_table
 from offline.route_files import MODELS, Cut, Sample, find_model, long_enough, read_samples, trace_of
@@ -64,8 +64,7 @@ def routes(
     """
     known = None if model is None else find_model(model)
     _check_shares(prompt_share, prompt_tokens, held_out, samples)
-    if not out.parent.is_dir():
-        raise UserInputError(f"the folder {out.parent} does not exist")
+    require_folders(out)
     if out.suffix != ".safetensors":
         raise UserInputError(f"--out is {out.name}: must end in .safetensors")
     with progress_bar() as progress:

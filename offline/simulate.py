@@ -20,6 +20,7 @@ import typer
 from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
+from eldr_serve.files import require_folders
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.progress import progress_bar
 from loadgen.results import publish
@@ -64,8 +65,7 @@ def simulate(
     """Run each policy and seed; print a table and write JSON."""
     if (config is None) == (calibrate_from is None):
         raise UserInputError("give either --config or --calibrate-from")
-    if not out.parent.is_dir():
-        raise UserInputError(f"the folder {out.parent} does not exist")
+    require_folders(out)
     if calibrate_from is not None:
         _fit_cost(calibrate_from, out)
         return
