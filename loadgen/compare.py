@@ -35,9 +35,9 @@ from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_whole
-from loadgen.figures import method, policy_rows, tpot_by_domain
+from loadgen.figures import describe_intervals, policy_rows, tpot_by_domain
 from loadgen.journal import Journal
-from loadgen.load import LATE_S, verdict
+from loadgen.load import LATE_S, describe_run
 from loadgen.report import figures_table, html_report
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
@@ -269,10 +269,10 @@ def _publish(
     for text in [line, *sentences, *remarks] if bad else [*sentences, *remarks, line]:
         console.print(text, style="bold red" if bad and text is line else "bold", markup=False)
     notes = (
-        f"{method(settings['rounds'])}; requests of a round are paired between policies; experts and batch "
-        "size are means over the decode steps of the measured parts; step time per token is the time of all "
-        "these steps over their tokens (on CPUs the CPU time of the engine's thread, which excludes other "
-        "processes on the core); end is the time to the last token"
+        f"{describe_intervals(settings['rounds'])}; requests of a round are paired between policies; experts "
+        "and batch size are means over the decode steps of the measured parts; step time per token is the "
+        "time of all these steps over their tokens (on CPUs the CPU time of the engine's thread, which "
+        "excludes other processes on the core); end is the time to the last token"
     )
     print_table(
         "value [95 % interval], change against the best policy by load alone [its interval]",
@@ -308,7 +308,7 @@ def _verdict(trials: list[Trial], failures: int) -> tuple[str, bool]:
         for trial in trials
         for r in trial.requests
     )
-    line = verdict(requests=len(records), failed=failures, late_p99_s=late_s)
+    line = describe_run(requests=len(records), failed=failures, late_p99_s=late_s)
     if foreign:
         line += f", {foreign} PLACED BY ANOTHER POLICY than the trial's"
     return line, bool(failures or foreign or not records or (late_s or 0) > LATE_S)

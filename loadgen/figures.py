@@ -34,7 +34,7 @@ STEPS = {
 }
 
 
-def method(rounds: int) -> str:
+def describe_intervals(rounds: int) -> str:
     """Describe how the intervals are computed."""
     steps = "intervals of step figures: 95 %, Student's t over the paired rounds; "
     if rounds >= ROUNDS_TO_RESAMPLE:

@@ -132,7 +132,7 @@ class Load:
             self._file.close()
 
 
-def verdict(*, requests: int, failed: int, late_p99_s: float | None) -> str:
+def describe_run(*, requests: int, failed: int, late_p99_s: float | None) -> str:
     """Return a line on whether the requested load was sent, and whether it was answered."""
     parts = [f"{requests} requests"]
     parts.append(f"{failed} FAILED" if failed else "none failed")

@@ -34,7 +34,7 @@ from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
 from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival
-from loadgen.load import Load, verdict
+from loadgen.load import Load, describe_run
 from loadgen.sse import StreamError, StreamTiming, read_stream
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
@@ -213,7 +213,7 @@ def _summarise(environment: Environment) -> None:
     stats, options = environment.stats, _options(environment)
     requests, late = stats.get("chat", "POST"), stats.get("late", "STREAM")
     late_p99_s = late.get_response_time_percentile(0.99) / 1000 if late.num_requests else None
-    print(verdict(requests=requests.num_requests, failed=requests.num_failures, late_p99_s=late_p99_s))
+    print(describe_run(requests=requests.num_requests, failed=requests.num_failures, late_p99_s=late_p99_s))
     good = _session.load.good if _session.load else sum(_session.good.values())
     seconds = (stats.last_request_timestamp or 0) - (stats.start_time or 0)
     print(

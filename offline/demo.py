@@ -35,7 +35,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import write_whole
 from loadgen import application
-from loadgen.figures import method, policy_rows
+from loadgen.figures import describe_intervals, policy_rows
 from loadgen.gpu_steps import add_gpu_steps
 from loadgen.greedy import GREEDY_TOKENS, differing_answers, greedy_sentence
 from loadgen.plots import signature_space
@@ -53,7 +53,6 @@ console = Console()
 _LINE_S = 15.0  # time between two lines about a running step, if the output is not a terminal
 _STRETCHES = 6  # maximum stretches of load for the routing table
 _TABLE_S = 30.0  # time limit for the routing table once there are enough samples
-_CLOCKS = {"cpu": "CPU time"}  # by kind of accelerator; else "engine time"
 _SHOWN = (
     "active_experts",
     "experts_per_token",
@@ -86,7 +85,7 @@ class _Plan:
     def clock(self) -> str:
         """Return the name of the time that engines report for a decode step."""
         kind = self.arguments["decode_config"].get("accelerator_config", {}).get("kind")
-        return _CLOCKS.get(kind, "engine time")
+        return "CPU time" if kind == "cpu" else "engine time"
 
     @property
     def model(self) -> str:
@@ -290,7 +289,8 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         console.print(text, style="bold" if text in sentences else None, soft_wrap=True, markup=False)
     table = figures_table(rows, _SHOWN)
     print_table("the same stream of prompts under three policies", table, lines=True)
-    notes = f"closed loop; all engines share this machine's {plan.hardware}; {method(plan.rounds)}; {greedy}"
+    intervals = describe_intervals(plan.rounds)
+    notes = f"closed loop; all engines share this machine's {plan.hardware}; {intervals}; {greedy}"
     inputs = {
         "prompts": Path(load.prompts).name,
         "in_flight": load.users,

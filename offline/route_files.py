@@ -132,7 +132,7 @@ def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = Non
         UserInputError: no sample is long enough.
     """
     cut = cut or model.cut
-    usable = long_enough(samples, cut)
+    usable = select_long_enough(samples, cut)
     if not usable:
         raise UserInputError(
             f"no sample of {model.name} has an answer of {cut.min_output_tokens} tokens after its prompt: "
@@ -159,7 +159,7 @@ def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = Non
     )
 
 
-def long_enough(samples: Iterable[Sample], cut: Cut) -> list[Sample]:
+def select_long_enough(samples: Iterable[Sample], cut: Cut) -> list[Sample]:
     """Return the samples whose answer has the minimum of tokens."""
     return [s for s in samples if cut.lengths(len(s.routes))[1] >= max(1, cut.min_output_tokens)]
 

@@ -18,7 +18,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import require_folders, write_all
 from loadgen.progress import progress_bar
 from loadgen.results import print_table
-from offline.route_files import MODELS, Cut, Sample, find_model, long_enough, read_samples, trace_of
+from offline.route_files import MODELS, Cut, Sample, find_model, read_samples, select_long_enough, trace_of
 
 Model = Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}; default: by the records' fields.")]
 PromptShare = Annotated[
@@ -71,7 +71,7 @@ def routes(
         bar = progress.add_task("reading samples", total=None)
         known, all_samples = read_samples(file, known, lambda: progress.advance(bar))
     cut = _change_cut(known.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
-    usable = long_enough(all_samples, cut)
+    usable = select_long_enough(all_samples, cut)
     chosen, others = _split_samples(file, usable, len(all_samples), domain, samples, held_out, seed)
     traces = {out: trace_of(known, chosen, cut)}
     if others:

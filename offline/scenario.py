@@ -127,7 +127,7 @@ class PolicyChoice(_Part):
         return self
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         return self.label or self.name
 
 

@@ -109,7 +109,7 @@ def simulate_all(
             for number, seed in enumerate(scenario.seeds):
                 work = Work(scenario, seed) if number else first
                 for choice in scenario.policies:
-                    progress.update(bar, description=f"{choice.shown}, seed {seed}")
+                    progress.update(bar, description=f"{choice.display_name}, seed {seed}")
                     rows.append(
                         one_run(scenario, choice, seed, work, partial(progress.advance, bar), by_domain)
                     )
@@ -154,7 +154,7 @@ def one_run(
     seconds = time.perf_counter() - started
     goals = scenario.objectives
     row = {
-        "policy": choice.shown,
+        "policy": choice.display_name,
         "seed": seed,
         **outcome.summary(LatencyObjective(goals.ttft_ms, goals.tpot_ms) if goals else None),
         "steps": len(outcome.batch),

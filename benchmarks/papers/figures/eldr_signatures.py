@@ -33,7 +33,7 @@ from eldr_serve.experts.fitting.table import fit_signature, signature_weights
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import TRANSFORMS, SignatureSpec
 from eldr_serve.scheduling import make_policy
-from offline.route_files import long_enough, read_samples
+from offline.route_files import read_samples, select_long_enough
 from offline.scenario import read_observed
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts
@@ -215,7 +215,7 @@ def _first_tokens(path: Path, trace: CalibrationTrace) -> dict[int | str, Any]:
         return whole
     model, samples = read_samples(path)
     prompts = [
-        s.routes[:n] for s, n in zip(long_enough(samples, model.cut), trace.prompt_tokens, strict=True)
+        s.routes[:n] for s, n in zip(select_long_enough(samples, model.cut), trace.prompt_tokens, strict=True)
     ]
     shorter = [n for n in LENGTHS if n < trace.prompt_tokens.max()]
     return {n: np.stack([model.counts(p[:n]) for p in prompts]) for n in shorter} | whole
