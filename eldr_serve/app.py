@@ -1,4 +1,4 @@
-"""Build the application graph from a deployment file, for `serve run deployments/<topology>.yaml`."""
+"""The application graph of a deployment file, for `serve run deployments/<topology>.yaml`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start and stop an application of eldr-serve on a Ray cluster of its own."""
+"""An application of eldr-serve on a Ray cluster of its own: its start, its update and its stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the greedy answers of a running service between policies."""
+"""Comparison of the greedy answers of a running service between policies."""
 
 from __future__ import annotations
 

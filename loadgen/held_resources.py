@@ -1,4 +1,4 @@
-"""Check what an idle service still holds."""
+"""The resources that an idle service still holds."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LATE_S = 0.1  # s; a higher p99 of lateness means that users ran out and the loa
 
 
 class Load:
-    """Distributes arrivals to users, which are greenlets of one process, and writes the record.
+    """The arrivals for the users, which are greenlets of one process, and the record of their requests.
 
     Args:
         options: the parsed command line, see loadgen.locustfile.

@@ -223,7 +223,7 @@ def _summarise(environment: Environment) -> None:
 
 
 class StreamingUser(HttpUser):
-    """Sends one completion after the other and times every token."""
+    """A user that sends one completion after the other and times every token."""
 
     @task
     def complete(self) -> None:

@@ -1,4 +1,4 @@
-"""Compute expert signatures (ELDR, section 4.2): convert a prompt's expert counts to a unit vector.
+"""Expert signatures (ELDR, section 4.2): unit vectors, computed from the expert counts of prompts.
 
 This module has no state. The package `eldr_serve.signatures` collects counts of live traffic, and fits
 routing tables to their signatures.

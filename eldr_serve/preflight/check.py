@@ -1,4 +1,4 @@
-"""Check a deployment on a cluster, from the file to the findings."""
+"""The check of a deployment on a cluster, from the file to the findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the outcome of a check as tables or JSON."""
+"""The outcome of a check as tables or JSON."""
 
 from __future__ import annotations
 

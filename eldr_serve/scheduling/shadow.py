@@ -44,7 +44,7 @@ class Saving:
 
 
 class Shadow:
-    """Places every request of the live policy also by another policy, and prices both placements.
+    """A second policy that places every request of the live policy too; both placements are priced.
 
     Both policies hold the same requests at any time, each in its own ledger. The price of a token is the
     expected step time of the worker that holds its request (`StepCost` of the worker's requests, KV tokens

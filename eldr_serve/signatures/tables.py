@@ -1,4 +1,4 @@
-"""Fit routing tables to sampled traffic, and refuse tables that do not help on held-out requests.
+"""Fits of routing tables to sampled traffic; tables that do not help on held-out requests are refused.
 
 This module imports scikit-learn, so import it only where tables are fitted.
 """

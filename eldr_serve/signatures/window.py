@@ -1,4 +1,4 @@
-"""Keep the newest expert samples within bounds, and convert them to a calibration trace."""
+"""The newest expert samples within bounds, and their conversion to a calibration trace."""
 
 from __future__ import annotations
 

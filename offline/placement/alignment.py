@@ -1,4 +1,4 @@
-"""Order a new placement's slots and ranks so that the fewest experts move."""
+"""The order of a new placement's slots and ranks by which the fewest experts move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict which experts a pending batch will use (DIRECTOR, section V-A), from ELDR's prefill signature.
+"""Forecast of the experts that a pending batch will use (DIRECTOR, section V-A), from prefill signatures.
 
 With separate prefill and decode the forecast is free: prefill has already counted the experts.
 """

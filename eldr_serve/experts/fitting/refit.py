@@ -1,4 +1,4 @@
-"""Refit the centroids of a live table to recent traffic, and decide when that is due."""
+"""Refits of a live table's centroids to recent traffic, and the decision when one is due."""
 
 from __future__ import annotations
 

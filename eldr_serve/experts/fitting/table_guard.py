@@ -1,4 +1,4 @@
-"""Check on held-out requests that a table groups requests better than random placement."""
+"""A check on held-out requests that a table groups requests better than random placement."""
 
 from __future__ import annotations
 

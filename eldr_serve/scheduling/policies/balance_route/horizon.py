@@ -17,7 +17,7 @@ from eldr_serve.scheduling.types import Loads, PlacementRequest
 
 
 class Forecast:
-    """Tracks the running requests and projects each worker's load H steps ahead (paper, section C).
+    """The running requests, and each worker's load projected H steps ahead (paper, section C).
 
     Args:
         horizon: H, decode steps.
