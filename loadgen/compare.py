@@ -200,21 +200,21 @@ def _policy_restored(service: OperatorClient, journal: Journal, names: list[str]
     """Check that the server accepts every policy; at the end, also after errors, restore its own."""
     status = service.status()
     # After a run that was killed, the server's present policy is not its own.
-    own = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    policy = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        service.set_policy(**own)  # fails here, before any change, if the key is refused
+        service.set_policy(**policy)  # fails here, before any change, if the key is refused
         try:
             for name in names:
                 service.set_policy(*parse_policy(name))
-            journal.put(RESTORE, own)
+            journal.put(RESTORE, policy)
             yield
         finally:
-            service.set_policy(**own)
+            service.set_policy(**policy)
             if journal.get(RESTORE):
                 journal.put(RESTORE, None)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _measure(

@@ -51,11 +51,11 @@ def differing_answers(
 
 def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:
     """Return a sentence on the result of differing_answers."""
-    wrong = {policy: ids for policy, ids in differing.items() if ids}
-    if not wrong:
+    differing_ids = {policy: ids for policy, ids in differing.items() if ids}
+    if not differing_ids:
         every = f"all {len(differing)} policies"
         return f"Greedy answers to {prompts} prompts, sent one at a time, are equal under {every}."
-    listed = ", ".join(f"{policy}: {' '.join(ids)}" for policy, ids in wrong.items())
+    listed = ", ".join(f"{policy}: {' '.join(ids)}" for policy, ids in differing_ids.items())
     return f"GREEDY ANSWERS DIFFER from those under {next(iter(differing))} ({listed})."
 
 

@@ -51,14 +51,14 @@ def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[
         rows: rows of loadgen.figures.
         keys: the figures, in this order; by default all that the rows have.
     """
-    known: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
+    formats: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
         **{key: (name, _step_cell) for key, name in _STEPS.items()},
         **{key: (name, _with_interval) for key, name in _SHOWN.items()},
         **{key: (key.replace("_", " "), _plain) for key in _COUNTED},
     }
     return [
-        {"figure": known[key][0]} | {row["policy"]: known[key][1](row, key) for row in rows}
-        for key in keys or [key for key in known if any(key in row for row in rows)]
+        {"figure": formats[key][0]} | {row["policy"]: formats[key][1](row, key) for row in rows}
+        for key in keys or [key for key in formats if any(key in row for row in rows)]
     ]
 
 

@@ -188,13 +188,13 @@ def calibrate(
     model_id, kwargs, environment, resources = decode_settings(deployment)
     kwargs["seed"] = seed
     draw = balanced_sample if balanced else traffic_sample
-    chosen = draw(read_prompts(prompts), limit, seed)
-    if len({p.id for p in chosen}) != len(chosen):
+    sample = draw(read_prompts(prompts), limit, seed)
+    if len({p.id for p in sample}) != len(sample):
         raise UserInputError("two prompts have the same id; ids must be unique over all files")
     require_folders(out)
-    domains = sorted({p.domain for p in chosen})
+    domains = sorted({p.domain for p in sample})
     typer.echo(
-        f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"
+        f"{len(sample)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"
     )
     if dry_run:
         return
@@ -209,13 +209,13 @@ def calibrate(
         "token_ids": True,
     }
     journal = Journal(out.with_name(f"{out.name}.partial"), settings)
-    todo = [p for p in chosen if p.id not in journal.entries]
-    if len(todo) < len(chosen):
-        typer.echo(f"resuming an interrupted run: {len(chosen) - len(todo)} prompts are done")
+    todo = [p for p in sample if p.id not in journal.entries]
+    if len(todo) < len(sample):
+        typer.echo(f"resuming an interrupted run: {len(sample) - len(todo)} prompts are done")
     if todo:
         sampling = Sampling(max_tokens, temperature, routes=routes)
         _run_pool(todo, kwargs, environment, resources, actors, journal, (sampling, chat))
-    records = [journal.get(p.id) for p in chosen]
+    records = [journal.get(p.id) for p in sample]
     trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes, _vocabulary(kwargs["model"]))
     trace.save(out)
     journal.remove()

@@ -170,9 +170,9 @@ def read_trace_of_routes(path: Path, model: str | None = None, **cut: Any) -> Ca
     Raises:
         UserInputError: as `read_samples` and `trace_of`; the message names the file.
     """
-    known, samples = read_samples(path, None if model is None else find_model(model))
+    route_model, samples = read_samples(path, None if model is None else find_model(model))
     try:
-        return trace_of(known, samples, replace(known.cut, **cut))
+        return trace_of(route_model, samples, replace(route_model.cut, **cut))
     except UserInputError as error:
         raise UserInputError(f"{path}: {error}") from None
 

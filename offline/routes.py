@@ -62,22 +62,24 @@ def routes(
     deepseek-v2-lite: the first half of a sample is its prompt. gpt-oss-20b: the first 96 steps are the
     prompt, the next 64 the answer; shorter samples are left out.
     """
-    known = None if model is None else find_model(model)
+    route_model = None if model is None else find_model(model)
     _check_shares(prompt_share, prompt_tokens, held_out, samples)
     require_folders(out)
     if out.suffix != ".safetensors":
         raise UserInputError(f"--out is {out.name}: must end in .safetensors")
     with progress_bar() as progress:
         bar = progress.add_task("reading samples", total=None)
-        known, all_samples = read_samples(file, known, lambda: progress.advance(bar))
-    cut = _change_cut(known.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
+        route_model, all_samples = read_samples(file, route_model, lambda: progress.advance(bar))
+    cut = _change_cut(route_model.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
     usable = select_long_enough(all_samples, cut)
-    chosen, others = _split_samples(file, usable, len(all_samples), domain, samples, held_out, seed)
-    traces = {out: trace_of(known, chosen, cut)}
-    if others:
-        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(known, others, cut)
+    trace_samples, held_out_samples = _split_samples(
+        file, usable, len(all_samples), domain, samples, held_out, seed
+    )
+    traces = {out: trace_of(route_model, trace_samples, cut)}
+    if held_out_samples:
+        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(route_model, held_out_samples, cut)
     write_all({path: trace.to_bytes() for path, trace in traces.items()})
-    print_table(known.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
+    print_table(route_model.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
     typer.echo(f"wrote {', '.join(map(str, traces))}")
 
 

@@ -158,9 +158,9 @@ class StepSums:
             active_experts: active experts, summed over MoE layers.
         """
         time = np.asarray(seconds, np.float64)
-        known = time > 0
+        is_timed = time > 0
         columns = [np.asarray(column, np.float64) for column in (requests, kv_tokens, active_experts)]
-        features, time = np.stack([np.ones_like(time), *columns], axis=-1)[known], time[known]
+        features, time = np.stack([np.ones_like(time), *columns], axis=-1)[is_timed], time[is_timed]
         relative = features / time[:, None]
         num_steps, num_requests, _, num_experts = features.sum(axis=0)
         return cls(
