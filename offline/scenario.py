@@ -12,11 +12,12 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eldr_serve.errors import UserInputError, one_line_message
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Policy, make_policy
+from eldr_serve.validation import first_problem
 from loadgen.traces import TraceRequest, read_trace
 from offline.route_files import read_trace_of_routes
 from offline.simulation.cluster import Cluster
@@ -308,7 +309,7 @@ def read_scenario(path: Path) -> Scenario:
     except yaml.YAMLError as error:
         raise UserInputError(f"{path} is not YAML ({error})") from error
     except ValidationError as error:
-        raise UserInputError(f"{path}, {one_line_message(error)}") from error
+        raise UserInputError(f"{path}: {first_problem(error, content)}") from error
 
 
 def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> CalibrationTrace:
