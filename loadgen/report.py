@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
 from eldr_serve.dashboard import style
-from loadgen.figures import changes_by_round, step_figure_by_round
+from loadgen.figures import changes_by_round, measured_records, step_figure_by_round
 from loadgen.plots import Change, changes, policy_colour, render
 from loadgen.results import cell
 from loadgen.trial import Trial
@@ -212,13 +212,8 @@ def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seco
     figure, ((tpot, ttft),) = _figure(2)
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
-            records = [
-                r
-                for trial in trials
-                if trial.policy == policy
-                for r in trial.measured_requests(warm_up_s, seconds)
-            ]
-            values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
+            records = measured_records(policy, trials, warm_up_s, seconds)
+            values = [1000 * r[f"{key}_s"] for _, r in records if r.get(f"{key}_s") is not None]
             if values:
                 axes.ecdf(values, label=policy)
         axes.set(xlabel=f"{key.upper()}, ms", ylabel="share of requests")
