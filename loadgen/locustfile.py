@@ -155,7 +155,7 @@ def _begin(environment: Environment, **_: Any) -> None:
 
 
 @events.spawning_complete.add_listener
-def _clock_starts(user_count: int, **_: Any) -> None:
+def _start_clock(user_count: int, **_: Any) -> None:
     if _session.load:
         _session.load.begin()
 
@@ -185,12 +185,12 @@ def _report_good(client_id: str, data: dict[str, Any]) -> None:
 
 
 @events.worker_report.add_listener
-def _take_good(client_id: str, data: dict[str, Any]) -> None:
+def _receive_good(client_id: str, data: dict[str, Any]) -> None:
     _session.good[client_id] = data.get("eldr_good", 0)
 
 
 @events.test_stop.add_listener
-def _load_ended(environment: Environment, **_: Any) -> None:
+def _close_load(environment: Environment, **_: Any) -> None:
     if _session.load:
         _session.load.close()
     if isinstance(environment.runner, LocalRunner):
@@ -198,7 +198,7 @@ def _load_ended(environment: Environment, **_: Any) -> None:
 
 
 @events.quitting.add_listener
-def _before_quit(environment: Environment, **_: Any) -> None:
+def _end_run(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, MasterRunner):
         _summarise(environment)  # only now have all workers sent their last report
     if environment.stats.total.num_failures and not environment.process_exit_code:

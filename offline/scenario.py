@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -20,15 +20,11 @@ from eldr_serve.scheduling import Policy, make_policy
 from eldr_serve.validation import first_problem
 from loadgen.traces import TraceRequest, read_trace
 from offline.route_files import read_trace_of_routes
-from offline.simulation.cluster import Cluster
+from offline.simulation.cluster import Cluster, ScenarioPart
 from offline.simulation.requests import Experts, Requests
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Poisson(_Part):
+class Poisson(ScenarioPart):
     """Arrivals with exponential gaps and equal lengths."""
 
     kind: Literal["poisson"]
@@ -40,7 +36,7 @@ class Poisson(_Part):
     output_tokens: int = Field(default=64, ge=1, description="tokens of each answer")
 
 
-class Trace(_Part):
+class Trace(ScenarioPart):
     """Arrivals, lengths and prefix blocks of a recorded trace (Azure CSV or Mooncake JSON lines)."""
 
     kind: Literal["trace"]
@@ -66,7 +62,7 @@ class Trace(_Part):
     )
 
     @model_validator(mode="after")
-    def _one_way_of_scaling(self) -> Self:
+    def _check_scaling(self) -> Self:
         if (self.rate_per_s is None) != (self.requests is None):
             raise ValueError("rate_per_s and requests go together: give both or neither")
         if self.rate_per_s is not None and (self.speed, self.limit, self.repeat) != (1.0, None, 1):
@@ -74,7 +70,7 @@ class Trace(_Part):
         return self
 
 
-class Routes(_Part):
+class Routes(ScenarioPart):
     """The experts that requests use, as observed."""
 
     kind: Literal["trace", "routes", "gpt-oss"] = Field(
@@ -108,14 +104,14 @@ class Routes(_Part):
     mixtures: int = Field(default=2048, ge=1, description="number of mixtures of `parts`")
 
 
-class Objectives(_Part):
+class Objectives(ScenarioPart):
     """Service-level objectives; a request is good if it meets both."""
 
     ttft_ms: float = Field(gt=0, description="maximum time from arrival to the end of the first decode step")
     tpot_ms: float = Field(gt=0, description="maximum time per output token after the first")
 
 
-class PolicyChoice(_Part):
+class PolicyChoice(ScenarioPart):
     """One policy to simulate."""
 
     name: str = Field(description="a name, or my_package.module:MyPolicy")
@@ -132,7 +128,7 @@ class PolicyChoice(_Part):
         return self.label or self.name
 
 
-class Scenario(_Part):
+class Scenario(ScenarioPart):
     """All input of a simulation; each policy and seed is one run."""
 
     cluster: Cluster

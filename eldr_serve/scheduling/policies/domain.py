@@ -33,7 +33,7 @@ class Domain(Policy):
 
         @field_validator("mix")
         @classmethod
-        def _above_0(cls, mix: dict[str, float] | None) -> dict[str, float] | None:
+        def _check_mix(cls, mix: dict[str, float] | None) -> dict[str, float] | None:
             if mix is not None and (not mix or min(mix.values()) <= 0):
                 raise ValueError("must have a domain, and only numbers above 0")
             return mix

@@ -202,7 +202,7 @@ class BalanceRouteHorizon(BalanceRoute):
 
         @field_validator("predictor")
         @classmethod
-        def _can_be_loaded(cls, predictor: str) -> str:
+        def _check_predictor(cls, predictor: str) -> str:
             length_predictor_class(predictor)
             return predictor
 
