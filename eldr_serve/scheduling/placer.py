@@ -187,7 +187,7 @@ class Placer:
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
 
     def _loads_without(self, *groups: Collection[str]) -> Loads:
-        """Return the loads without the first of these groups that leaves a worker available, or of all."""
+        """Return the loads without the first group that leaves a worker available, or else of all workers."""
         for workers in groups:
             loads = self.loads(workers)
             if loads.available.any():
@@ -303,9 +303,9 @@ class Placer:
     def _in_fair_order(self) -> list[Lease]:
         """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
 
-        Every request has a deadline: without an objective, or if its first token is late already, it is
-        PATIENCE_S after its arrival. So each has its turn, and without objectives the order is that of
-        arrival.
+        Every request has a deadline. Without an objective, or if its first token is late already, its
+        deadline is PATIENCE_S after its arrival. So every request has its turn, and without objectives the
+        order is that of arrival.
         """
         waiting = list(self.queue.values())
         if any(lease.due_s is not None for lease in waiting):

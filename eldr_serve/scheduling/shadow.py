@@ -48,8 +48,8 @@ class Shadow:
 
     Both policies hold the same requests at any time, each in its own ledger. The price of a token is the
     expected step time of the worker that holds its request (`StepCost` of the worker's requests, KV tokens
-    and expected active experts), so the two differ only by placement. A request ends when it really does. A
-    policy with a decode queue is called by `select`, so no request waits here.
+    and expected active experts), so the two prices differ only by placement. A request ends
+    when it ends in the service. A policy with a decode queue is called by `select`, so no request waits here.
 
     The placer's notifications are only queued; `catch_up` processes them between placements, and raises the
     exceptions of the policy.

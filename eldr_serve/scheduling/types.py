@@ -28,7 +28,7 @@ class PlacementRequest:
         prompt_key: equal for equal prompts.
         counts_missing: there are neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
-        blocks: blocks of the prompt if the worker prefills it too; else None.
+        blocks: the blocks of the prompt if the worker also prefills; else None.
         exclude: workers to avoid: they have failed this request, or its ingress has ejected them.
         may_wait: the request may wait in the policy's decode queue; else it is placed at once.
         tenant: name of the tenant.
