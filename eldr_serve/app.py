@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from starlette.applications import Starlette
 
-from eldr_serve.config.application import DRAIN_S, SCALING, EldrArgs, parse
+from eldr_serve.config.application import CONFIG_OF_ROLE, DRAIN_S, SCALING, EldrArgs, parse
 from eldr_serve.engine.active_backend import ENGINES
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import ConfigurationError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _REPLICA_PUBLISHER = "eldr_serve.fleet.replica_publisher.ReplicaPublisher"
 _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
-_CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def build_parts(args: dict[str, Any]) -> ApplicationParts:
     stall_timeout_s = eldr_args.path.stall_timeout_s
     prefill = None
     for role in prefill_roles:
-        with _name_part_in_errors(f"{_CONFIG[role]}.deployment_config"):
+        with _name_part_in_errors(f"{CONFIG_OF_ROLE[role]}.deployment_config"):
             prefill = specs[role].deployment(
                 LLMPrefillServer, name_prefix=_PREFIX[role], stall_timeout_s=stall_timeout_s
             )
@@ -193,7 +192,7 @@ def engine_spec(
         "request_router_class": _REPLICA_PUBLISHER,
         "request_router_kwargs": {"directory_name": directory_name},
     }
-    with _name_part_in_errors(_CONFIG[role], config):
+    with _name_part_in_errors(CONFIG_OF_ROLE[role], config):
         return ENGINES.spec(role, config, kv_lease_s=kv_lease_s)
 
 

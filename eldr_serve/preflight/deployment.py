@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.config import AutoscalingConfig
 
-from eldr_serve.config.application import EldrArgs
+from eldr_serve.config.application import CONFIG_OF_ROLE, EldrArgs
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import UserInputError
 from eldr_serve.preflight.document import Document, check_overrides
@@ -48,7 +48,7 @@ class EngineDeployment:
     @property
     def section(self) -> str:
         """Return the name of the engines' configuration in the file."""
-        return _section(self.role)
+        return CONFIG_OF_ROLE[self.role]
 
     @property
     def arguments_name(self) -> str:
@@ -135,10 +135,6 @@ def _build_engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path |
     )
 
 
-def _section(role: EngineRole) -> str:
-    return "prefill_config" if role == "prefill" else "decode_config"
-
-
 def _replica_limits(options: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the minimum, initial and maximum number of replicas of a deployment."""
     if not options.get("autoscaling_config"):
@@ -168,7 +164,7 @@ def _read_model_config(role: EngineRole, spec: EngineSpec, path: Path, model: Pa
                 raise UserInputError(f"{place} is not JSON: {error}") from error
             return text
     raise UserInputError(
-        f"{_section(role)}.model_loading_config.model_source is {source!r}: its config.json is neither in a "
+        f"{CONFIG_OF_ROLE[role]}.model_loading_config.model_source is {source!r}: its config.json is neither in a "
         f"folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give "
         "it with --model-config FILE"
     )
