@@ -38,7 +38,7 @@ _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 
 @dataclass(frozen=True)
 class ApplicationParts:
-    """An application that is ready to be deployed.
+    """The parts of an application that is ready to be deployed.
 
     Attributes:
         args: the validated arguments of the file.
@@ -158,10 +158,10 @@ def engine_specs(eldr_args: EldrArgs) -> dict[EngineRole, EngineSpec]:
     kv_lease_s = eldr_args.path.kv_lease_s
     decode_name = decode_directory(eldr_args.name)
     if eldr_args.prefill_config is None:
-        whole = engine_spec(
+        spec = engine_spec(
             eldr_args.decode_config, "whole", directory_name=decode_name, kv_lease_s=kv_lease_s
         )
-        return {"whole": whole}
+        return {"whole": spec}
     prefill = engine_spec(
         eldr_args.prefill_config,
         "prefill",

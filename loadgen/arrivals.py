@@ -36,7 +36,7 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
         UserInputError: the rate is not above 0.
     """
     if not (math.isfinite(rate) and rate > 0):
-        raise UserInputError(f"the rate is {rate} requests/s: must be above 0")
+        raise UserInputError(f"the rate is {rate}: must be above 0 requests/s")
     return _poisson(rate, random.Random(f"{seed}/arrivals"))
 
 

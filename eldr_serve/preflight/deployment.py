@@ -164,7 +164,7 @@ def _read_model_config(role: EngineRole, spec: EngineSpec, path: Path, model: Pa
                 raise UserInputError(f"{place} is not JSON: {error}") from error
             return text
     raise UserInputError(
-        f"{CONFIG_OF_ROLE[role]}.model_loading_config.model_source is {source!r}: its config.json is neither in a "
-        f"folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give "
-        "it with --model-config FILE"
+        f"{CONFIG_OF_ROLE[role]}.model_loading_config.model_source is {source!r}: its config.json is neither "
+        f"in a folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and "
+        "give it with --model-config FILE"
     )

@@ -50,7 +50,7 @@ def policy_class(name: str) -> type[Policy]:
     if name in POLICIES:
         return POLICIES[name]
     if ":" not in name:
-        raise PolicyError(unknown_name("", name, POLICIES, "policy"))
+        raise PolicyError(unknown_name("", name, (*policy_names(), "module:Class of your own"), "policy"))
     return _import_policy(name)
 
 

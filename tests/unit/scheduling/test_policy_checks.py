@@ -111,7 +111,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
             "policy 'their_rules:Between': low is 2: must not exceed high",
         ),
         ("nearest", {}, "unknown policy"),
-        ("random", {"seed": 1}, "unknown parameter"),
+        ("random", {"seed": 1}, "unknown parameter 'seed'"),
         ("locality-band", {"tau": 0.1}, "band"),
         ("marginal-cost", {"cost": {"per_lunch_s": 1.0}}, "cost"),
         ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X': it cannot be imported ("),
