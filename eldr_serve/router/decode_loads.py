@@ -19,6 +19,6 @@ def decode_loads(state: RouterState, blocks: PromptBlocks | None) -> DecodeLoads
     return DecodeLoads(
         state.placer.worker_loads(blocks),
         state.queue_size,
-        state.costs.load(math.prod(state.validator.counts_shape or (0,))),
+        state.costs.load(math.prod(state.check.shape or (0,))),
         cached_tokens / max(prompt_tokens, 1),
     )

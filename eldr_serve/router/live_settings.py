@@ -12,7 +12,7 @@ from typing import Any
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router.messages import NamedPolicy, Settings
-from eldr_serve.router.settings_validator import Policies, SettingsValidator
+from eldr_serve.router.settings_check import Policies, SettingsCheck
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ class LiveSettings:
         first: Settings,
         table: RoutingTable | None,
         *,
-        validator: SettingsValidator,
+        check: SettingsCheck,
         counters: Counter[str],
         on_change: Callable[[SettingsChange], None],
         dispatch: Callable[[], None],
     ) -> None:
         self.current = first
         self.table = table
-        self._validator = validator
+        self._check = check
         self._counters = counters
         self._on_change = on_change
         self._dispatch = dispatch
@@ -82,7 +82,7 @@ class LiveSettings:
     def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
         """Compare the live policy with another one or with none, and return the new settings."""
         settings = replace(self._next_version(), shadow=shadow)
-        self._change(settings, self._validator.build_policies(settings), new_comparison=True)
+        self._change(settings, self._check.build_policies(settings), new_comparison=True)
         return settings
 
     def swap_table(self, table: bytes) -> Settings:
@@ -99,10 +99,10 @@ class LiveSettings:
         Args:
             tokenizer: fingerprint of the served tokenizer.
         """
-        self._validator.require_predictor_fits(predictor, tokenizer)
+        self._check.require_predictor_fits(predictor, tokenizer)
         version = self.current.predictor_version + 1
         settings = replace(self._next_version(), predictor=predictor, predictor_version=version)
-        self._change(settings, self._validator.build_policies(settings))
+        self._change(settings, self._check.build_policies(settings))
         self._counters["predictor_swaps"] += 1
         return settings
 
@@ -134,14 +134,14 @@ class LiveSettings:
         fitting = settings
         try:
             if fitting.table is not None:
-                self._validator.read_table(fitting.table)
+                self._check.read_table(fitting.table)
         except SwapRefusedError as error:
             logger.error("requests are placed without a table: %s", error)
             fitting = replace(fitting, table=None, table_version=fitting.table_version + 1)
             self._counters["tables_discarded"] += 1
         try:
             if fitting.predictor is not None:
-                self._validator.require_predictor_fits(fitting.predictor)
+                self._check.require_predictor_fits(fitting.predictor)
         except SwapRefusedError as error:
             logger.error("nothing is predicted: %s", error)
             fitting = replace(fitting, predictor=None, predictor_version=fitting.predictor_version + 1)
@@ -151,7 +151,7 @@ class LiveSettings:
         return replace(self.current, version=_version_after(self.current))
 
     def _replace_policy(self, settings: Settings) -> None:
-        policies = self._validator.build_policies(settings)
+        policies = self._check.build_policies(settings)
         self._change(settings, policies, new_policy=True, new_comparison=True)
 
     def _change(

@@ -71,7 +71,7 @@ class PoolLink:
         live = state.settings
         return RouterView(
             epoch=state.epoch,
-            model_id=state.validator.model_id,
+            model_id=state.check.model_id,
             workers=state.num_workers,
             ingresses=len(state.ingresses),
             table_version=live.table_version,

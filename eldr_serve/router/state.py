@@ -19,7 +19,7 @@ from eldr_serve.router.live_settings import LiveSettings, SettingsChange
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, NamedPolicy, Restore, Settings
 from eldr_serve.router.positions import Positions
-from eldr_serve.router.settings_validator import SettingsValidator
+from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
 from eldr_serve.scheduling import BlockChanges, Lease, PlacementRequest, Placer, State, StepCost, StepSums
 
@@ -44,7 +44,7 @@ class RouterState:
     Attributes:
         epoch: identifies this state; each restart of the actor and each changed deployment has another one.
         live_settings: the live settings; operators change them here.
-        validator: validation of settings, with the shape of expert counts that engines report.
+        check: validation of settings, with the shape of expert counts that engines report.
         placer: the running and the queued requests, and the live policy.
         comparison: comparison of the live policy with the shadow.
         costs: measured cost of decode steps.
@@ -79,7 +79,7 @@ class RouterState:
         self.positions = Positions()
         self.predictions: dict[str, dict[str, Any]] = {}
         self.earlier_failures = 0
-        self.validator = SettingsValidator(model_id)
+        self.check = SettingsCheck(model_id)
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
         self.set_callbacks()
@@ -93,13 +93,13 @@ class RouterState:
             predictor_version=int(predictor is not None),
             shadow=shadow,
         )
-        policies = self.validator.build_policies(first)
+        policies = self.check.build_policies(first)
         if predictor is not None:
-            self.validator.require_predictor_fits(predictor)
+            self.check.require_predictor_fits(predictor)
         self.live_settings = LiveSettings(
             first,
             policies.table,
-            validator=self.validator,
+            check=self.check,
             counters=self.counters,
             on_change=self._apply,
             dispatch=self.dispatch,
@@ -142,9 +142,9 @@ class RouterState:
 
         If the live table or predictor has another shape, discard it; also discard predictions of that shape.
         """
-        self.validator.counts_shape = (num_layers, num_experts)
+        self.check.shape = (num_layers, num_experts)
         for lease in (*self.placer.running.values(), *self.placer.queue.values()):
-            lease.request = self.validator.without_unusable_prediction(lease.request)
+            lease.request = self.check.without_unusable_prediction(lease.request)
         self.live_settings.discard_unfit_artifacts()
 
     def _apply(self, change: SettingsChange) -> None:
@@ -276,7 +276,7 @@ class RouterState:
 
     def hold(self, lease: Lease) -> None:
         """Add a lease that its ingress has made, or received from this actor before it was restarted."""
-        lease.request = self.validator.without_unusable_prediction(lease.request)
+        lease.request = self.check.without_unusable_prediction(lease.request)
         current = self.placer.running.get(lease.request_id)
         new_counts = lease.request.expert_counts is not None and not lease.request.predicted
         if current is not None and (current.worker, current.policy) == (lease.worker, lease.policy):
@@ -302,7 +302,7 @@ class RouterState:
     def place(self, leases: list[Lease]) -> None:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
         for lease in leases:
-            lease.request = self.validator.without_unusable_prediction(lease.request)
+            lease.request = self.check.without_unusable_prediction(lease.request)
             self._keep_counts(lease.request)
         queued_ids = {lease.request_id for lease in leases if lease.request_id in self.placer.queue}
         granted_leases = self.placer.submit(lease for lease in leases if not self.is_stale(lease.request))

@@ -16,7 +16,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
     """
     workers, live = _workers(state), state.settings
     return {
-        "model": state.validator.model_id,
+        "model": state.check.model_id,
         "policy": live.policy,
         "parameters": live.parameters,
         "settings_version": live.version,
@@ -71,7 +71,7 @@ def _oldest_wait_s(state: RouterState) -> float:
 
 
 def _num_layers(state: RouterState) -> int | None:
-    return None if state.validator.counts_shape is None else state.validator.counts_shape[0]
+    return None if state.check.shape is None else state.check.shape[0]
 
 
 def _workers(state: RouterState) -> list[dict[str, Any]]:

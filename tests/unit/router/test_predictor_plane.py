@@ -14,7 +14,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.router import settings_validator
+from eldr_serve.router import settings_check
 from eldr_serve.router.messages import IngressReport, Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
@@ -107,7 +107,7 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays() -> Non
 
 
 def test_settings_larger_than_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings_validator, "MAX_SETTINGS_BYTES", len(FILE))
+    monkeypatch.setattr(settings_check, "MAX_SETTINGS_BYTES", len(FILE))
     state = router_state(table=3, policy="marginal-cost")
     with pytest.raises(SwapRefusedError, match="MiB together"):
         state.live_settings.swap_predictor(FILE, "t")
@@ -194,7 +194,7 @@ def test_a_configured_table_of_another_shape_is_dropped_with_the_predictor(resto
 async def test_a_client_rejects_a_predictor_of_another_shape(caplog: pytest.LogCaptureFixture) -> None:
     async with router_and_client("r0", policy="marginal-cost", table=None) as (actor, client):
         await client.expect_counts(L, E)
-        actor.state.validator.counts_shape = None  # as after a restart of the router
+        actor.state.check.shape = None  # as after a restart of the router
         actor.state.live_settings.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
         assert client.scorer.predictor is None

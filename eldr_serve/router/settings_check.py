@@ -23,17 +23,17 @@ class Policies(NamedTuple):
     table: RoutingTable | None
 
 
-class SettingsValidator:
-    """Validates settings against the served model and the shape of expert counts.
+class SettingsCheck:
+    """Checks settings against the served model and the shape of expert counts.
 
     Attributes:
         model_id: id of the served model; tables and predictors of other models are refused.
-        counts_shape: (MoE layers, experts) as engines report it; None until known.
+        shape: (MoE layers, experts) as engines report it; None until known.
     """
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
-        self.counts_shape: tuple[int, int] | None = None
+        self.shape: tuple[int, int] | None = None
 
     def build_policies(self, settings: Settings) -> Policies:
         """Make the policies and the table of settings; raise SwapRefusedError if they do not fit."""
@@ -63,10 +63,10 @@ class SettingsValidator:
         if table.model != self.model_id:
             raise SwapRefusedError(f"the table is for model {table.model!r}, but {self.model_id!r} is served")
         shape = (table.num_layers, table.num_experts)
-        if self.counts_shape not in (None, shape):
+        if self.shape not in (None, shape):
             raise SwapRefusedError(
                 f"the table is for {shape[0]} MoE layers x {shape[1]} experts, but the prefill engines "
-                f"report {self.counts_shape[0]} x {self.counts_shape[1]}"
+                f"report {self.shape[0]} x {self.shape[1]}"
             )
         return table
 
@@ -74,14 +74,14 @@ class SettingsValidator:
         """Raise SwapRefusedError if a SignaturePredictor file does not fit."""
         try:
             SignaturePredictor.from_bytes(predictor).require_fit(
-                model=self.model_id, tokenizer=tokenizer, shape=self.counts_shape
+                model=self.model_id, tokenizer=tokenizer, shape=self.shape
             )
         except ArtifactError as error:
             raise SwapRefusedError(str(error)) from error
 
     def without_unusable_prediction(self, request: PlacementRequest) -> PlacementRequest:
         """Return the request, without its predicted counts if their shape is not that of the engines."""
-        counts, shape = request.expert_counts, self.counts_shape
-        if not request.predicted or counts is None or shape is None or counts.shape == shape:
+        counts = request.expert_counts
+        if not request.predicted or counts is None or self.shape is None or counts.shape == self.shape:
             return request
         return replace(request, expert_counts=None, counts_missing=True, predicted=False)
