@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eldr_serve.app import build_app
-    from eldr_serve.commands.client import Client, ServiceError
+    from eldr_serve.commands.client import OperatorClient, ServiceError
     from eldr_serve.errors import ConfigurationError
     from eldr_serve.experts.parallel.placement import ExpertPlacement
     from eldr_serve.experts.routing_table import RoutingTable
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArtifactError",
-    "Client",
     "ConfigurationError",
     "Decision",
     "ExpertPlacement",
     "Loads",
     "NoWorkerError",
+    "OperatorClient",
     "PlacementRequest",
     "Policy",
     "PolicyError",
@@ -50,7 +50,7 @@ __all__ = [
 
 _MODULES = {
     "RoutingTable": "experts.routing_table",
-    "Client": "commands.client",
+    "OperatorClient": "commands.client",
     "ServiceError": "commands.client",
     "ExpertPlacement": "experts.parallel.placement",
     "ArtifactError": "records",

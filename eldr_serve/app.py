@@ -1,4 +1,4 @@
-"""Build the application graph from a deployment file, for `serve run deployments/<topology>.yaml`."""
+"""The application graph of a deployment file, for `serve run deployments/<topology>.yaml`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from starlette.applications import Starlette
 
-from eldr_serve.config.application import DRAIN_S, SCALING, EldrArgs, parse
+from eldr_serve.config.application import CONFIG_OF_ROLE, DRAIN_S, SCALING, EldrArgs, parse
 from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.backend_protocol import EngineSpec
 from eldr_serve.engine.protocol import EngineRole
@@ -32,7 +32,6 @@ from eldr_serve.validation import first_problem
 
 _REPLICA_PUBLISHER = "eldr_serve.fleet.replica_publisher.ReplicaPublisher"
 _PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
-_CONFIG = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def build_parts(args: dict[str, Any]) -> ApplicationParts:
     stall_timeout_s = eldr_args.path.stall_timeout_s
     prefill = None
     for role in prefill_roles:
-        with _name_part_in_errors(f"{_CONFIG[role]}.deployment_config"):
+        with _name_part_in_errors(f"{CONFIG_OF_ROLE[role]}.deployment_config"):
             prefill = specs[role].deployment(
                 LLMPrefillServer, name_prefix=_PREFIX[role], stall_timeout_s=stall_timeout_s
             )
@@ -191,7 +190,7 @@ def engine_spec(
         "request_router_class": _REPLICA_PUBLISHER,
         "request_router_kwargs": {"directory_name": directory_name},
     }
-    with _name_part_in_errors(_CONFIG[role], config):
+    with _name_part_in_errors(CONFIG_OF_ROLE[role], config):
         return BACKEND.spec(role, config, kv_lease_s=kv_lease_s)
 
 

@@ -16,6 +16,7 @@ from eldr_serve.commands.errors import USER_ERRORS
 from eldr_serve.commands.lazy import LazyCommand
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
+from eldr_serve.validation import unknown_name
 
 _JOBS = "Jobs"
 _REPOSITORY = "In a checkout of the repository"
@@ -303,7 +304,7 @@ def deployments(
         typer.echo("\n".join(files))
         return
     if name not in files:
-        raise UserInputError(f"there is no {name!r}: {', '.join(files)}")
+        raise UserInputError(unknown_name("", name, files, "deployment"))
     content = files[name].read_text()
     if copy is None:
         typer.echo(content, nl=False)
@@ -382,9 +383,9 @@ def main() -> None:
 
 
 def _client(url: str, admin_key: str | None = None) -> Any:
-    from eldr_serve.commands.client import Client  # `eldr --help` needs no HTTP client
+    from eldr_serve.commands.client import OperatorClient  # `eldr --help` needs no HTTP client
 
-    return Client(url, admin_key)
+    return OperatorClient(url, admin_key)
 
 
 def _print_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Atomic writing of files."""
+"""Atomic writing of files, and a check that they can be written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+from eldr_serve.errors import UserInputError
+
+
+def require_folders(*paths: Path | None) -> None:
+    """Raise UserInputError unless the folders of these files exist; None is no file."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise UserInputError(f"the folder {path.parent} does not exist")
 
 
 def write_whole(path: Path, content: bytes | str) -> None:

@@ -1,4 +1,4 @@
-"""Start and stop an application of eldr-serve on a Ray cluster of its own."""
+"""An application of eldr-serve on a Ray cluster of its own: its start, its update and its stop."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from typing import Any
 
-from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.client import OperatorClient, ServiceError
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 
 NAME = "eldr"
-_POLL_S = 3.0  # between looks at the replicas: one takes 0.3 s of a core that the engines start on
+_POLL_S = 3.0  # time between looks at the replicas; a look takes 0.3 s of a core on which engines start
 
 
 def check_port(port: int) -> None:
@@ -36,7 +36,7 @@ def start(
     dashboard: bool,
     tell: Callable[[str], None],
     before_deploy: Callable[[], None] = lambda: None,
-) -> tuple[Client, str]:
+) -> tuple[OperatorClient, str]:
     """Start a cluster and the application in it; return once the engines are warm.
 
     Args:
@@ -63,7 +63,7 @@ def start(
     arguments["ingress"] = arguments.get("ingress", {}) | {"port": port}
     for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    service = Client(f"http://127.0.0.1:{port}", key)
+    service = OperatorClient(f"http://127.0.0.1:{port}", key)
     with ThreadPoolExecutor(1) as importing:
         builder = importing.submit(_builder)  # while Ray starts
         tell("a Ray cluster of its own")
@@ -85,7 +85,7 @@ def start(
     return service, f"http://{context.dashboard_url}"
 
 
-def _wait_until_ready(service: Client, tell: Callable[[str], None]) -> None:
+def _wait_until_ready(service: OperatorClient, tell: Callable[[str], None]) -> None:
     """Wait until all replicas run and the engines are warm; raise UserInputError if the application fails."""
     from ray import serve
 
@@ -137,7 +137,7 @@ def _gpus(arguments: dict[str, Any]) -> int | None:
     return 1 if 0 < sum(shares) <= 1 else None
 
 
-def _ingress_status(service: Client) -> dict[str, Any]:
+def _ingress_status(service: OperatorClient) -> dict[str, Any]:
     """Return the ingress's part of the status; empty while the ingress does not listen yet."""
     try:
         ingress: dict[str, Any] = service.status()["ingress"]

@@ -30,14 +30,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_whole
-from loadgen.figures import method, policy_rows, tpot_by_domain
+from loadgen.figures import describe_intervals, policy_rows, tpot_by_domain
 from loadgen.journal import Journal
-from loadgen.load import LATE_S, verdict
+from loadgen.load import LATE_S, describe_run
 from loadgen.report import figures_table, html_report
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
@@ -107,7 +107,7 @@ def compare(
 ) -> None:
     """Compare policies under the same load; the same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    service = Client(host, os.environ.get(admin_key_env, ""))
+    service = OperatorClient(host, os.environ.get(admin_key_env, ""))
     per_s, users = _loop(rate, in_flight, users, service)
     load = LoadSpec(
         str(prompts),
@@ -146,7 +146,9 @@ def compare(
         raise typer.Exit(1)
 
 
-def _loop(rate: float | None, in_flight: int | None, users: int, service: Client) -> tuple[float, int]:
+def _loop(
+    rate: float | None, in_flight: int | None, users: int, service: OperatorClient
+) -> tuple[float, int]:
     """Return requests/s and users of the loop."""
     if rate is not None and in_flight is not None:
         raise UserInputError("give either --rate, for an open loop, or --in-flight, for a closed one")
@@ -194,29 +196,29 @@ def _settings(
 
 
 @contextmanager
-def _policy_restored(service: Client, journal: Journal, names: list[str]) -> Iterator[None]:
+def _policy_restored(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
     """Check that the server accepts every policy; at the end, also after errors, restore its own."""
     status = service.status()
     # After a run that was killed, the server's present policy is not its own.
-    own = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    policy = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        service.set_policy(**own)  # fails here, before any change, if the key is refused
+        service.set_policy(**policy)  # fails here, before any change, if the key is refused
         try:
             for name in names:
                 service.set_policy(*parse_policy(name))
-            journal.put(RESTORE, own)
+            journal.put(RESTORE, policy)
             yield
         finally:
-            service.set_policy(**own)
+            service.set_policy(**policy)
             if journal.get(RESTORE):
                 journal.put(RESTORE, None)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _measure(
-    service: Client,
+    service: OperatorClient,
     journal: Journal,
     scheduled: list[ScheduledTrial],
     load: LoadSpec,
@@ -267,10 +269,10 @@ def _publish(
     for text in [line, *sentences, *remarks] if bad else [*sentences, *remarks, line]:
         console.print(text, style="bold red" if bad and text is line else "bold", markup=False)
     notes = (
-        f"{method(settings['rounds'])}; requests of a round are paired between policies; experts and batch "
-        "size are means over the decode steps of the measured parts; step time per token is the time of all "
-        "these steps over their tokens (on CPUs the CPU time of the engine's thread, which excludes other "
-        "processes on the core); end is the time to the last token"
+        f"{describe_intervals(settings['rounds'])}; requests of a round are paired between policies; experts "
+        "and batch size are means over the decode steps of the measured parts; step time per token is the "
+        "time of all these steps over their tokens (on CPUs the CPU time of the engine's thread, which "
+        "excludes other processes on the core); end is the time to the last token"
     )
     print_table(
         "value [95 % interval], change against the best policy by load alone [its interval]",
@@ -306,7 +308,7 @@ def _verdict(trials: list[Trial], failures: int) -> tuple[str, bool]:
         for trial in trials
         for r in trial.requests
     )
-    line = verdict(requests=len(records), failed=failures, late_p99_s=late_s)
+    line = describe_run(requests=len(records), failed=failures, late_p99_s=late_s)
     if foreign:
         line += f", {foreign} PLACED BY ANOTHER POLICY than the trial's"
     return line, bool(failures or foreign or not records or (late_s or 0) > LATE_S)

@@ -34,7 +34,7 @@ STEPS = {
 }
 
 
-def method(rounds: int) -> str:
+def describe_intervals(rounds: int) -> str:
     """Describe how the intervals are computed."""
     steps = "intervals of step figures: 95 %, Student's t over the paired rounds; "
     if rounds >= ROUNDS_TO_RESAMPLE:
@@ -61,7 +61,7 @@ def policy_rows(
     several equivalent baselines is biased low; `*_pooled_change_pct` is relative to the requests of all
     baselines together, if there are several.
     """
-    records = {p: _records(p, trials, warm_up_s, seconds) for p in policies}
+    records = {p: measured_records(p, trials, warm_up_s, seconds) for p in policies}
     arrivals = sorted({(round_, r["number"]) for of_policy in records.values() for round_, r in of_policy})
     unit = {arrival: number for number, arrival in enumerate(arrivals)}
     counts = resampled_counts(np.array([round_ for round_, _ in arrivals], int), seed=seed)
@@ -107,7 +107,7 @@ def policy_rows(
     return [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
 
 
-def _records(
+def measured_records(
     policy: str, trials: list[Trial], warm_up_s: int, seconds: int
 ) -> list[tuple[int, dict[str, Any]]]:
     """Return the measured requests of a policy, each with the round of its trial."""
@@ -118,9 +118,7 @@ def _records(
 def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds: int) -> list[dict[str, Any]]:
     """Return a row for each domain: the policy's measured requests that have a TPOT, its p50 and p99."""
     times: dict[str, list[float]] = {}
-    for record in (
-        r for trial in trials if trial.policy == policy for r in trial.measured_requests(warm_up_s, seconds)
-    ):
+    for _, record in measured_records(policy, trials, warm_up_s, seconds):
         if "error" not in record and record.get("tpot_s") is not None:
             times.setdefault(record.get("domain", ""), []).append(1000 * record["tpot_s"])
     return [

@@ -1,4 +1,4 @@
-"""Estimate how long the decode steps of a comparison would take for a real model on an H100 GPU."""
+"""Estimate of how long the decode steps of a comparison would take for a real model on an H100 GPU."""
 
 from __future__ import annotations
 

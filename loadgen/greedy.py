@@ -1,4 +1,4 @@
-"""Compare the greedy answers of a running service between policies."""
+"""Comparison of the greedy answers of a running service between policies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.errors import UserInputError
 from loadgen.trial import parse_policy
 from loadgen.workload import Prompt
@@ -15,14 +15,16 @@ GREEDY_TOKENS = 24  # default length of the compared answers
 ANSWER_TIMEOUT_S = 120.0
 
 
-def greedy_answers(service: Client, model: str, prompts: Sequence[Prompt], max_tokens: int) -> list[str]:
+def greedy_answers(
+    service: OperatorClient, model: str, prompts: Sequence[Prompt], max_tokens: int
+) -> list[str]:
     """Return answers at temperature 0, one request at a time, since engines are not batch-invariant."""
     with httpx.Client(base_url=service.url, timeout=ANSWER_TIMEOUT_S) as http:
         return [_answer(http, model, prompt, max_tokens) for prompt in prompts]
 
 
 def differing_answers(
-    service: Client,
+    service: OperatorClient,
     model: str,
     policies: Sequence[str],
     prompts: Sequence[Prompt],
@@ -49,11 +51,11 @@ def differing_answers(
 
 def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:
     """Return a sentence on the result of differing_answers."""
-    wrong = {policy: ids for policy, ids in differing.items() if ids}
-    if not wrong:
+    differing_ids = {policy: ids for policy, ids in differing.items() if ids}
+    if not differing_ids:
         every = f"all {len(differing)} policies"
         return f"Greedy answers to {prompts} prompts, sent one at a time, are equal under {every}."
-    listed = ", ".join(f"{policy}: {' '.join(ids)}" for policy, ids in wrong.items())
+    listed = ", ".join(f"{policy}: {' '.join(ids)}" for policy, ids in differing_ids.items())
     return f"GREEDY ANSWERS DIFFER from those under {next(iter(differing))} ({listed})."
 
 

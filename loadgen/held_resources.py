@@ -1,4 +1,4 @@
-"""Check what an idle service still holds."""
+"""The resources that an idle service still holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 
 SETTLE_S = 40.0  # KV blocks of a disconnected request are held for a lease of up to 30 s
 
@@ -17,7 +17,7 @@ def held_resources(url: str, admin_key: str | None) -> list[str]:
 
     Without the admin key only the ingress's own state is known.
     """
-    return held_in_status(Client(url, admin_key).status())
+    return held_in_status(OperatorClient(url, admin_key).status())
 
 
 def held_in_status(status: dict[str, Any]) -> list[str]:
@@ -40,9 +40,9 @@ def held_in_status(status: dict[str, Any]) -> list[str]:
 def settle(url: str, model: str, admin_key: str | None, timeout_s: float = SETTLE_S) -> list[str]:
     """Return what is wrong with the service after all answers have ended; empty if nothing is."""
     deadline = time.monotonic() + timeout_s
-    while (held := held_resources(url, admin_key)) and time.monotonic() < deadline:
+    while (resources := held_resources(url, admin_key)) and time.monotonic() < deadline:
         time.sleep(0.5)
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 4}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
-    wrong = [f"left behind: {what}" for what in held]
-    return wrong if answer.status_code == 200 else [*wrong, f"a valid request got {answer.status_code}"]
+    problems = [f"left behind: {what}" for what in resources]
+    return problems if answer.status_code == 200 else [*problems, f"a valid request got {answer.status_code}"]

@@ -20,7 +20,7 @@ LATE_S = 0.1  # s; a higher p99 of lateness means that users ran out and the loa
 
 
 class Load:
-    """Distributes arrivals to users, which are greenlets of one process, and writes the record.
+    """The arrivals for the users, which are greenlets of one process, and the record of their requests.
 
     Args:
         options: the parsed command line, see loadgen.locustfile.
@@ -132,7 +132,7 @@ class Load:
             self._file.close()
 
 
-def verdict(*, requests: int, failed: int, late_p99_s: float | None) -> str:
+def describe_run(*, requests: int, failed: int, late_p99_s: float | None) -> str:
     """Return a line on whether the requested load was sent, and whether it was answered."""
     parts = [f"{requests} requests"]
     parts.append(f"{failed} FAILED" if failed else "none failed")

@@ -34,7 +34,7 @@ from locust.runners import LocalRunner, MasterRunner, Runner, WorkerRunner
 
 from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival
-from loadgen.load import Load, verdict
+from loadgen.load import Load, describe_run
 from loadgen.sse import StreamError, StreamTiming, read_stream
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
@@ -155,7 +155,7 @@ def _begin(environment: Environment, **_: Any) -> None:
 
 
 @events.spawning_complete.add_listener
-def _clock_starts(user_count: int, **_: Any) -> None:
+def _start_clock(user_count: int, **_: Any) -> None:
     if _session.load:
         _session.load.begin()
 
@@ -185,12 +185,12 @@ def _report_good(client_id: str, data: dict[str, Any]) -> None:
 
 
 @events.worker_report.add_listener
-def _take_good(client_id: str, data: dict[str, Any]) -> None:
+def _receive_good(client_id: str, data: dict[str, Any]) -> None:
     _session.good[client_id] = data.get("eldr_good", 0)
 
 
 @events.test_stop.add_listener
-def _load_ended(environment: Environment, **_: Any) -> None:
+def _close_load(environment: Environment, **_: Any) -> None:
     if _session.load:
         _session.load.close()
     if isinstance(environment.runner, LocalRunner):
@@ -198,7 +198,7 @@ def _load_ended(environment: Environment, **_: Any) -> None:
 
 
 @events.quitting.add_listener
-def _before_quit(environment: Environment, **_: Any) -> None:
+def _end_run(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, MasterRunner):
         _summarise(environment)  # only now have all workers sent their last report
     if environment.stats.total.num_failures and not environment.process_exit_code:
@@ -213,7 +213,7 @@ def _summarise(environment: Environment) -> None:
     stats, options = environment.stats, _options(environment)
     requests, late = stats.get("chat", "POST"), stats.get("late", "STREAM")
     late_p99_s = late.get_response_time_percentile(0.99) / 1000 if late.num_requests else None
-    print(verdict(requests=requests.num_requests, failed=requests.num_failures, late_p99_s=late_p99_s))
+    print(describe_run(requests=requests.num_requests, failed=requests.num_failures, late_p99_s=late_p99_s))
     good = _session.load.good if _session.load else sum(_session.good.values())
     seconds = (stats.last_request_timestamp or 0) - (stats.start_time or 0)
     print(
@@ -223,7 +223,7 @@ def _summarise(environment: Environment) -> None:
 
 
 class StreamingUser(HttpUser):
-    """Sends one completion after the other and times every token."""
+    """A user that sends one completion after the other and times every token."""
 
     @task
     def complete(self) -> None:

@@ -1,4 +1,4 @@
-"""Find, kill and stop the processes of an application that this process has started."""
+"""The processes of an application that this process has started: find, kill, stop and resume them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
 from eldr_serve.dashboard import style
-from loadgen.figures import changes_by_round, step_figure_by_round
+from loadgen.figures import changes_by_round, measured_records, step_figure_by_round
 from loadgen.plots import Change, changes, policy_colour, render
 from loadgen.results import cell
 from loadgen.trial import Trial
@@ -51,14 +51,14 @@ def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[
         rows: rows of loadgen.figures.
         keys: the figures, in this order; by default all that the rows have.
     """
-    known: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
+    formats: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
         **{key: (name, _step_cell) for key, name in _STEPS.items()},
         **{key: (name, _with_interval) for key, name in _SHOWN.items()},
         **{key: (key.replace("_", " "), _plain) for key in _COUNTED},
     }
     return [
-        {"figure": known[key][0]} | {row["policy"]: known[key][1](row, key) for row in rows}
-        for key in keys or [key for key in known if any(key in row for row in rows)]
+        {"figure": formats[key][0]} | {row["policy"]: formats[key][1](row, key) for row in rows}
+        for key in keys or [key for key in formats if any(key in row for row in rows)]
     ]
 
 
@@ -212,13 +212,8 @@ def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seco
     figure, ((tpot, ttft),) = _figure(2)
     for axes, key in ((tpot, "tpot"), (ttft, "ttft")):
         for policy in policies:
-            records = [
-                r
-                for trial in trials
-                if trial.policy == policy
-                for r in trial.measured_requests(warm_up_s, seconds)
-            ]
-            values = [1000 * r[f"{key}_s"] for r in records if r.get(f"{key}_s") is not None]
+            records = measured_records(policy, trials, warm_up_s, seconds)
+            values = [1000 * r[f"{key}_s"] for _, r in records if r.get(f"{key}_s") is not None]
             if values:
                 axes.ecdf(values, label=policy)
         axes.set(xlabel=f"{key.upper()}, ms", ylabel="share of requests")

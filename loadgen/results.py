@@ -1,4 +1,4 @@
-"""Write and print results of benchmarks and simulations."""
+"""Results of benchmarks and simulations, written and printed."""
 
 from __future__ import annotations
 

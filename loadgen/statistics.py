@@ -108,10 +108,10 @@ def _bootstrap(value: float, samples: Sequence[Any], statistic: Callable[..., An
 
 def interval(value: float, draws: Floats) -> Interval:
     """Return a value with the percentile interval of its bootstrap draws."""
-    known = draws[np.isfinite(draws)]
-    if not len(known):
+    finite = draws[np.isfinite(draws)]
+    if not len(finite):
         return Interval(float(value), math.nan, math.nan)
-    low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = np.quantile(finite, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(float(value), float(low), float(high))
 
 

@@ -1,4 +1,4 @@
-"""Replay recorded traffic: times, lengths and shared prefixes of a trace, with the text of a workload.
+"""Replay of recorded traffic: times, lengths and shared prefixes of a trace, with the text of a workload.
 
 Traces have no text. A prompt is built from the workload's prompts and depends only on trace, workload and
 seed. If a trace names its prefix blocks, equal leading blocks get equal text, so that prefix caches see the
@@ -94,7 +94,7 @@ def replay(
 
 
 class _Text:
-    """Builds prompts of given lengths; a block has its predecessor's domain, so a conversation has one."""
+    """Prompts of given lengths; a block has its predecessor's domain, so a conversation has one domain."""
 
     def __init__(self, prompts: list[Prompt], chars_per_token: float, seed: int) -> None:
         self._by_domain: dict[str, list[str]] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eldr_serve.commands.client import Client, ServiceError, parse_parameters
+from eldr_serve.commands.client import OperatorClient, ServiceError, parse_parameters
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import policy_names
 from loadgen.journal import Journal
@@ -60,7 +60,7 @@ class Trial:
     policy: str
     round: int
     requests: list[dict[str, Any]] = field(default_factory=list)  # records of loadgen.locustfile
-    engines: dict[str, float] | None = None  # increase of Client.decode_totals in the measured part
+    engines: dict[str, float] | None = None  # increase of OperatorClient.decode_totals in the measured part
     placed: int = 0
     best: int = 0  # placements on the worker most similar to the signature
     load: list[tuple[float, list[int]]] = field(default_factory=list)  # s, requests in flight by worker
@@ -116,7 +116,7 @@ def read_trials(folder: Path) -> list[Trial]:
 
 
 def drive(
-    service: Client,
+    service: OperatorClient,
     trial: Trial,
     load: LoadSpec,
     *,
@@ -160,7 +160,7 @@ class StatusSample:
 
     unix_s: float
     in_flight: list[int]  # by worker
-    totals: dict[str, float] | None  # Client.decode_totals
+    totals: dict[str, float] | None  # OperatorClient.decode_totals
 
 
 def load_start_unix_s(requests: list[dict[str, Any]], samples: list[StatusSample]) -> float:
@@ -235,7 +235,7 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
 
 
 @contextmanager
-def _sample_status(service: Client) -> Iterator[list[StatusSample]]:
+def _sample_status(service: OperatorClient) -> Iterator[list[StatusSample]]:
     """Sample the status twice per second until the end of the block."""
     samples: list[StatusSample] = []
     stop = threading.Event()

@@ -34,6 +34,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
+from eldr_serve.files import require_folders
 from eldr_serve.signatures.window import SampleWindow, trace_of
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
@@ -187,14 +188,13 @@ def calibrate(
     model_id, kwargs, environment, resources = decode_settings(deployment)
     kwargs["seed"] = seed
     draw = balanced_sample if balanced else traffic_sample
-    chosen = draw(read_prompts(prompts), limit, seed)
-    if len({p.id for p in chosen}) != len(chosen):
+    sample = draw(read_prompts(prompts), limit, seed)
+    if len({p.id for p in sample}) != len(sample):
         raise UserInputError("two prompts have the same id; ids must be unique over all files")
-    if not out.parent.is_dir():
-        raise UserInputError(f"the folder {out.parent} does not exist")
-    domains = sorted({p.domain for p in chosen})
+    require_folders(out)
+    domains = sorted({p.domain for p in sample})
     typer.echo(
-        f"{len(chosen)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"
+        f"{len(sample)} prompts of {len(domains)} domains, {max_tokens} tokens each, {actors} engine(s)"
     )
     if dry_run:
         return
@@ -209,13 +209,13 @@ def calibrate(
         "token_ids": True,
     }
     journal = Journal(out.with_name(f"{out.name}.partial"), settings)
-    todo = [p for p in chosen if p.id not in journal.entries]
-    if len(todo) < len(chosen):
-        typer.echo(f"resuming an interrupted run: {len(chosen) - len(todo)} prompts are done")
+    todo = [p for p in sample if p.id not in journal.entries]
+    if len(todo) < len(sample):
+        typer.echo(f"resuming an interrupted run: {len(sample) - len(todo)} prompts are done")
     if todo:
         sampling = Sampling(max_tokens, temperature, routes=routes)
         _run_pool(todo, kwargs, environment, resources, actors, journal, (sampling, chat))
-    records = [journal.get(p.id) for p in chosen]
+    records = [journal.get(p.id) for p in sample]
     trace = build_trace(model_id, records, _top_k(kwargs["model"]), routes, _vocabulary(kwargs["model"]))
     trace.save(out)
     journal.remove()

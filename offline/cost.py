@@ -12,6 +12,7 @@ import typer
 
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
+from eldr_serve.files import require_folders
 from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.fitting import Fit, fit
 from eldr_serve.gpu_cost.readings import Setting
@@ -56,9 +57,7 @@ def cost(
         return
     if model is None or gpu is None or out is None:
         raise UserInputError("give --model, --gpu and --out, or --list")
-    for path in (out, plot):
-        if path is not None and not path.parent.is_dir():
-            raise UserInputError(f"the folder {path.parent} does not exist")
+    require_folders(out, plot)
     if plot is not None and plot.suffix not in _PLOTS:
         raise UserInputError(f"--plot is {plot}: the name must end in {', '.join(_PLOTS)}")
     readings = kernel_times.read(

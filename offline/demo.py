@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
@@ -35,7 +35,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import write_whole
 from loadgen import application
-from loadgen.figures import method, policy_rows
+from loadgen.figures import describe_intervals, policy_rows
 from loadgen.gpu_steps import add_gpu_steps
 from loadgen.greedy import GREEDY_TOKENS, differing_answers, greedy_sentence
 from loadgen.plots import signature_space
@@ -53,7 +53,6 @@ console = Console()
 _LINE_S = 15.0  # time between two lines about a running step, if the output is not a terminal
 _STRETCHES = 6  # maximum stretches of load for the routing table
 _TABLE_S = 30.0  # time limit for the routing table once there are enough samples
-_CLOCKS = {"cpu": "CPU time"}  # by kind of accelerator; else "engine time"
 _SHOWN = (
     "active_experts",
     "experts_per_token",
@@ -86,7 +85,7 @@ class _Plan:
     def clock(self) -> str:
         """Return the name of the time that engines report for a decode step."""
         kind = self.arguments["decode_config"].get("accelerator_config", {}).get("kind")
-        return _CLOCKS.get(kind, "engine time")
+        return "CPU time" if kind == "cpu" else "engine time"
 
     @property
     def model(self) -> str:
@@ -151,7 +150,7 @@ def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
 @contextmanager
 def _application(
     plan: _Plan, port: int, dashboard: bool, wait_for_model: Callable[[], None]
-) -> Iterator[Client]:
+) -> Iterator[OperatorClient]:
     application.check_port(port)
     prefill, decode = plan.engines
     try:
@@ -178,7 +177,9 @@ def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], No
     return folder, _begin("offline.widen", *arguments, log=out / "widen.log")
 
 
-def _load(service: Client, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str) -> None:
+def _load(
+    service: OperatorClient, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str
+) -> None:
     with _step(what) as tell:
         whole_s = load.warm_up_s + load.seconds
 
@@ -189,7 +190,7 @@ def _load(service: Client, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: i
         drive(service, trial, load, seed=seed, scratch=plan.out, tick=tick)
 
 
-def _wait_for_table(service: Client, tell: Callable[[str], None]) -> tuple[bool, str]:
+def _wait_for_table(service: OperatorClient, tell: Callable[[str], None]) -> tuple[bool, str]:
     """Wait for a routing table if there are enough samples for one; return whether it is live, and a note."""
     deadline = time.monotonic() + _TABLE_S
     while True:
@@ -202,7 +203,7 @@ def _wait_for_table(service: Client, tell: Callable[[str], None]) -> tuple[bool,
         time.sleep(0.5)
 
 
-def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
+def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
     """Warm up the engines, placing by queue length, until the service has fitted a routing table.
 
     Returns:
@@ -232,7 +233,7 @@ def _make_table(service: Client, plan: _Plan) -> tuple[Path, Path]:
     return trace, table
 
 
-def _measure_rounds(service: Client, plan: _Plan) -> list[Trial]:
+def _measure_rounds(service: OperatorClient, plan: _Plan) -> list[Trial]:
     """Measure every policy once in each round, in random order."""
     trials = []
     for step in schedule_trials(POLICIES, plan.rounds, plan.seed):
@@ -252,7 +253,7 @@ def _measure_rounds(service: Client, plan: _Plan) -> list[Trial]:
     return trials
 
 
-def _compare_greedy(service: Client, plan: _Plan) -> str:
+def _compare_greedy(service: OperatorClient, plan: _Plan) -> str:
     with _step("greedy answers under every policy"):
         prompts = balanced_sample(read_prompts([Path(plan.load.prompts)]), plan.greedy, plan.seed)
         max_tokens = min(GREEDY_TOKENS, plan.load.max_tokens)
@@ -288,7 +289,8 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         console.print(text, style="bold" if text in sentences else None, soft_wrap=True, markup=False)
     table = figures_table(rows, _SHOWN)
     print_table("the same stream of prompts under three policies", table, lines=True)
-    notes = f"closed loop; all engines share this machine's {plan.hardware}; {method(plan.rounds)}; {greedy}"
+    intervals = describe_intervals(plan.rounds)
+    notes = f"closed loop; all engines share this machine's {plan.hardware}; {intervals}; {greedy}"
     inputs = {
         "prompts": Path(load.prompts).name,
         "in_flight": load.users,

@@ -12,12 +12,11 @@ from typing import Annotated
 import typer
 
 from eldr_serve.commands.errors import run
-from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.clustering import STARTS
 from eldr_serve.experts.fitting.table import compare_transforms, fit_table
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS
-from eldr_serve.files import write_whole
+from eldr_serve.files import require_folders, write_whole
 from loadgen.plots import save, signature_space
 
 
@@ -35,9 +34,7 @@ def fit(
     seed: Annotated[int, typer.Option(help="Seed of pairs and clustering.")] = 0,
 ) -> None:
     """Fit IDF, layer mask and balanced clusters; write the table and a report."""
-    for path in filter(None, (out, report, plot)):
-        if not path.parent.is_dir():
-            raise UserInputError(f"the folder {path.parent} does not exist")
+    require_folders(out, report, plot)
     loaded = CalibrationTrace.load(trace)
     table, quality = fit_table(loaded, workers, transform=transform, band=band, starts=starts, seed=seed)
     if report is not None:

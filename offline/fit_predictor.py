@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from eldr_serve.commands.errors import run
-from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.files import write_whole
+from eldr_serve.files import require_folders, write_whole
 from loadgen.progress import progress_bar
 from offline.predictor import FOLDS, fit_signature_predictor
 
@@ -29,9 +28,7 @@ def fit_predictor(
     seed: Annotated[int, typer.Option(help="Seed of the folds that choose the penalty.")] = 0,
 ) -> None:
     """Fit what each token adds to a prompt's experts; print how well it predicts held-out prompts."""
-    for path in filter(None, (out, report)):
-        if not path.parent.is_dir():
-            raise UserInputError(f"the folder {path.parent} does not exist")
+    require_folders(out, report)
     loaded = CalibrationTrace.load(trace)
     with progress_bar() as progress:
         bar = progress.add_task("fitting, fold by fold", total=FOLDS + 1)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from eldr_serve.channel.actors import find_actor
-from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.client import OperatorClient, ServiceError
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -59,7 +59,7 @@ def live_placement(
     if not ray.is_initialized():
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
     planner = Planner(LayerCost.load(cost), top_k, prompts, min_gain, seed, token_bytes)
-    client = Client(url, admin_key)
+    client = OperatorClient(url, admin_key)
     for check in count():
         try:
             if check % _CHECKS_PER_CORRECTION == 0:
@@ -75,7 +75,7 @@ def live_placement(
         time.sleep(every)
 
 
-def learn_correction(client: Client) -> NDArray[np.float64] | None:
+def learn_correction(client: OperatorClient) -> NDArray[np.float64] | None:
     """Return `decode_correction` [L, E] of the traffic that the service has sampled; None without samples."""
     try:
         trace = CalibrationTrace.from_bytes(client.trace())
@@ -86,7 +86,7 @@ def learn_correction(client: Client) -> NDArray[np.float64] | None:
     return decode_correction(*(column[has_steps] for column in columns)) if has_steps.any() else None
 
 
-def update_placement(planner: Planner, client: Client, recent: Sequence[NDArray[Any]]) -> str | None:
+def update_placement(planner: Planner, client: OperatorClient, recent: Sequence[NDArray[Any]]) -> str | None:
     """Swap the placement of the service's engines if that pays.
 
     Returns:
@@ -108,7 +108,7 @@ def update_placement(planner: Planner, client: Client, recent: Sequence[NDArray[
 
 
 class Planner:
-    """Computes DIRECTOR's placement for the newest prompts, if it is worth a swap.
+    """DIRECTOR's placement for the newest prompts, planned if it is worth a swap.
 
     Args:
         cost: cost of a layer on the ranks.

@@ -19,7 +19,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, hosts_of
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.files import write_all
+from eldr_serve.files import require_folders, write_all
 from eldr_serve.validation import unknown_name
 from loadgen.results import print_table
 from offline.placement.cost import LayerCost
@@ -27,7 +27,7 @@ from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batche
 from offline.placement.grace import slots_per_rank
 from offline.placement.locality import local_rule
 from offline.placement.methods import METHODS, Ints, Problem, Report
-from offline.scenario import observed, routes_of
+from offline.scenario import read_observed
 
 BATCHES = 64  # held-out decode steps that evaluate a placement
 
@@ -75,11 +75,10 @@ def place(
         raise UserInputError(unknown_name("", method, METHODS, "method"))
     if groups != 1 and method != "eplb":
         raise UserInputError(f"--groups is an option of method eplb, not of {method}")
-    if not out.parent.is_dir():
-        raise UserInputError(f"the folder {out.parent} does not exist")
+    require_folders(out)
     topology = _make_topology(ranks, nodes)
     layer_cost = None if cost is None else LayerCost.load(cost)
-    loaded = observed(routes_of(trace))
+    loaded = read_observed(trace)
     num_experts = loaded.prefill_counts.shape[2]
     num_slots = _count_slots(num_experts, slots, redundant)
     slots_per_rank(num_experts, num_slots, ranks)

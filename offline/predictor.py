@@ -1,4 +1,4 @@
-"""Fit a signature predictor to a calibration trace: ridge regression from prompts' tokens to experts.
+"""Fit of a signature predictor to a calibration trace: ridge regression from prompts' tokens to experts.
 
 A prompt is represented by the share of each token id; the fit predicts how its expert frequencies
 deviate from the mean. With N prompts, far fewer than V tokens, the regression is solved in its dual form,

@@ -19,7 +19,7 @@ import ray
 import typer
 
 from eldr_serve.channel.actors import find_actor
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import OverloadedError, SwapRefusedError, UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -71,7 +71,7 @@ def refit(
 
 def _refit_to_recent_traffic(application: str, url: str | None, admin_key: str | None) -> dict[str, Any]:
     if url is not None or "RAY_ADDRESS" not in os.environ:  # Ray sets this variable in jobs
-        return Client(url or _URL, admin_key).refit()
+        return OperatorClient(url or _URL, admin_key).refit()
     _join_cluster()
     try:
         return asyncio.run(PoolControl(application).refit())

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.validation import unknown_name
 from loadgen.text_files import numbered_lines
 
 BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -97,7 +98,7 @@ class Sample(NamedTuple):
 def find_model(name: str) -> RouteModel:
     """Return a known model; raise UserInputError that lists them otherwise."""
     if name not in MODELS:
-        raise UserInputError(f"unknown model {name!r}; routes are known of {', '.join(MODELS)}")
+        raise UserInputError(unknown_name("", name, MODELS, "model"))
     return MODELS[name]
 
 
@@ -131,7 +132,7 @@ def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = Non
         UserInputError: no sample is long enough.
     """
     cut = cut or model.cut
-    usable = long_enough(samples, cut)
+    usable = select_long_enough(samples, cut)
     if not usable:
         raise UserInputError(
             f"no sample of {model.name} has an answer of {cut.min_output_tokens} tokens after its prompt: "
@@ -158,7 +159,7 @@ def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = Non
     )
 
 
-def long_enough(samples: Iterable[Sample], cut: Cut) -> list[Sample]:
+def select_long_enough(samples: Iterable[Sample], cut: Cut) -> list[Sample]:
     """Return the samples whose answer has the minimum of tokens."""
     return [s for s in samples if cut.lengths(len(s.routes))[1] >= max(1, cut.min_output_tokens)]
 
@@ -169,9 +170,9 @@ def read_trace_of_routes(path: Path, model: str | None = None, **cut: Any) -> Ca
     Raises:
         UserInputError: as `read_samples` and `trace_of`; the message names the file.
     """
-    known, samples = read_samples(path, None if model is None else find_model(model))
+    route_model, samples = read_samples(path, None if model is None else find_model(model))
     try:
-        return trace_of(known, samples, replace(known.cut, **cut))
+        return trace_of(route_model, samples, replace(route_model.cut, **cut))
     except UserInputError as error:
         raise UserInputError(f"{path}: {error}") from None
 

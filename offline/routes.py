@@ -15,10 +15,10 @@ import typer
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.files import write_all
+from eldr_serve.files import require_folders, write_all
 from loadgen.progress import progress_bar
 from loadgen.results import print_table
-from offline.route_files import MODELS, Cut, Sample, find_model, long_enough, read_samples, trace_of
+from offline.route_files import MODELS, Cut, Sample, find_model, read_samples, select_long_enough, trace_of
 
 Model = Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}; default: by the records' fields.")]
 PromptShare = Annotated[
@@ -62,23 +62,24 @@ def routes(
     deepseek-v2-lite: the first half of a sample is its prompt. gpt-oss-20b: the first 96 steps are the
     prompt, the next 64 the answer; shorter samples are left out.
     """
-    known = None if model is None else find_model(model)
+    route_model = None if model is None else find_model(model)
     _check_shares(prompt_share, prompt_tokens, held_out, samples)
-    if not out.parent.is_dir():
-        raise UserInputError(f"the folder {out.parent} does not exist")
+    require_folders(out)
     if out.suffix != ".safetensors":
-        raise UserInputError(f"--out is {out.name}, which must end in .safetensors")
+        raise UserInputError(f"--out is {out.name}: must end in .safetensors")
     with progress_bar() as progress:
         bar = progress.add_task("reading samples", total=None)
-        known, all_samples = read_samples(file, known, lambda: progress.advance(bar))
-    cut = _change_cut(known.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
-    usable = long_enough(all_samples, cut)
-    chosen, others = _split_samples(file, usable, len(all_samples), domain, samples, held_out, seed)
-    traces = {out: trace_of(known, chosen, cut)}
-    if others:
-        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(known, others, cut)
+        route_model, all_samples = read_samples(file, route_model, lambda: progress.advance(bar))
+    cut = _change_cut(route_model.cut, prompt_share, prompt_tokens, output_tokens, min_output_tokens)
+    usable = select_long_enough(all_samples, cut)
+    trace_samples, held_out_samples = _split_samples(
+        file, usable, len(all_samples), domain, samples, held_out, seed
+    )
+    traces = {out: trace_of(route_model, trace_samples, cut)}
+    if held_out_samples:
+        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(route_model, held_out_samples, cut)
     write_all({path: trace.to_bytes() for path, trace in traces.items()})
-    print_table(known.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
+    print_table(route_model.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
     typer.echo(f"wrote {', '.join(map(str, traces))}")
 
 
@@ -88,9 +89,9 @@ def _check_shares(
     if prompt_share is not None and prompt_tokens is not None:
         raise UserInputError("give --prompt-share or --prompt-tokens, not both")
     if prompt_share is not None and not 0 < prompt_share < 1:
-        raise UserInputError(f"--prompt-share is {prompt_share:g}, which must be above 0 and below 1")
+        raise UserInputError(f"--prompt-share is {prompt_share:g}: must be above 0 and below 1")
     if not 0 <= held_out < 1:
-        raise UserInputError(f"--held-out is {held_out:g}, which must be at least 0 and below 1")
+        raise UserInputError(f"--held-out is {held_out:g}: must be at least 0 and below 1")
     if held_out and samples == 1:
         raise UserInputError("--samples is 1, which leaves none to hold out: take 2 or more")
 

@@ -10,24 +10,21 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from eldr_serve.errors import UserInputError, one_line_message
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Policy, make_policy
+from eldr_serve.validation import first_problem
 from loadgen.traces import TraceRequest, read_trace
 from offline.route_files import read_trace_of_routes
-from offline.simulation.cluster import Cluster
+from offline.simulation.cluster import Cluster, ScenarioPart
 from offline.simulation.requests import Experts, Requests
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Poisson(_Part):
+class Poisson(ScenarioPart):
     """Arrivals with exponential gaps and equal lengths."""
 
     kind: Literal["poisson"]
@@ -39,7 +36,7 @@ class Poisson(_Part):
     output_tokens: int = Field(default=64, ge=1, description="tokens of each answer")
 
 
-class Trace(_Part):
+class Trace(ScenarioPart):
     """Arrivals, lengths and prefix blocks of a recorded trace (Azure CSV or Mooncake JSON lines)."""
 
     kind: Literal["trace"]
@@ -65,7 +62,7 @@ class Trace(_Part):
     )
 
     @model_validator(mode="after")
-    def _one_way_of_scaling(self) -> Self:
+    def _check_scaling(self) -> Self:
         if (self.rate_per_s is None) != (self.requests is None):
             raise ValueError("rate_per_s and requests go together: give both or neither")
         if self.rate_per_s is not None and (self.speed, self.limit, self.repeat) != (1.0, None, 1):
@@ -73,7 +70,7 @@ class Trace(_Part):
         return self
 
 
-class Routes(_Part):
+class Routes(ScenarioPart):
     """The experts that requests use, as observed."""
 
     kind: Literal["trace", "routes", "gpt-oss"] = Field(
@@ -107,14 +104,14 @@ class Routes(_Part):
     mixtures: int = Field(default=2048, ge=1, description="number of mixtures of `parts`")
 
 
-class Objectives(_Part):
+class Objectives(ScenarioPart):
     """Service-level objectives; a request is good if it meets both."""
 
     ttft_ms: float = Field(gt=0, description="maximum time from arrival to the end of the first decode step")
     tpot_ms: float = Field(gt=0, description="maximum time per output token after the first")
 
 
-class PolicyChoice(_Part):
+class PolicyChoice(ScenarioPart):
     """One policy to simulate."""
 
     name: str = Field(description="a name, or my_package.module:MyPolicy")
@@ -127,11 +124,11 @@ class PolicyChoice(_Part):
         return self
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         return self.label or self.name
 
 
-class Scenario(_Part):
+class Scenario(ScenarioPart):
     """All input of a simulation; each policy and seed is one run."""
 
     cluster: Cluster
@@ -154,7 +151,7 @@ class Work:
         self.mix: dict[str, float] = {}  # requests of each domain that the table is fitted to
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
-            trace = observed(scenario.experts)
+            trace = read_observed(scenario.experts.path, scenario.experts.kind)
             is_chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
             if not is_chosen.any():
                 raise UserInputError(
@@ -308,12 +305,12 @@ def read_scenario(path: Path) -> Scenario:
     except yaml.YAMLError as error:
         raise UserInputError(f"{path} is not YAML ({error})") from error
     except ValidationError as error:
-        raise UserInputError(f"{path}, {one_line_message(error)}") from error
+        raise UserInputError(f"{path}: {first_problem(error, content)}") from error
 
 
 def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> CalibrationTrace:
     """Return the requests of another trace that tables are fitted to, of the same domains."""
-    fit = observed(routes_of(path))
+    fit = read_observed(path)
     shapes = [(trace.model, *trace.prefill_counts.shape[1:]) for trace in (fit, simulated)]
     if shapes[0] != shapes[1]:
         (model, *size), (own, *own_size) = shapes
@@ -332,9 +329,13 @@ def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:
     return Routes(kind="trace" if path.suffix == ".safetensors" else "routes", path=path, domains=domains)
 
 
-def observed(routes: Routes) -> CalibrationTrace:
-    """Return the file's requests with routes; the file is read once."""
-    return _read_routes(routes.kind, routes.path)
+def read_observed(path: Path, kind: str | None = None) -> CalibrationTrace:
+    """Return the requests of a file, with routes; the file is read once.
+
+    Args:
+        kind: see `Routes`; None: by the file's name.
+    """
+    return _read_routes(kind or routes_of(path).kind, path)
 
 
 @lru_cache(maxsize=2)  # of requests to simulate, and to fit to

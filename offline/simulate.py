@@ -17,9 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
+from eldr_serve.files import require_folders
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.progress import progress_bar
 from loadgen.results import publish
@@ -64,8 +65,7 @@ def simulate(
     """Run each policy and seed; print a table and write JSON."""
     if (config is None) == (calibrate_from is None):
         raise UserInputError("give either --config or --calibrate-from")
-    if not out.parent.is_dir():
-        raise UserInputError(f"the folder {out.parent} does not exist")
+    require_folders(out)
     if calibrate_from is not None:
         _fit_cost(calibrate_from, out)
         return
@@ -109,7 +109,7 @@ def simulate_all(
             for number, seed in enumerate(scenario.seeds):
                 work = Work(scenario, seed) if number else first
                 for choice in scenario.policies:
-                    progress.update(bar, description=f"{choice.shown}, seed {seed}")
+                    progress.update(bar, description=f"{choice.display_name}, seed {seed}")
                     rows.append(
                         one_run(scenario, choice, seed, work, partial(progress.advance, bar), by_domain)
                     )
@@ -154,7 +154,7 @@ def one_run(
     seconds = time.perf_counter() - started
     goals = scenario.objectives
     row = {
-        "policy": choice.shown,
+        "policy": choice.display_name,
         "seed": seed,
         **outcome.summary(LatencyObjective(goals.ttft_ms, goals.tpot_ms) if goals else None),
         "steps": len(outcome.batch),
@@ -238,7 +238,7 @@ def _simulate_in_parallel(
 
 def _fit_cost(source: str, out: Path) -> None:
     if source.startswith(("http://", "https://")):
-        status = Client(source, os.environ.get("ELDR_ADMIN_KEY"), timeout_s=10).status()
+        status = OperatorClient(source, os.environ.get("ELDR_ADMIN_KEY"), timeout_s=10).status()
         fitted = from_status(status, source)
     else:
         fitted = fit_steps(Path(source))

@@ -27,7 +27,7 @@ from benchmarks.lib.normalised_time import (
     normalise_trial,
 )
 from benchmarks.lib.prompts import no_longer_than
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.routing_table import RoutingTable
@@ -75,7 +75,7 @@ def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[P
 
 
 @contextmanager
-def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
+def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[OperatorClient]:
     """Run the application with these `args`, ready at `port`; Serve's proxy listens on the next port."""
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
@@ -85,10 +85,10 @@ def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[Clien
         application = build_app(arguments | {"ingress": {"port": port}, "admin_key": KEY})
         serve.run(application, name="eldr", route_prefix="/")
         wait_ready(f"http://127.0.0.1:{port}", 300)
-        yield Client(f"http://127.0.0.1:{port}", KEY)
+        yield OperatorClient(f"http://127.0.0.1:{port}", KEY)
 
 
-def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[Client]:
+def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[OperatorClient]:
     """Run the application as `serve_application` does, but without a signature pool that fits tables."""
     return serve_application(
         {"signatures": {"actors": 0}} | arguments | {"router": {"policy": "shortest-queue"}}, port=port
@@ -118,7 +118,7 @@ class Comparison:
         url = f"http://127.0.0.1:{port}"
         out = self.folder / "comparison"
         table.save(self.folder / "table.safetensors")
-        Client(url, KEY).swap_table(table.to_bytes())
+        OperatorClient(url, KEY).swap_table(table.to_bytes())
         options = load | {"host": url, "out": out}
         with record_cpu_speed(self.folder / "cpu_speed"):
             done = subprocess.run(

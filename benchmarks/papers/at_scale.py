@@ -55,7 +55,7 @@ from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
 from loadgen.statistics import LatencyObjective, paired_ratio_percent
-from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
+from offline.scenario import PolicyChoice, Scenario, Work, read_observed
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
@@ -370,7 +370,7 @@ def at_scale(
             runs = start_runs(study, path, loads[path], size, finished_runs)
             rows += rows_of(runs, names, _split(saving), count)
             progress.advance(bar)
-    trace = observed(routes_of(routes))
+    trace = read_observed(routes)
     publish(
         out.stem if out else "at_scale",
         rows,

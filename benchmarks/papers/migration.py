@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.moves import pair
+from eldr_serve.experts.parallel.moves import parse_pair
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import Seconds
 
@@ -84,7 +84,7 @@ def plan_migration(
     Raises:
         ValueError: shapes do not agree, there is no window, or no rank holds an expert.
     """
-    before, after = pair(old, new, topology.ranks)
+    before, after = parse_pair(old, new, topology.ranks)
     windows = np.asarray(windows_s, np.float64)
     if windows.ndim != 1 or not windows.size or not np.isfinite(windows).all() or windows.min() < 0:
         raise UserInputError("compute windows must be a list of times, 0 s or more")

@@ -47,7 +47,7 @@ from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.ep.turns import Minutes, measure_in_turns
 from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.replay.schedule import widen_model
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy, make_policy
@@ -103,7 +103,9 @@ def schedule(traces: list[str], policies: list[str], rounds: int, seed: int) -> 
 
 
 @contextmanager
-def _service(arguments: dict[str, Any], folder: Path, stems: list[list[int]], port: int) -> Iterator[Client]:
+def _service(
+    arguments: dict[str, Any], folder: Path, stems: list[list[int]], port: int
+) -> Iterator[OperatorClient]:
     """Run the application; the prefill engine has all stems in its prefix cache."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -122,7 +124,7 @@ async def _send_one_by_one(send: Send, bodies: list[dict[str, Any]]) -> None:
 
 
 def _measure(
-    service: Client,
+    service: OperatorClient,
     key: Key,
     *,
     lengths: dict[str, Ints],
@@ -247,7 +249,7 @@ def barrier(
     measure = partial(_measure, **settings, ranks=ranks, rounds=rounds, seed=seed)
     journal = Journal(work / "barrier.jsonl", inputs)
 
-    def start() -> AbstractContextManager[Client]:
+    def start() -> AbstractContextManager[OperatorClient]:
         model = widen_model(_INTERMEDIATE, work, heads=heads)
         return _service(barrier_arguments(deployment, model, **sizes), folder, stems, port)
 

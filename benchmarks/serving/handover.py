@@ -39,7 +39,7 @@ from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import MODEL, bodies
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
@@ -93,7 +93,7 @@ def _round(
         decode = serve.get_deployment_handle(f"Decode:{MODEL}", "eldr")
         for count in loads:
             answers = asyncio.run(_load(url, work, requests, count))
-            stages = Client(url, _KEY).status()["ingress"]["stages"]
+            stages = OperatorClient(url, _KEY).status()["ingress"]["stages"]
             stages |= decode.stages.remote().result()
             rows.append(_row(count, stages, answers))
     return rows

@@ -26,7 +26,7 @@ from benchmarks.lib.client import Answer, allow_open_files, complete, errors, se
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import bodies
-from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.client import OperatorClient, ServiceError
 from eldr_serve.commands.errors import run
 from examples.demo_model import WEIGHTS
 from loadgen import application
@@ -44,7 +44,7 @@ _DELAYS = {"upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 
 class _Service:
     """The running application, and its clients' results."""
 
-    def __init__(self, client: Client, work: list[dict[str, Any]]) -> None:
+    def __init__(self, client: OperatorClient, work: list[dict[str, Any]]) -> None:
         self._client, self._work = client, work
         self.texts: dict[str, str] = {}  # required text of each prompt
         self.answers: list[Answer] = []

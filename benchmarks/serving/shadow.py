@@ -34,7 +34,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import length_options, serve_without_table, wide_arguments
 from benchmarks.lib.prompts import MODEL, no_longer_than
 from benchmarks.lib.replay.schedule import widen_model
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
@@ -49,7 +49,7 @@ _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums of the measured part of one trial; all from `steps` on are those of Client.decode_totals."""
+    """Sums of the measured part of one trial; from `steps` on they are OperatorClient.decode_totals."""
 
     tokens: float  # priced
     live: float  # price of these tokens under the live policy, s
@@ -109,7 +109,9 @@ def _change(
     )
 
 
-def _measure(service: Client, step: ScheduledTrial, shadow: str, load: LoadSpec, scratch: Path) -> Part:
+def _measure(
+    service: OperatorClient, step: ScheduledTrial, shadow: str, load: LoadSpec, scratch: Path
+) -> Part:
     service.set_shadow(*parse_policy(shadow))
     ends: list[NDArray[np.float64]] = []
     marks_s = (load.warm_up_s + _STARTS_S, load.warm_up_s + load.seconds)

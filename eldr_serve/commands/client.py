@@ -11,8 +11,8 @@ import httpx
 
 from eldr_serve.errors import UserInputError
 
-_SWAP_S = 600.0  # engines are swapped one after the other, in slices between decode steps
-_DRAIN_POLL_S = 0.5  # each request is a line of the audit log
+_SWAP_TIMEOUT_S = 600.0  # engines are swapped one after the other, in slices between decode steps
+_DRAIN_POLL_S = 0.5  # not shorter, since each request is a line of the audit log
 _STABLE_S = 3.0  # decode replicas report their steps every second
 
 
@@ -20,7 +20,7 @@ class ServiceError(UserInputError):
     """The service cannot be reached or refuses a request; the message is one sentence."""
 
 
-class Client:
+class OperatorClient:
     """Client of a running application; each call raises ServiceError if it fails or is refused.
 
     Args:
@@ -69,12 +69,12 @@ class Client:
 
     def refit(self) -> dict[str, Any]:
         """Fit a table to recent traffic and swap it in; return its entry in the status."""
-        entry: dict[str, Any] = self._request_json("PUT", "/eldr/refit", timeout=_SWAP_S)["table"]
+        entry: dict[str, Any] = self._request_json("PUT", "/eldr/refit", timeout=_SWAP_TIMEOUT_S)["table"]
         return entry
 
     def trace(self) -> bytes:
         """Return recent traffic as a CalibrationTrace file."""
-        return self._request("GET", "/eldr/trace", timeout=_SWAP_S).content
+        return self._request("GET", "/eldr/trace", timeout=_SWAP_TIMEOUT_S).content
 
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
         """Swap the predictor, given as the content of a SignaturePredictor file; return the live settings."""
@@ -91,7 +91,7 @@ class Client:
             replicas: names of decode replicas as in the status; None: all.
         """
         body = {"map": json.loads(placement), "meta": json.loads(sidecar), "replicas": replicas}
-        return self._request_json("PUT", "/eldr/experts", json=body, timeout=_SWAP_S)
+        return self._request_json("PUT", "/eldr/experts", json=body, timeout=_SWAP_TIMEOUT_S)
 
     def drain(self, replica: str, timeout_s: float) -> dict[str, Any]:
         """Drain a decode replica and wait until it has no calls, at most `timeout_s`.
@@ -181,7 +181,7 @@ def parse_parameters(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals and value):
-            raise UserInputError(f"{pair!r} is no parameter: write name=value")
+            raise UserInputError(f"{pair!r} is not a parameter: write name=value")
         try:
             parameters[key] = json.loads(value)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Print the status of a service for people."""
+"""The status of a service as text for people."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from eldr_serve.router.settings import RouterSettings
 from eldr_serve.signatures.settings import SignatureOptions
 from eldr_serve.validation import first_problem
 
+CONFIG_OF_ROLE = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
 SCALING = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
 _MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave some to other processes

@@ -1,4 +1,4 @@
-"""Check the options of a Ray Serve deployment with Serve's own schema before anything is built."""
+"""Checks of a Ray Serve deployment's options by Serve's own schema, before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute expert signatures (ELDR, section 4.2): convert a prompt's expert counts to a unit vector.
+"""Expert signatures (ELDR, section 4.2): unit vectors, computed from the expert counts of prompts.
 
 This module has no state. The package `eldr_serve.signatures` collects counts of live traffic, and fits
 routing tables to their signatures.
@@ -123,7 +123,7 @@ def pack_counts(counts: ArrayLike) -> str:
     array = np.asarray(counts)
     if array.ndim != 2 or not 0 < array.size <= _MAX_CELLS or max(array.shape) > 0xFFFF:
         raise UserInputError(
-            f"counts have shape {array.shape}, they must be [L, E] with at most {_MAX_CELLS} cells"
+            f"the shape of counts is {array.shape}: must be [L, E] with at most {_MAX_CELLS} cells"
         )
     if array.dtype.kind not in "ui" or array.min() < 0 or (largest := int(array.max())) > 0xFFFFFFFF:
         raise UserInputError("counts must be integers from 0 to 2**32 - 1")

@@ -1,4 +1,4 @@
-"""Check a deployment on a cluster, from the file to the findings."""
+"""The check of a deployment on a cluster, from the file to the findings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from eldr_serve.preflight.deployment import Deployment, EngineDeployment, build_
 from eldr_serve.preflight.document import read_document
 from eldr_serve.preflight.engines import EngineProbe, ProbeResult, probe_engines
 from eldr_serve.preflight.machine import Gpu, NodePool
-from eldr_serve.preflight.placement import ReplicaPlacement, place
+from eldr_serve.preflight.node_assignment import NodeAssignment, assign_nodes
 from eldr_serve.preflight.rules import Finding
 from eldr_serve.preflight.step_times import StepTimes, step_times
 
 FindNodePools = Callable[[Path, Literal["gpu", "cpu"]], Sequence[NodePool]]
-_NOWHERE = ReplicaPlacement([], {}, {})
+_NOWHERE = NodeAssignment([], {}, {})
 _CPU_KV_GIB = 4.0  # vLLM's default
 
 
@@ -29,7 +29,7 @@ class CheckOutcome:
     Attributes:
         path: the deployment YAML.
         deployment: the content of the YAML; None if it could not be read.
-        placement: the placement of the replicas.
+        assignment: the nodes of the replicas.
         results: (engines, their GPU or None, result of their probe) for each role.
         findings: errors first.
         times: expected decode steps, by role of the engines that decode on a GPU.
@@ -37,7 +37,7 @@ class CheckOutcome:
 
     path: Path
     deployment: Deployment | None
-    placement: ReplicaPlacement
+    assignment: NodeAssignment
     results: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]
     findings: Sequence[Finding]
     times: Mapping[EngineRole, StepTimes] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class CheckOutcome:
         return all(finding.severity != "error" for finding in self.findings)
 
 
-def check(
+def check_deployments(
     paths: Sequence[Path], find_node_pools: FindNodePools, model: Path | None = None
 ) -> list[CheckOutcome]:
     """Check deployments without starting anything, each as if it were alone on the cluster.
@@ -74,13 +74,13 @@ def check(
 
 @dataclass(frozen=True)
 class _DeploymentPlan:
-    """A deployment with its replicas placed on nodes, before its engines are probed.
+    """A deployment with the nodes of its replicas, before its engines are probed.
 
     Attributes:
         path: the deployment YAML.
         deployment: the content of the YAML; None if it could not be read.
         node_pools: the nodes of the cluster.
-        placement: the placement of the replicas.
+        assignment: the nodes of the replicas.
         gpus: for each role, the GPU of its engines; None on CPUs, or if no replica was placed.
         probes: for each role, the engine to probe; None if it needs a GPU and none was found.
         unreadable: why the file could not be read; empty if it could.
@@ -89,7 +89,7 @@ class _DeploymentPlan:
     path: Path
     deployment: Deployment | None = None
     node_pools: Sequence[NodePool] = ()
-    placement: ReplicaPlacement = _NOWHERE
+    assignment: NodeAssignment = _NOWHERE
     gpus: Sequence[Gpu | None] = ()
     probes: Sequence[EngineProbe | None] = ()
     unreadable: str = ""
@@ -101,25 +101,27 @@ def _plan(path: Path, find_node_pools: FindNodePools, model: Path | None) -> _De
     except ValueError as error:
         return _DeploymentPlan(path, unreadable=" ".join(str(error).split()))
     node_pools = find_node_pools(path, deployment.engines[0].spec.device)
-    placement = place(node_pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress])
-    gpus = [_smallest_gpu(engines, placement) for engines in deployment.engines]
+    assignment = assign_nodes(
+        node_pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress]
+    )
+    gpus = [_smallest_gpu(engines, assignment) for engines in deployment.engines]
     probes = [_engine_probe(engines, gpu) for engines, gpu in zip(deployment.engines, gpus, strict=True)]
-    return _DeploymentPlan(path, deployment, node_pools, placement, gpus, probes)
+    return _DeploymentPlan(path, deployment, node_pools, assignment, gpus, probes)
 
 
 def _check_plan(plan: _DeploymentPlan, results: Sequence[ProbeResult]) -> CheckOutcome:
-    deployment, placement = plan.deployment, plan.placement
+    deployment, assignment = plan.deployment, plan.assignment
     if deployment is None:
-        return CheckOutcome(plan.path, None, placement, [], [Finding("error", plan.unreadable)])
+        return CheckOutcome(plan.path, None, assignment, [], [Finding("error", plan.unreadable)])
     probed_engines = list(zip(deployment.engines, plan.gpus, results, strict=True))
     missing_resources = list(rules.check_resources(deployment, plan.node_pools))
     findings = [
         *missing_resources,
-        *(() if missing_resources else rules.check_placement(deployment, placement)),
+        *(() if missing_resources else rules.check_assignment(deployment, assignment)),
         *(finding for probed in probed_engines for finding in rules.check_memory(*probed)),
-        *rules.check_host_memory(deployment, placement, results),
+        *rules.check_host_memory(deployment, assignment, results),
         *rules.check_agreement(probed_engines),
-        *rules.check_network(deployment, placement),
+        *rules.check_network(deployment, assignment),
         *(
             finding
             for pool in plan.node_pools
@@ -134,15 +136,15 @@ def _check_plan(plan: _DeploymentPlan, results: Sequence[ProbeResult]) -> CheckO
     findings.sort(key=lambda finding: finding.severity != "error")
     times_by_role = {engines.role: step_times(engines, gpu) for engines, gpu, _ in probed_engines}
     times = {role: times for role, times in times_by_role.items() if times is not None}
-    return CheckOutcome(plan.path, deployment, placement, probed_engines, findings, times)
+    return CheckOutcome(plan.path, deployment, assignment, probed_engines, findings, times)
 
 
-def _smallest_gpu(engines: EngineDeployment, placement: ReplicaPlacement) -> Gpu | None:
+def _smallest_gpu(engines: EngineDeployment, assignment: NodeAssignment) -> Gpu | None:
     """Return the smallest GPU on which replicas were placed; None on CPUs, or if none was placed."""
     if engines.spec.device == "cpu":
         return None
     gpus = [
-        node.pool.gpu for node in placement.nodes if any(name == engines.role for name, _ in node.replicas)
+        node.pool.gpu for node in assignment.nodes if any(name == engines.role for name, _ in node.replicas)
     ]
     return min((gpu for gpu in gpus if gpu is not None), key=lambda gpu: gpu.memory_gib, default=None)
 

@@ -91,9 +91,9 @@ def check(
         typer.echo("probing vLLM, which takes a minute on slow cores", err=True)
     logging.disable(logging.WARNING)  # Ray and vLLM log their imports at length
     try:
-        from eldr_serve.preflight.check import check as check_all
+        from eldr_serve.preflight.check import check_deployments
 
-        outcomes = check_all(deployments, find_node_pools, model_config)
+        outcomes = check_deployments(deployments, find_node_pools, model_config)
     finally:
         logging.disable(logging.NOTSET)
     _print(outcomes, as_json)

@@ -10,12 +10,12 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig
 
-from eldr_serve.config.application import EldrArgs
+from eldr_serve.config.application import CONFIG_OF_ROLE, EldrArgs
 from eldr_serve.engine.backend_protocol import EngineSpec
 from eldr_serve.engine.protocol import EngineRole
 from eldr_serve.errors import UserInputError
 from eldr_serve.preflight.document import Document, check_overrides
-from eldr_serve.preflight.placement import ReplicaDemand
+from eldr_serve.preflight.node_assignment import ReplicaDemand
 
 _MODELS = "models"  # folder beside the deployment with config.json files, by model name in small letters
 
@@ -46,7 +46,7 @@ class EngineDeployment:
     @property
     def section(self) -> str:
         """Return the name of the engines' configuration in the file."""
-        return _section(self.role)
+        return CONFIG_OF_ROLE[self.role]
 
     @property
     def arguments_name(self) -> str:
@@ -67,7 +67,7 @@ class EngineDeployment:
 
     @property
     def replicas(self) -> ReplicaDemand:
-        """Return the maximum number of replicas, for placement."""
+        """Return the maximum number of replicas, to which nodes are assigned."""
         return ReplicaDemand(self.role, self.max_replicas, self.bundles, self.strategy)
 
 
@@ -133,10 +133,6 @@ def _build_engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path |
     )
 
 
-def _section(role: EngineRole) -> str:
-    return "prefill_config" if role == "prefill" else "decode_config"
-
-
 def _replica_limits(options: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the minimum, initial and maximum number of replicas of a deployment."""
     if not options.get("autoscaling_config"):
@@ -166,7 +162,7 @@ def _read_model_config(role: EngineRole, spec: EngineSpec, path: Path, model: Pa
                 raise UserInputError(f"{place} is not JSON: {error}") from error
             return text
     raise UserInputError(
-        f"{_section(role)}.model_loading_config.model_source is {source!r}: its config.json is neither in a "
-        f"folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and give "
-        "it with --model-config FILE"
+        f"{CONFIG_OF_ROLE[role]}.model_loading_config.model_source is {source!r}: its config.json is neither "
+        f"in a folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and "
+        "give it with --model-config FILE"
     )

@@ -1,4 +1,4 @@
-"""Read and validate a Serve file as `serve run` does, without importing engine code."""
+"""A Serve file, read and validated as `serve run` does, without importing engine code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probe engines on a described machine with vLLM, in a separate process that computes nothing."""
+"""Probes of engines on a described machine with vLLM, in a separate process that computes nothing."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from eldr_serve.errors import UserInputError
+from eldr_serve.validation import unknown_name
 
 GIB = 2**30
 ACCELERATOR = "accelerator_type:"  # Ray's resource for a kind of GPU
@@ -70,7 +71,7 @@ def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:
         UserInputError: the kind is unknown.
     """
     if kind not in GPUS:
-        raise UserInputError(f"unknown GPU kind {kind!r}; known are {', '.join(GPUS)}")
+        raise UserInputError(unknown_name("", kind, GPUS, "kind of GPU"))
     return replace(GPUS[kind], memory_gib=memory_gib) if memory_gib else GPUS[kind]
 
 

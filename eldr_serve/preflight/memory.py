@@ -1,4 +1,4 @@
-"""Estimate an engine's memory: weights, working memory of a step, and the rest for the KV cache."""
+"""Estimate of an engine's memory: weights, working memory of a step, and the rest for the KV cache."""
 
 from __future__ import annotations
 

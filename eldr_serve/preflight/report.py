@@ -1,4 +1,4 @@
-"""Print the outcome of a check as tables or JSON."""
+"""The outcome of a check as tables or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eldr_serve.preflight.check import CheckOutcome
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import GIB, Gpu
-from eldr_serve.preflight.placement import ReplicaPlacement
+from eldr_serve.preflight.node_assignment import NodeAssignment
 from eldr_serve.replicas.autoscaling import by_requests_in_flight
 
 
@@ -23,11 +23,11 @@ def show(outcome: CheckOutcome, console: Console) -> None:
         table = Table("")
         for engines, _, _ in outcome.results:
             table.add_column(engines.role, overflow="fold")
-        columns = [_rows(*result, outcome.placement) for result in outcome.results]
+        columns = [_rows(*result, outcome.assignment) for result in outcome.results]
         for name in columns[0]:
             table.add_row(name, *(column[name] for column in columns))
         console.print(table)
-        console.print(_ingress(outcome.deployment, outcome.placement), soft_wrap=True, highlight=False)
+        console.print(_ingress(outcome.deployment, outcome.assignment), soft_wrap=True, highlight=False)
     for role, times in outcome.times.items():
         console.print(times.describe(role), soft_wrap=True, highlight=False)
     for finding in outcome.findings:
@@ -50,7 +50,7 @@ def as_json(outcome: CheckOutcome) -> dict[str, Any]:
                 "pool": node.pool.name,
                 "replicas": [list(replica) for replica in node.replicas],
             }
-            for node in outcome.placement.nodes
+            for node in outcome.assignment.nodes
         ],
     }
 
@@ -86,7 +86,7 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> 
 
 
 def _rows(
-    engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult, placement: ReplicaPlacement
+    engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult, assignment: NodeAssignment
 ) -> dict[str, str]:
     options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
@@ -100,7 +100,7 @@ def _rows(
         "an engine": f"{engines.spec.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
         if gpu
         else f"{engines.spec.ranks} x CPU",
-        "nodes": _nodes(engines.role, placement),
+        "nodes": _nodes(engines.role, assignment),
         "weights": _gib(result.weights),
         "reserve (estimate)": _gib(result.reserve),
         "KV cache": _gib(max(0, result.kv)),
@@ -121,16 +121,16 @@ def _scale(scaling: dict[str, Any]) -> str:
     return f"requests in flight / {target}" if policy.endswith(by_requests_in_flight.__name__) else policy
 
 
-def _ingress(deployment: Deployment, placement: ReplicaPlacement) -> str:
+def _ingress(deployment: Deployment, assignment: NodeAssignment) -> str:
     name, port, count = deployment.ingress.name, deployment.args.ingress.port, deployment.ingress.count
     own = f", port {port} on each" if port is not None else ""
     proxy = f"; Serve's proxy at port {deployment.proxy[1]}" if deployment.proxy else ""
-    return f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, placement)}{own}{proxy}"
+    return f"{name}: {count} replica{'s' * (count != 1)} on {_nodes(name, assignment)}{own}{proxy}"
 
 
-def _nodes(name: str, placement: ReplicaPlacement) -> str:
+def _nodes(name: str, assignment: NodeAssignment) -> str:
     nodes_by_pool = Counter(
-        node.pool.name for node in placement.nodes if any(owner == name for owner, _ in node.replicas)
+        node.pool.name for node in assignment.nodes if any(owner == name for owner, _ in node.replicas)
     )
     return ", ".join(f"{count} {pool}" for pool, count in nodes_by_pool.items()) or "none"
 

@@ -13,7 +13,7 @@ from eldr_serve.limits.keys import KeysError, read_keys
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, NodePool
-from eldr_serve.preflight.placement import ReplicaPlacement, total
+from eldr_serve.preflight.node_assignment import NodeAssignment, total_resources
 
 # Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
 _PORTS_IN_USE = (
@@ -58,21 +58,21 @@ def check_resources(deployment: Deployment, node_pools: Sequence[NodePool]) -> I
                 yield _error(f"{demand.name} needs the resource {name!r}, which no node has")
 
 
-def check_placement(deployment: Deployment, placement: ReplicaPlacement) -> Iterator[Finding]:
+def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iterator[Finding]:
     """Yield deployments whose replicas find no node, or whose engines would spread over several nodes."""
     for demand in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
-        missing = placement.missing.get(demand.name, 0)
+        missing = assignment.missing.get(demand.name, 0)
         if missing:
             needed = ", ".join(
                 name if name.startswith(ACCELERATOR) else f"{amount:g} {name}"
-                for name, amount in total(demand.bundles).items()
+                for name, amount in total_resources(demand.bundles).items()
                 if amount
             )
             yield _error(
                 f"{missing} of {demand.count} {demand.name} replicas find no node: each needs {needed}"
                 + (f" by {demand.strategy}" if len(demand.bundles) > 1 else "")
             )
-        spread = placement.spread.get(demand.name, 0)
+        spread = assignment.spread.get(demand.name, 0)
         if spread:
             yield _error(
                 f"{spread} of {demand.count} {demand.name} replicas would each spread over several nodes, "
@@ -123,7 +123,7 @@ def check_agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeR
 
 
 def check_host_memory(
-    deployment: Deployment, placement: ReplicaPlacement, results: Sequence[ProbeResult]
+    deployment: Deployment, assignment: NodeAssignment, results: Sequence[ProbeResult]
 ) -> Iterator[Finding]:
     """Yield nodes whose CPU engines need more memory than the node has."""
     needed: dict[str, int] = {
@@ -131,7 +131,7 @@ def check_host_memory(
         for engines, result in zip(deployment.engines, results, strict=True)
         if engines.spec.device == "cpu"
     }
-    for node in placement.nodes:
+    for node in assignment.nodes:
         total = sum(needed.get(name, 0) for name, _ in node.replicas) / GIB
         if node.pool.memory_gib and total > node.pool.memory_gib:
             yield _error(
@@ -140,7 +140,7 @@ def check_host_memory(
             )
 
 
-def check_network(deployment: Deployment, placement: ReplicaPlacement) -> Iterator[Finding]:
+def check_network(deployment: Deployment, assignment: NodeAssignment) -> Iterator[Finding]:
     """Yield ports at which two processes on one node would listen."""
     ports = {engines.role: engines.nixl_ports for engines in deployment.engines}
     for role, numbers in ports.items():
@@ -151,7 +151,7 @@ def check_network(deployment: Deployment, placement: ReplicaPlacement) -> Iterat
                     "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
                 )
     for one, other in combinations(ports, 2):
-        share_a_node = any({one, other} <= {name for name, _ in node.replicas} for node in placement.nodes)
+        share_a_node = any({one, other} <= {name for name, _ in node.replicas} for node in assignment.nodes)
         if share_a_node and set(ports[one]) & set(ports[other]):
             yield _error(
                 f"{one}'s NIXL ports {_span(ports[one])} overlap {other}'s {_span(ports[other])} on one "
@@ -159,7 +159,7 @@ def check_network(deployment: Deployment, placement: ReplicaPlacement) -> Iterat
             )
     for engines in deployment.engines:
         role, numbers = engines.role, ports[engines.role]
-        crowded = any(sum(name == role for name, _ in node.replicas) > 1 for node in placement.nodes)
+        crowded = any(sum(name == role for name, _ in node.replicas) > 1 for node in assignment.nodes)
         if crowded and len(set(numbers)) < len(numbers):
             yield _error(
                 f"{role} replicas on one node would share NIXL's port {numbers[0]}: leave "

@@ -2,15 +2,21 @@
 
 from eldr_serve.scheduling.cost import StepCost, StepSums
 from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoads
-from eldr_serve.scheduling.guard import GuardedPolicy
+from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
 from eldr_serve.scheduling.policies.base import CentroidTable, Policy, QueuedPolicy, worker_similarity
 from eldr_serve.scheduling.policies.checks import check_policy
+from eldr_serve.scheduling.policies.length_predictors import (
+    BoostedTrees,
+    LengthPredictor,
+    Oracle,
+    PromptKeyed,
+    Survival,
+)
 from eldr_serve.scheduling.policies.marginal import MarginalCost
-from eldr_serve.scheduling.policies.predictors import BoostedTrees, Oracle, Predictor, PromptKeyed, Survival
 from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
 from eldr_serve.scheduling.prefixes import (
     BlockChanges,
@@ -43,6 +49,7 @@ __all__ = [
     "DecodeLoads",
     "GuardedPolicy",
     "Lease",
+    "LengthPredictor",
     "LoadLedger",
     "Loads",
     "MarginalCost",
@@ -52,7 +59,6 @@ __all__ = [
     "Placer",
     "Policy",
     "PolicyError",
-    "Predictor",
     "PrefixCache",
     "PrefixMap",
     "PromptBlocks",

@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from scipy.optimize import nnls
 
-_MOST_S = 1e6
-Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
+_MAX_S = 1e6
+Seconds = Annotated[float, Field(ge=0, le=_MAX_S)]
 Batch = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -22,8 +22,8 @@ Batch = Annotated[int, Field(ge=1, le=2**31 - 1)]
 class StepCost:
     """Time of a decode step, linear in requests, KV tokens, active experts and prompt tokens.
 
-    On a GPU it also jumps with the batch, as kernels have tiles and CUDA graphs are captured for some sizes:
-    `batch_s` has that part for some batches; it is linear between two of them and beyond the last two.
+    On a GPU the time also jumps with the batch, as kernels have tiles and CUDA graphs are captured for some
+    sizes. `batch_s` has this part for some batches; it is linear between two of them and beyond the last two.
 
     The defaults have the ratios of a small model on a CPU core. Placement hardly depends on them, and
     fitted values replace them after the first steps.
@@ -48,7 +48,7 @@ class StepCost:
 
     @field_validator("batch_s")
     @classmethod
-    def _does_not_fall(cls, batch_s: dict[int, float]) -> dict[int, float]:
+    def _check_not_falling(cls, batch_s: dict[int, float]) -> dict[int, float]:
         if len(batch_s) == 1:
             raise ValueError("must have two batches or more, or none")
         rows = sorted(batch_s.items())
@@ -72,9 +72,9 @@ class StepCost:
             + self.per_expert_s * active_experts
             + self.per_prompt_token_s * prompt_tokens
         )
-        return linear + self._of_batch(requests) if self.batch_s else linear
+        return linear + self._batch_seconds(requests) if self.batch_s else linear
 
-    def _of_batch(self, requests: Any) -> Any:
+    def _batch_seconds(self, requests: Any) -> Any:
         sizes, seconds, slope = self._table
         return np.interp(requests, sizes, seconds) + slope * np.maximum(np.subtract(requests, sizes[-1]), 0)
 
@@ -89,15 +89,15 @@ class StepCost:
     def added_seconds(
         self, requests: Any, kv_tokens: Any, active_experts: Any, *, more_tokens: Any, more_experts: Any
     ) -> tuple[Any, Any]:
-        """Return the time that one more request adds, over all requests, and the time of its step, both in s.
+        """Return the time that one more request adds over all requests, and the time of a step with it, s.
 
         Args:
             more_tokens: KV tokens of that request.
             more_experts: active experts that it adds.
         """
-        now = self.seconds(requests, kv_tokens, active_experts)
-        with_it = self.seconds(requests + 1, kv_tokens + more_tokens, active_experts + more_experts)
-        return (requests + 1) * with_it - requests * now, with_it
+        before_s = self.seconds(requests, kv_tokens, active_experts)
+        after_s = self.seconds(requests + 1, kv_tokens + more_tokens, active_experts + more_experts)
+        return (requests + 1) * after_s - requests * before_s, after_s
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-able dict `d`, such that `StepCost(**d)` restores it; without an empty `batch_s`."""
@@ -158,9 +158,9 @@ class StepSums:
             active_experts: active experts, summed over MoE layers.
         """
         time = np.asarray(seconds, np.float64)
-        known = time > 0
+        is_timed = time > 0
         columns = [np.asarray(column, np.float64) for column in (requests, kv_tokens, active_experts)]
-        features, time = np.stack([np.ones_like(time), *columns], axis=-1)[known], time[known]
+        features, time = np.stack([np.ones_like(time), *columns], axis=-1)[is_timed], time[is_timed]
         relative = features / time[:, None]
         num_steps, num_requests, _, num_experts = features.sum(axis=0)
         return cls(
@@ -197,15 +197,15 @@ class StepSums:
         if self.steps < 10 * len(_TERMS):
             return None
         terms = non_negative_terms(self.gram, self.moment)
-        if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MOST_S):  # also false for nan
+        if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MAX_S):  # also false for nan
             return None
         decode = StepCost(*terms.tolist())
         steps, requests, kv_tokens, prompt_tokens, seconds = self.prompts.tolist()
         if not prompt_tokens:
             return decode
-        usual = decode.seconds(requests / steps, kv_tokens / steps, self.active_experts / self.steps)
-        each = (seconds - steps * usual) / prompt_tokens
-        return replace(decode, per_prompt_token_s=min(max(0.0, each), _MOST_S))
+        decode_s = decode.seconds(requests / steps, kv_tokens / steps, self.active_experts / self.steps)
+        per_token_s = (seconds - steps * decode_s) / prompt_tokens
+        return replace(decode, per_prompt_token_s=min(max(0.0, per_token_s), _MAX_S))
 
     def error(self, cost: StepCost) -> float:
         """Return the root mean square of the relative error of `cost` over the decode steps."""

@@ -26,8 +26,8 @@ class LoadLedger:
         self._requests: dict[str, tuple[int, int, int]] = {}  # id -> worker's row, prompt, generated
         self._rows: dict[Hashable, int] = {}  # row of each worker
         self._workers: list[Hashable] = []  # worker of each row
-        self._free: list[int] = []  # rows of no worker
-        self._kept: set[Hashable] = set()  # workers that keep their rows when they are idle
+        self._free_rows: list[int] = []  # rows without a worker
+        self._named_workers: set[Hashable] = set()  # they keep their rows when they are idle
         self._pending_prefill: dict[str, int] = {}  # id -> prompt tokens still to be computed
         self._loads = np.zeros((3, 16), np.int64)
         self._in_flight, self._kv_tokens, self._prefill_tokens = self._loads
@@ -92,8 +92,8 @@ class LoadLedger:
     def rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
         """Return the row numbers of these workers, int64[W], for `loads`; the next call may change them."""
         names = list(workers)
-        before, self._kept = self._kept, set(names)
-        for worker in before - self._kept:
+        before, self._named_workers = self._named_workers, set(names)
+        for worker in before - self._named_workers:
             self._free_if_idle(worker)
         return np.array([self._row_of(worker) for worker in names], np.int64)
 
@@ -108,8 +108,8 @@ class LoadLedger:
         row = self._rows.get(worker)
         if row is not None:
             return row
-        if self._free:
-            row = self._free.pop()
+        if self._free_rows:
+            row = self._free_rows.pop()
             self._workers[row] = worker
         else:
             row = len(self._workers)
@@ -122,6 +122,6 @@ class LoadLedger:
 
     def _free_if_idle(self, worker: Hashable) -> None:
         row = self._rows[worker]
-        if worker not in self._kept and not self._in_flight[row]:
+        if worker not in self._named_workers and not self._in_flight[row]:
             del self._rows[worker]
-            self._free.append(row)
+            self._free_rows.append(row)

@@ -51,10 +51,9 @@ def validate(declared: type[Declared], policy: str, values: Mapping[str, Any]) -
             raise PolicyError(
                 f"{name} is missing: policy {policy!r} needs {kind_of(declared.model_fields[name])}"
             ) from error
-        value = shortened(values[name])
-        if first["type"] == "value_error":
-            raise PolicyError(f"{name} is {value}, {first['ctx']['error']}") from error
-        raise PolicyError(f"{name} is {value}: must be {kind_of(declared.model_fields[name])}") from error
+        is_own_check = first["type"] == "value_error"
+        must_be = first["ctx"]["error"] if is_own_check else f"must be {kind_of(declared.model_fields[name])}"
+        raise PolicyError(f"{name} is {shortened(values[name])}: {must_be}") from error
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.decode_loads import WorkerLoads
 from eldr_serve.scheduling.fairness import fair_order
-from eldr_serve.scheduling.guard import GuardedPolicy
+from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, worker_similarity
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixMap, PromptBlocks
@@ -32,7 +32,7 @@ PATIENCE_S = 5.0
 
 
 class Placer:
-    """Assigns decode workers to prefilled requests by a policy, and notifies the policy of their progress.
+    """Assignment of decode workers to prefilled requests by a policy, which is notified of their progress.
 
     The position of a worker is its index in the loads that policies see. A worker is available if it may get
     requests: its position is not vacant and it does not drain. A request also avoids its excluded workers and
@@ -187,7 +187,7 @@ class Placer:
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
 
     def _loads_without(self, *groups: Collection[str]) -> Loads:
-        """Return the loads without the first of these groups that leaves a worker available, or of all."""
+        """Return the loads without the first group that leaves a worker available, or else of all workers."""
         for workers in groups:
             loads = self.loads(workers)
             if loads.available.any():
@@ -303,9 +303,9 @@ class Placer:
     def _in_fair_order(self) -> list[Lease]:
         """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
 
-        Every request has a deadline: without an objective, or if its first token is late already, it is
-        PATIENCE_S after its arrival. So each has its turn, and without objectives the order is that of
-        arrival.
+        Every request has a deadline. Without an objective, or if its first token is late already, its
+        deadline is PATIENCE_S after its arrival. So every request has its turn, and without objectives the
+        order is that of arrival.
         """
         waiting = list(self.queue.values())
         if any(lease.due_s is not None for lease in waiting):
@@ -326,7 +326,7 @@ class Placer:
         lease.become(State.LEASED)
         lease.worker, lease.position = worker, decision.worker
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
-        lease.is_best_match = _is_best_match(decision.worker, lease.request, loads)
+        lease.is_best_worker = _is_best_worker(decision.worker, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._start(lease, decision)
         self._record_prefix(lease)
@@ -384,7 +384,7 @@ def _turn_s(lease: Lease, now: float) -> float:
     return patient_s if lease.due_s is None or lease.due_s < now else min(lease.due_s, patient_s)
 
 
-def _is_best_match(worker: int, request: PlacementRequest, loads: Loads) -> bool:
+def _is_best_worker(worker: int, request: PlacementRequest, loads: Loads) -> bool:
     if request.similarity is None:
         return False
     similarity = worker_similarity(request.similarity, len(loads))

@@ -22,7 +22,7 @@ _UNCONFIRMED_REPORTS = 60  # reports of an engine after which a prompt that it d
 
 
 def first_parent(salt: str) -> bytes:
-    """Return what precedes the first block of a prompt with this `cache_salt`, for `block_id`."""
+    """Return the parent, for `block_id`, of the first block of a prompt with this `cache_salt`."""
     return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=_HASH_BYTES).digest()
 
 
@@ -115,7 +115,7 @@ class TrackedBlocks:
             self.remove(block)
 
     def apply(self, changes: BlockChanges) -> None:
-        """Apply the changes, not all blocks, that were taken from another set."""
+        """Apply changes that were taken from another set, but not all of its blocks."""
         for block in _split(changes.removed):
             self.remove(block)
         for block in _split(changes.added):
@@ -240,8 +240,8 @@ class PrefixMap:
     """The prefix cache of each worker, by any hashable name.
 
     A worker whose engine reports its blocks has a ReportedCache for the prompts whose ids are exact. For
-    other prompts and workers a PrefixCache estimates it: other evictions of the engine, and blocks that end
-    within an answer, are unknown there.
+    other prompts and workers a PrefixCache estimates the cache. It does not know other evictions of the
+    engine, nor blocks that end within an answer.
     """
 
     def __init__(self) -> None:

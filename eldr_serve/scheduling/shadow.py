@@ -44,12 +44,12 @@ class Saving:
 
 
 class Shadow:
-    """Places every request of the live policy also by another policy, and prices both placements.
+    """A second policy that places every request of the live policy too; both placements are priced.
 
     Both policies hold the same requests at any time, each in its own ledger. The price of a token is the
     expected step time of the worker that holds its request (`StepCost` of the worker's requests, KV tokens
-    and expected active experts), so the two differ only by placement. A request ends when it really does. A
-    policy with a decode queue is called by `select`, so no request waits here.
+    and expected active experts), so the two prices differ only by placement. A request ends
+    when it ends in the service. A policy with a decode queue is called by `select`, so no request waits here.
 
     The placer's notifications are only queued; `catch_up` processes them between placements, and raises the
     exceptions of the policy.
@@ -150,10 +150,11 @@ class Shadow:
         )
 
     def _set_workers(self, workers: tuple[str | None, ...], available: NDArray[np.bool_]) -> None:
-        stays = {i for i, pair in enumerate(zip(self._workers, workers, strict=False)) if pair[0] == pair[1]}
+        pairs = enumerate(zip(self._workers, workers, strict=False))
+        unchanged_positions = {position for position, (before, now) in pairs if before == now}
         self._workers, self._available = workers, available
         for request in self._requests.values():
-            if self._shadow.positions.get(request.request_id) not in stays:
+            if self._shadow.positions.get(request.request_id) not in unchanged_positions:
                 self._shadow.finish(request.request_id)
                 self._place(request)
 

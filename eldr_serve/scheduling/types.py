@@ -15,21 +15,20 @@ from eldr_serve.scheduling.prefixes import PromptBlocks
 _MAX_TOKENS = 2**31 - 1
 
 
-@dataclass(slots=True)  # not frozen: one is made per placement, and a frozen one takes six times as long
+@dataclass(slots=True)  # not frozen, since a frozen one takes six times as long to create
 class PlacementRequest:
-    """A prefilled request that needs a decode worker; treat it as immutable.
+    """A prefilled request that needs a decode worker. It is never changed: `replace` makes another one.
 
     Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
 
     Attributes:
-        expert_counts: unsigned[L,E], the prompt's counts (or the encoded unit vector); None if unknown.
-            Predicted counts are floating[L,E].
+        expert_counts: the prompt's counts, unsigned[L,E], or floating[L,E] if predicted; None if unknown.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
         prompt_key: equal for equal prompts.
         counts_missing: there are neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
-        blocks: blocks of the prompt if the worker prefills it too; else None.
+        blocks: the blocks of the prompt if the worker also prefills; else None.
         exclude: workers to avoid: they have failed this request, or its ingress has ejected them.
         may_wait: the request may wait in the policy's decode queue; else it is placed at once.
         tenant: name of the tenant.
@@ -94,7 +93,7 @@ class Lease:
         position: the worker's position in the router; -1 if the router did not place the request.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        is_best_match: the worker is the one most similar to the signature.
+        is_best_worker: the worker is the one most similar to the signature.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
         due_s: in the router, time at which the first token is due by the objective, by its clock; or None.
         deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
@@ -109,7 +108,7 @@ class Lease:
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None
-    is_best_match: bool = False
+    is_best_worker: bool = False
     reason: str = ""
     policy: str = ""
     queued_at_s: float = 0.0

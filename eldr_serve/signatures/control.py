@@ -1,4 +1,4 @@
-"""Call an application's signature pool from the ingress and from jobs."""
+"""Calls of an application's signature pool from the ingress and from jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fit routing tables to a pool's samples and swap them into the router."""
+"""The coordinator of a pool: it fits routing tables to the samples and swaps them into the router."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TableTarget(Protocol):
 
 
 class Coordinator:
-    """Fits the first table, and refits on drift, on scaling and on request.
+    """The fits of the first table, and of later ones on drift, on scaling and on request.
 
     Args:
         settings: start settings of the pool; the router sends newer ones.

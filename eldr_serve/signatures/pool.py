@@ -17,7 +17,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.signatures.coordinator import Coordinator, RouterView
-from eldr_serve.signatures.sampling import SampleShare
+from eldr_serve.signatures.sample_share import SampleShare
 from eldr_serve.signatures.settings import PoolSettings, pool_actor_name
 from eldr_serve.signatures.window import KeptSample, SampleWindow, trace_of
 

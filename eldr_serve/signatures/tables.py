@@ -1,4 +1,4 @@
-"""Fit routing tables to sampled traffic, and refuse tables that do not help on held-out requests.
+"""Fits of routing tables to sampled traffic; tables that do not help on held-out requests are refused.
 
 This module imports scikit-learn, so import it only where tables are fitted.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.fitting.guard import Verdict, judge
-from eldr_serve.experts.fitting.refit import halves, keep_positions, refit_centroids, refit_reason
+from eldr_serve.experts.fitting.refit import keep_positions, refit_centroids, refit_reason, split_halves
 from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.fitting.table_guard import Verdict, judge
 from eldr_serve.experts.routing_table import RoutingTable
 
 
@@ -41,7 +41,7 @@ def fit_new_table(live: bytes | None, trace: CalibrationTrace, workers: int, why
         RefusedTableError: the table groups held-out requests no better than load does.
         UserInputError: the trace cannot be fitted.
     """
-    seen, unseen = halves(len(trace.ids))
+    seen, unseen = split_halves(len(trace.ids))
     trial, _ = fit_table(trace.subset(seen), workers)
     verdict = _require_better_than_load(trial, trace.subset(unseen))
     table, _ = fit_table(trace, workers)
@@ -69,13 +69,13 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
     why = refit_reason(table, counts, workers, min_gain)
     if why is None:
         return None
-    seen, unseen = halves(len(trace.ids))
+    seen, unseen = split_halves(len(trace.ids))
     verdict = _require_better_than_load(refit_centroids(table, counts[seen], workers), trace.subset(unseen))
     return FittedTable(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
 
 
 def _require_better_than_load(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:
     verdict = judge(table, held_out)
-    if not verdict.better:
+    if not verdict.is_better:
         raise RefusedTableError(f"a fitted table is no better than load: {verdict}")
     return verdict

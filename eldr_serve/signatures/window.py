@@ -1,4 +1,4 @@
-"""Keep the newest expert samples within bounds, and convert them to a calibration trace."""
+"""The newest expert samples within bounds, and their conversion to a calibration trace."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ class SampleWindow:
         return replace(
             sample,
             token_ids=np.array(ids, np.uint32),
-            prefill_counts=_smallest(sample.prefill_counts),
-            decode_counts=_smallest(sample.decode_counts),
+            prefill_counts=_copy_counts(sample.prefill_counts),
+            decode_counts=_copy_counts(sample.decode_counts),
         )
 
 
@@ -206,6 +206,6 @@ def _quotient(total: int, divisor: int, name: str, unit: str) -> int:
     return quotient
 
 
-def _smallest(counts: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    largest = int(counts.max(initial=0))
-    return np.array(counts, np.uint8 if largest < 1 << 8 else np.uint16 if largest < 1 << 16 else np.uint32)
+def _copy_counts(counts: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Return a copy in the smallest dtype."""
+    return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

@@ -1,4 +1,4 @@
-"""Order a new placement's slots and ranks so that the fewest experts move."""
+"""The order of a new placement's slots and ranks by which the fewest experts move."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
 
-from eldr_serve.experts.parallel.moves import keep_slots, pair
+from eldr_serve.experts.parallel.moves import keep_slots, parse_pair
 
 Ints = NDArray[np.int64]
 
@@ -28,7 +28,7 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = 
     Raises:
         UserInputError: the placements differ in shape, or the slots do not divide by the ranks.
     """
-    before, after = pair(old, new, ranks)
+    before, after = parse_pair(old, new, ranks)
     if alike:
         after = np.stack([_exchange_ranks(*rows, ranks) for rows in zip(before, after, strict=True)])
     return keep_slots(before, after, ranks)

@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.files import write_whole
+from eldr_serve.validation import first_problem
 
 Floats = NDArray[np.float64]
 Seconds = Annotated[float, Field(ge=0)]
@@ -128,9 +129,7 @@ class LayerCost(BaseModel):
         try:
             return cls.model_validate_json(Path(path).read_bytes())
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise UserInputError(f"{path} is not a layer cost: {where}: {first['msg']}") from error
+            raise UserInputError(f"{path} is not a layer cost: {first_problem(error, model=cls)}") from error
 
     @classmethod
     def fit_ranks(cls, activated: ArrayLike, tokens: ArrayLike, seconds: ArrayLike) -> LayerCost:

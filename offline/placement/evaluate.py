@@ -1,4 +1,4 @@
-"""Evaluate a placement on observed routes: batches of tokens, served by a rule, as `LayerWork`.
+"""Evaluation of a placement on observed routes: batches of tokens, served by a rule, as `LayerWork`.
 
 A batch is one decode step of a data-parallel engine: its tokens are on the ranks in equal blocks.
 """

@@ -1,4 +1,4 @@
-"""Predict which experts a pending batch will use (DIRECTOR, section V-A), from ELDR's prefill signature.
+"""Forecast of the experts that a pending batch will use (DIRECTOR, section V-A), from prefill signatures.
 
 With separate prefill and decode the forecast is free: prefill has already counted the experts.
 """
@@ -28,9 +28,7 @@ def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) ->
     Raises:
         UserInputError: shapes that do not match, or a prompt without tokens.
     """
-    seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
-    if seen.ndim != 3 or length.shape != seen.shape[:1]:
-        raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
+    seen, length = _parse_prompts(counts, tokens)
     if not (length > 0).all():
         raise UserInputError("a prompt has no tokens")
     weight = np.divide(steps, length, dtype=np.float64)
@@ -50,9 +48,7 @@ def workload_by_rank(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike, top
     Raises:
         UserInputError: as `expected_workload`.
     """
-    seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
-    if seen.ndim != 3 or length.shape != seen.shape[:1]:
-        raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
+    seen, length = _parse_prompts(counts, tokens)
     steps_of_request = np.broadcast_to(np.asarray(steps, np.float64), length.shape)
     home = home_ranks(len(seen), topology)
     return np.stack(
@@ -62,6 +58,14 @@ def workload_by_rank(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike, top
         ],
         axis=1,
     )
+
+
+def _parse_prompts(counts: ArrayLike, tokens: ArrayLike) -> tuple[Floats, Floats]:
+    """Return the counts [N, L, E] and lengths [N] of prompts; raise UserInputError if they do not match."""
+    seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
+    if seen.ndim != 3 or length.shape != seen.shape[:1]:
+        raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
+    return seen, length
 
 
 def decode_correction(

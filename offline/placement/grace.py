@@ -11,8 +11,8 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.grouping import (
     RATIOS,
+    find_knee,
     hierarchical_groups,
-    knee,
     node_groups,
     ratio_curve,
     utilisation,
@@ -88,7 +88,7 @@ def knee_ratio(
         for members in node_groups(matrix, topology, capacity=capacity, seed=seed)
     ]
     curve = ratio_curve(inner, topology.ranks // topology.nodes, capacity=capacity, seed=seed)
-    return RATIOS[knee(curve)]
+    return RATIOS[find_knee(curve)]
 
 
 def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:

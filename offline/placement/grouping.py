@@ -118,7 +118,7 @@ def ratio_curve(
     return np.array(curve)
 
 
-def knee(curve: Floats) -> int:
+def find_knee(curve: Floats) -> int:
     """Return the index of the point of U over S furthest above the line between the ends; 0 if flat."""
     spread = np.ptp(curve, axis=0)
     if not spread.all():

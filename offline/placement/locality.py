@@ -1,4 +1,4 @@
-"""Choose the replica for each pair of a token and an expert: by weights, or the nearest (GRACE-MoE, 4.3).
+"""Choice of a replica for each pair of token and expert: by weights, or the nearest (GRACE-MoE, 4.3).
 
 For one layer: `experts` int[T, k], `source` int[T] home rank of each token, `hosts` bool[E, G], `weights`
 float[G] more than 0. Both functions return int[T, k], the rank that serves each pair.

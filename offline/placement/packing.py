@@ -1,4 +1,4 @@
-"""Pack expert replicas into the slots of ranks so that the slowest rank is fast; all layers at once.
+"""Packing of expert replicas into the slots of ranks so that the slowest rank is fast; all layers at once.
 
 Arrays: L layers, E experts, G ranks, C slots per rank. Slots are int[L, G, C]; the id E marks an empty
 slot. A price list is float[L, E + 1, G]: the cost of one replica on each rank, s; the last row is zero.

@@ -68,16 +68,16 @@ def fill_slots(load: Floats, hosts: Bools, capacity: int) -> Bools:
         UserInputError: more slots than experts, or a rank that holds more than its slots.
     """
     filled = hosts.copy()
-    held = filled.sum(axis=0)
-    if capacity > len(load) or held.max() > capacity:
+    sizes = filled.sum(axis=0)
+    if capacity > len(load) or sizes.max() > capacity:
         raise UserInputError(
-            f"{capacity} slots per rank do not fit {len(load)} experts, {held.max()} of them on one rank"
+            f"{capacity} slots per rank do not fit {len(load)} experts, {sizes.max()} of them on one rank"
         )
-    while (held < capacity).any():
+    while (sizes < capacity).any():
         share = load / filled.sum(axis=1)
-        predicted = np.where(held < capacity, share @ filled, np.inf)
+        predicted = np.where(sizes < capacity, share @ filled, np.inf)
         rank = int(predicted.argmin())
         expert = int(np.where(filled[:, rank], -np.inf, share).argmax())
         filled[expert, rank] = True
-        held[rank] += 1
+        sizes[rank] += 1
     return filled

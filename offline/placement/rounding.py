@@ -37,12 +37,12 @@ def round_in_polytope(
     of_column = (column == np.arange(columns)[:, None]).astype(np.float64)
     cost = price / max(budget_s, 1e-300)
     limits = np.concatenate([of_column, of_column * cost[expert, column]])
-    taken = np.concatenate([replicas.sum(axis=0) - room, (replicas * cost).sum(axis=0) - 1])
-    slack = np.maximum(-taken, 0)
-    kept = np.ones(2 * columns, bool)
+    excess = np.concatenate([replicas.sum(axis=0) - room, (replicas * cost).sum(axis=0) - 1])
+    slack = np.maximum(-excess, 0)
+    is_active = np.ones(2 * columns, bool)
     free = np.ones(len(x), bool)
     while free.any():
-        tight = kept & (slack < 1e-7) & (limits[:, free] != 0).any(axis=1)
+        tight = is_active & (slack < 1e-7) & (limits[:, free] != 0).any(axis=1)
         rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
         direction = _null_vector(rows, rng)
         if direction is None:
@@ -55,11 +55,11 @@ def round_in_polytope(
                 if len(budgets)
                 else int(tight.argmax())
             )
-            kept[row] = False
+            is_active[row] = False
             continue
         step = np.zeros(len(x))
         step[free] = direction
-        ahead, back = _reach(x, slack, limits, kept, step), _reach(x, slack, limits, kept, -step)
+        ahead, back = _reach(x, slack, limits, is_active, step), _reach(x, slack, limits, is_active, -step)
         length = ahead if rng.random() * (ahead + back) < back else -back
         x = x + length * step
         slack = slack - limits @ (length * step)
@@ -79,10 +79,10 @@ def _null_vector(rows: Floats, rng: np.random.Generator) -> Floats | None:
     return vector / np.linalg.norm(vector)
 
 
-def _reach(x: Floats, slack: Floats, limits: Floats, kept: NDArray[np.bool_], step: Floats) -> float:
+def _reach(x: Floats, slack: Floats, limits: Floats, is_active: NDArray[np.bool_], step: Floats) -> float:
     """Return how far x can go along the step within [0, 1] and the kept limits."""
     with np.errstate(divide="ignore", invalid="ignore"):
         to_bound = np.where(step > 1e-12, (1 - x) / step, np.where(step < -1e-12, -x / step, np.inf))
         grows = limits @ step
-        to_limit = np.where(kept & (grows > 1e-9), np.maximum(slack, 0) / grows, np.inf)
+        to_limit = np.where(is_active & (grows > 1e-9), np.maximum(slack, 0) / grows, np.inf)
     return float(min(to_bound.min(), to_limit.min()))

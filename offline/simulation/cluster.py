@@ -11,11 +11,13 @@ from eldr_serve.scheduling import StepCost
 Seconds = Annotated[float, Field(ge=0)]
 
 
-class _Part(BaseModel):
+class ScenarioPart(BaseModel):
+    """Base class of the parts of a scenario."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Prefill(_Part):
+class Prefill(ScenarioPart):
     """Prefill workers, each of which serves one prompt after the other."""
 
     workers: int = Field(ge=1, description="prefill workers")
@@ -28,7 +30,7 @@ class Prefill(_Part):
     )
 
 
-class Whole(_Part):
+class Whole(ScenarioPart):
     """Workers that also prefill: a step computes a token of each answer, then prompts."""
 
     step_tokens: int = Field(default=2048, ge=2, description="maximum tokens of a step; above max_batch")
@@ -36,7 +38,7 @@ class Whole(_Part):
     block_tokens: int = Field(default=512, ge=1, description="tokens of a prefix block")
 
 
-class Decode(_Part):
+class Decode(ScenarioPart):
     """Decode workers with continuous batching."""
 
     workers: int = Field(ge=1, description="decode workers")
@@ -54,7 +56,7 @@ class Decode(_Part):
     whole: Whole | None = Field(default=None, description="None: prompts arrive prefilled")
 
     @model_validator(mode="after")
-    def _whole_fits(self) -> Self:
+    def _check_whole(self) -> Self:
         if self.whole is not None and self.whole.step_tokens <= self.max_batch:
             raise ValueError("whole.step_tokens must be above max_batch, or prompts may wait forever")
         if self.whole is not None and self.kv_tokens is not None:
@@ -62,7 +64,7 @@ class Decode(_Part):
         return self
 
 
-class Cluster(_Part):
+class Cluster(ScenarioPart):
     """A whole deployment."""
 
     decode: Decode
@@ -80,7 +82,7 @@ class Cluster(_Part):
     )
 
     @model_validator(mode="after")
-    def _prefill_once(self) -> Self:
+    def _check_prefill(self) -> Self:
         if self.prefill is not None and self.decode.whole is not None:
             raise ValueError("whole workers prefill: omit prefill")
         return self

@@ -84,7 +84,7 @@ class Outcome:
         done = self.finished
         return float(number / (self.last_s[done].max() - self.arrival_s.min())) if done.any() else 0.0
 
-    def steady(self, values: Floats) -> Floats:
+    def select_steady(self, values: Floats) -> Floats:
         """Return the samples taken after a tenth of the arrivals and before the last."""
         if not len(self.arrival_s):
             return values
@@ -109,8 +109,8 @@ class Outcome:
             row |= {"good_pct": 100 * float(good.mean()), "goodput_per_s": self._per_s(good.sum())}
         return row | {
             "output_tokens_per_s": self.output_tokens_per_s,
-            "imbalance_tokens": _mean(self.steady(self.imbalance)),
-            "spread_tokens": _mean(self.steady(self.spread)),
+            "imbalance_tokens": _mean(self.select_steady(self.imbalance)),
+            "spread_tokens": _mean(self.select_steady(self.spread)),
             "batch_size": _mean(self.batch),
             "active_experts": _mean(self.experts),
             "step_ms": 1e3 * float(self.seconds.mean()) if len(self.seconds) else None,

@@ -13,7 +13,7 @@ from offline.simulation.requests import Experts, Requests
 
 
 class PlacementRequests:
-    """Makes the placement request of each simulated request, by its number.
+    """The placement request of each simulated request, by its number.
 
     Args:
         policy: its table gives similarities.

@@ -82,14 +82,14 @@ class Experts:
 
     def expert_counts(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
         """Return the counts of a prompt of that length: [L,E]."""
-        return self._scaled(self.counts[kind], kind, prompt_tokens)
+        return self._scale(self.counts[kind], kind, prompt_tokens)
 
     def predicted_counts(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
         """Return the predicted counts of a prompt of that length: [L,E]."""
         assert self.predicted is not None
-        return self._scaled(self.predicted[kind], kind, prompt_tokens)
+        return self._scale(self.predicted[kind], kind, prompt_tokens)
 
-    def _scaled(self, counts: NDArray[Any], kind: int, prompt_tokens: int) -> NDArray[Any]:
+    def _scale(self, counts: NDArray[Any], kind: int, prompt_tokens: int) -> NDArray[Any]:
         tokens = int(self.count_tokens[kind])
         if tokens == prompt_tokens:
             return counts

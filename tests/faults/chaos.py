@@ -24,7 +24,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.client import OperatorClient, ServiceError
 from loadgen import application, processes, workload
 from loadgen.held_resources import held_in_status
 from tests.faults import steadiness
@@ -61,7 +61,7 @@ class Options:
 
 
 async def drive(
-    service: Client,
+    service: OperatorClient,
     proxy_url: str,
     arguments: dict[str, Any],
     requests: list[tuple[str, Any]],
@@ -130,7 +130,7 @@ def _read_statuses(url: str) -> list[dict[str, Any]]:
     status_by_ingress: dict[str, dict[str, Any]] = {}
     for _ in range(_STATUS_TRIES):
         with contextlib.suppress(ServiceError):
-            status = Client(url, ADMIN_KEY, timeout_s=5.0).status()
+            status = OperatorClient(url, ADMIN_KEY, timeout_s=5.0).status()
             status_by_ingress[status["answered_by"]] = status
             if len(status_by_ingress) == _INGRESSES:
                 break
@@ -203,7 +203,7 @@ def _wait_until_engines_are_idle(url: str) -> list[str]:
 
 def _busy_engines(url: str) -> list[str]:
     """Return live engines with running or waiting requests according to vLLM's metrics."""
-    status = Client(url, ADMIN_KEY).status()
+    status = OperatorClient(url, ADMIN_KEY).status()
     if "workers" not in status:
         return ["the router is unreachable, so the live engines are unknown"]
     live = {worker["worker"] for worker in status["workers"]} | set(status["ingress"]["prefill_kv_usage"])

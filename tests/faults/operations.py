@@ -26,7 +26,7 @@ import numpy as np
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.client import OperatorClient, ServiceError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from loadgen import application, processes
@@ -165,7 +165,7 @@ class Operator:
 
     def __init__(
         self,
-        service: Client,
+        service: OperatorClient,
         proxy_url: str,
         arguments: dict[str, Any],
         run: Run,
@@ -279,7 +279,7 @@ class Operator:
 
     def _is_complete(self) -> bool:
         try:
-            status = Client(self._service.url, ADMIN_KEY, timeout_s=3.0).status()
+            status = OperatorClient(self._service.url, ADMIN_KEY, timeout_s=3.0).status()
             by_proxy = httpx.get(f"{self._proxy_url}/v1/models", timeout=3.0).status_code
         except (ServiceError, httpx.TransportError):
             return False

@@ -25,7 +25,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from eldr_serve.commands.client import Client, ServiceError
+from eldr_serve.commands.client import OperatorClient, ServiceError
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen.held_resources import settle
@@ -172,7 +172,7 @@ def hostile(
     if address.scheme != "http" or not address.hostname:
         raise UserInputError(f"{url} is not an http URL")
     try:
-        served = model or Client(url, timeout_s=30).model()
+        served = model or OperatorClient(url, timeout_s=30).model()
         with Console(stderr=True).status(f"generating {cases} requests; thousands take minutes"):
             todo = _read(replay) if replay else corpus(url, served, cases, seed, admin_key)
         host_and_port = address.hostname, address.port or 80

@@ -157,7 +157,7 @@ def test_the_predictor_on_the_page_is_valid() -> None:
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0], names)
     policy = make_policy("balance-route-horizon")
-    half = names["Half"](policy.parameters.horizon)
+    half = names["HalfEndSoon"](policy.parameters.horizon)
     p, mu = half.predict(np.array([1, 2]), [None, None], np.array([5, 5]))
     assert p.shape == mu.shape == (2,)
     assert set(mu) == {policy.parameters.horizon / 2}

@@ -249,11 +249,11 @@ def _internal_imports(path: Path) -> Iterator[str]:
 
 
 def _private_names_of_super(path: Path) -> Iterator[str]:
-    """Yield private names that a file calls on `super()`, except those of our policies."""
+    """Yield private names that a file calls on `super()`, except `_fill` of our policies."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name):
-                if re.match("_[^_]", name) and name not in ("_fill", "_price"):
+                if re.match("_[^_]", name) and name != "_fill":
                     yield name
 
 

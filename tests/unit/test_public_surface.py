@@ -19,12 +19,12 @@ from tests.support.shipped import ROOT
 
 PUBLIC = [
     "ArtifactError",
-    "Client",
     "ConfigurationError",
     "Decision",
     "ExpertPlacement",
     "Loads",
     "NoWorkerError",
+    "OperatorClient",
     "PlacementRequest",
     "Policy",
     "PolicyError",
@@ -57,7 +57,7 @@ def test_the_public_names_are_complete_and_exist() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from eldr_serve import make_policy, RoutingTable, Client; make_policy('locality-band')",
+        "from eldr_serve import make_policy, RoutingTable, OperatorClient; make_policy('locality-band')",
         "from eldr_serve.cli import app",
     ],
 )
@@ -138,7 +138,7 @@ def test_refusals_are_reported_in_one_sentence(
 
 def test_a_fault_of_the_program_is_not_reported_as_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = ValueError("a fault")
-    monkeypatch.setattr(eldr_serve.Client, "status", Mock(side_effect=fault))
+    monkeypatch.setattr(eldr_serve.OperatorClient, "status", Mock(side_effect=fault))
     done = eldr("status")
     assert done.exception is fault
     assert not done.stderr

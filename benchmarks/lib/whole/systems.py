@@ -19,7 +19,7 @@ from benchmarks.lib.engines import vllm_router, vllm_servers
 from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.prometheus import total
 from benchmarks.lib.whole.report import SERVER_TIMES, STEPS
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from loadgen.figures import BASELINES
 
 AFFINITY = "benchmarks.papers.prefix_policies:LongestPrefix"
@@ -73,7 +73,7 @@ def _server_times(urls: Sequence[str]) -> dict[str, float]:
     }
 
 
-def _step_totals(service: Client) -> dict[str, float]:
+def _step_totals(service: OperatorClient) -> dict[str, float]:
     """Return our engines' sums over decode steps so far, and the number of steps."""
     service.wait_idle()
     totals = service.wait_for_final_totals(at_rest=True) or {}

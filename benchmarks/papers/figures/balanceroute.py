@@ -21,7 +21,7 @@ from matplotlib.figure import Figure as Picture
 from benchmarks.papers.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
-from eldr_serve.scheduling.policies.predictors import Oracle
+from eldr_serve.scheduling.policies.length_predictors import Oracle
 from loadgen.plots import save
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Requests
@@ -86,7 +86,7 @@ def table3(options: Options) -> Rows:
     """Measure how well the predictors tell which requests end within the horizon, and when."""
     from sklearn.metrics import roc_auc_score
 
-    from eldr_serve.scheduling.policies.predictors import PREDICTORS, BoostedTrees
+    from eldr_serve.scheduling.policies.length_predictors import LENGTH_PREDICTORS, BoostedTrees
 
     horizon = BalanceRouteHorizon().parameters.horizon
     rows: Rows = []
@@ -98,7 +98,7 @@ def table3(options: Options) -> Rows:
         ages = np.array([int(rng.integers(r.output_tokens)) for r in test])
         remaining_tokens = np.array([r.output_tokens for r in test]) - ages
         ends = remaining_tokens <= horizon
-        for name, predictor_class in PREDICTORS.items():
+        for name, predictor_class in LENGTH_PREDICTORS.items():
             # A router fits trees in a background thread; here they are awaited.
             predictor = (
                 BoostedTrees(horizon, background=False)
@@ -199,9 +199,9 @@ def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
     """Return the arm's policy; a learning predictor has been fitted to the past."""
     policy: Any = make_policy(arm.policy, **arm.parameters)
     if arm.oracle:
-        policy.predictor = Oracle({str(j): int(n) for j, n in enumerate(requests.output_tokens)})
+        policy.length_predictor = Oracle({str(j): int(n) for j, n in enumerate(requests.output_tokens)})
     elif arm.policy == "balance-route-horizon":
-        traffic.teach(policy.predictor)
+        traffic.teach(policy.length_predictor)
     typed: Policy = policy
     return typed
 

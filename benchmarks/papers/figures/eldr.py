@@ -31,7 +31,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import StepCost
-from offline.scenario import Poisson, PolicyChoice, Scenario, Work, observed, routes_of
+from offline.scenario import Poisson, PolicyChoice, Scenario, Work, read_observed, routes_of
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
 from offline.simulation.run import Change, simulate
@@ -227,7 +227,7 @@ def workloads(trace: CalibrationTrace) -> dict[str, tuple[str, ...]]:
 
 
 def _observed(options: Options) -> CalibrationTrace:
-    return observed(routes_of(options.trace("a calibration trace with routes, or published routes")))
+    return read_observed(options.trace("a calibration trace with routes, or published routes"))
 
 
 def _outcome(

@@ -20,7 +20,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.plots import lines
 from offline.placement.eplb import activation_placement
-from offline.scenario import PolicyChoice, Scenario, Work, observed, routes_of
+from offline.scenario import PolicyChoice, Scenario, Work, read_observed
 from offline.simulation.run import simulate
 
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
@@ -39,13 +39,13 @@ PAPER = {"paper_p50_pct": "-2.7 to -4.3", "paper_p99_pct": "-0.6 to -2.0"}  # la
 def expert_parallel(options: Options) -> Rows:
     """Compare TPOT and active experts of the slowest rank at 2P8D, TP=4 and EP=4, by rate."""
     path = options.trace("a calibration trace with routes, or published routes")
-    groups = workloads(observed(routes_of(path)))
+    groups = workloads(read_observed(path))
 
     def run(case: tuple[str, int], seed: int) -> dict[tuple[str, str], dict[str, Any]]:
         group, rate = case
         scenario = _scenario(options, groups[group], rate, seed)
         work = Work(scenario, seed)
-        ranks_by_placement = _placements(observed(routes_of(path)), work)
+        ranks_by_placement = _placements(read_observed(path), work)
         return {
             (policy, placement): simulate(
                 work.requests,

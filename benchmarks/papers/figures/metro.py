@@ -24,7 +24,7 @@ from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import hosts_of
 from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.eplb import eplb_placement
-from offline.scenario import observed, routes_of
+from offline.scenario import read_observed
 
 Ints = NDArray[np.int64]
 RANKS = 8
@@ -59,7 +59,7 @@ class Source:
     @classmethod
     def read(cls, path: Path, seed: int) -> Source:
         """Read a trace and split it by the seed; raise UserInputError if the file has no routes."""
-        trace = observed(routes_of(path))
+        trace = read_observed(path)
         if trace.routes is None:
             raise UserInputError(f"{path} has no routes")
         order = np.random.default_rng(seed).permutation(len(trace.ids))

@@ -24,7 +24,7 @@ from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.director import director_placement
 from offline.placement.forecast import decode_correction, expected_workload
 from offline.placement.workload import placed_work
-from offline.scenario import observed, routes_of
+from offline.scenario import read_observed
 
 STEPS = 256  # decode steps of a batch; observed steps repeat
 PER_RANK = 64  # requests per rank
@@ -74,7 +74,7 @@ Forecast = Callable[[Batch], NDArray[np.float64]]
 
 def read_routes(path: Path) -> CalibrationTrace:
     """Read a calibration trace with routes, or published routes; raise UserInputError without routes."""
-    trace = observed(routes_of(path))
+    trace = read_observed(path)
     if trace.routes is None:
         raise UserInputError(f"{path} has no routes (calibrate with --routes)")
     if len(set(trace.decode_steps.tolist())) > 1:

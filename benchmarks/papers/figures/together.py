@@ -20,7 +20,7 @@ from benchmarks.papers.figures.eldr import COST
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.scheduling import make_policy
-from offline.scenario import observed, routes_of
+from offline.scenario import read_observed
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts
 from offline.simulation.run import simulate
@@ -43,7 +43,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 def policies(options: Options) -> Rows:
     """Compare policies by load and barrier; `dominated_by` names those that are better in all four."""
     experts_path, trace_path = options.two_traces()
-    trace = observed(routes_of(experts_path))
+    trace = read_observed(experts_path)
     traffic = Traffic(trace_path)
     experts = Experts.from_trace(trace)
 
@@ -61,8 +61,8 @@ def policies(options: Options) -> Rows:
         for name, parameters in POLICIES:
             policy: Any = make_policy(name, **parameters).set_table(table)
             policy.update_cost_model(cost)
-            if hasattr(policy, "predictor"):
-                traffic.teach(policy.predictor)
+            if hasattr(policy, "length_predictor"):
+                traffic.teach(policy.length_predictor)
             summaries[name] = simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
         return summaries
 

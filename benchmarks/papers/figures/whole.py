@@ -46,7 +46,7 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import Policy, StepCost, make_policy
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
 from offline.predictor import fit_signature_predictor
-from offline.scenario import observed, routes_of
+from offline.scenario import read_observed
 from offline.simulation.cluster import Cluster, Decode, Whole
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
@@ -90,7 +90,7 @@ class Inputs:
         Raises:
             UserInputError: a file or the cost lacks what the study needs.
         """
-        trace, records = observed(routes_of(routes_path)), read_trace(trace_path)
+        trace, records = read_observed(routes_path), read_trace(trace_path)
         if not all(record.hash_ids for record in records):
             raise UserInputError(f"{trace_path} has no prefix blocks; give Mooncake's conversation trace")
         if trace.token_ids is None:

@@ -21,7 +21,7 @@ def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]
     """
     counts = np.asarray(prefill_counts)
     if counts.ndim != 3 or not len(counts):
-        raise UserInputError(f"prefill counts have shape {counts.shape}, they must be [N, L, E] with N > 0")
+        raise UserInputError(f"the shape of prefill counts is {counts.shape}: must be [N, L, E] with N > 0")
     document_frequency = (counts > 0).sum(axis=0)
     idf: NDArray[np.float32] = np.log((len(counts) + 1) / (document_frequency + 1)).astype(np.float32)
     return idf

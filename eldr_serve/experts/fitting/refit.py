@@ -1,4 +1,4 @@
-"""Refit the centroids of a live table to recent traffic, and decide when that is due."""
+"""Refits of a live table's centroids to recent traffic, and the decision when one is due."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def keep_positions(fitted: RoutingTable, live: RoutingTable, counts: Counts) -> 
     )
 
 
-def halves(requests: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_halves(requests: int, seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Split requests at random into half for fitting and half for evaluation; return ascending indices."""
     shuffled = np.random.default_rng(seed).permutation(requests)
     return np.sort(shuffled[: (requests + 1) // 2]), np.sort(shuffled[(requests + 1) // 2 :])
@@ -85,7 +85,7 @@ def refit_gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
 
     The new centroids are fitted to one half of the requests and compared with the table on the other half.
     """
-    seen, unseen = halves(len(counts), seed)
+    seen, unseen = split_halves(len(counts), seed)
     fitted = refit_centroids(table, counts[seen], len(table.centroids), seed=seed)
     points = table.spec.encode(counts[unseen])
     return _nearest(points, fitted) - _nearest(points, table)

@@ -36,7 +36,7 @@ def keep_slots(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
     Raises:
         ValueError: the shapes differ, or the slots do not divide by the ranks.
     """
-    before, after = pair(old, new, ranks)
+    before, after = parse_pair(old, new, ranks)
     shape = before.shape
     before, after = (side.reshape(-1, shape[1] // ranks) for side in (before, after))
     return np.stack([_keep_slots_of_rank(*rows) for rows in zip(before, after, strict=True)]).reshape(shape)
@@ -71,7 +71,7 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
     Raises:
         ValueError: the shapes do not agree, or a layer would have other experts than before.
     """
-    before, after = pair(old, new, ranks)
+    before, after = parse_pair(old, new, ranks)
     if max_moves < 1:
         raise ValueError(f"a slice must have 1 move or more, not {max_moves}")
     slices: list[list[Move]] = []
@@ -90,7 +90,7 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
     return slices
 
 
-def pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
+def parse_pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
     """Return both as int64[L, P]; raise ValueError if shapes differ or do not divide by the ranks."""
     before, after = np.asarray(old, np.int64), np.asarray(new, np.int64)
     if before.ndim != 2 or before.shape != after.shape:

@@ -46,7 +46,7 @@ class Topology(BaseModel):
     nodes: int = Field(default=1, ge=1, description="machines of the ranks")
 
     @model_validator(mode="after")
-    def _divides(self) -> Topology:
+    def _check_nodes(self) -> Topology:
         if self.ranks % self.nodes:
             raise UserInputError(f"{self.ranks} ranks do not divide by {self.nodes} nodes")
         return self

@@ -1,4 +1,4 @@
-"""Placement by marginal cost of decode and, on whole replicas, of prefill; needs no calibration."""
+"""Placement by the marginal cost of decode and, on whole replicas, of prefill, without calibration."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
 _ANSWER_MEMORY = 64  # time constant of the mean length, answers
 # Multiples of the median step time and of the mean batch; above them a tail power raises the cost. Step times
 # are estimated too low if answers use other experts than their prompts, so alone they let some batches grow.
-_SLOW = 1.05
-_LARGE = 1.5
+_SLOW_STEP = 1.05
+_LARGE_BATCH = 1.5
 
 
 class RequestEstimate(NamedTuple):
@@ -33,7 +33,7 @@ class RequestEstimate(NamedTuple):
     request: PlacementRequest
     levels: Levels
     p: NDArray[np.float32]
-    deviation: NDArray[np.float32] | None  # None: no counts of its own, or affinity is 0
+    deviation: NDArray[np.float32] | None  # None if the request has no counts or affinity is 0
 
 
 class MarginalCost(Policy):
@@ -52,8 +52,8 @@ class MarginalCost(Policy):
 
         N [(b+1) T(b+1, U') - b T(b, U)] + [(b+1) n + m] per_prompt_token_s
 
-    and workers are compared by 1/N of it, seconds per step. N is the mean length of recent answers or, if
-    less, the request's token limit. With separate prefill engines per_prompt_token_s is 0.
+    and workers are compared by 1/N of this sum, seconds per step. N is the mean length of recent answers or,
+    if less, the request's token limit. With separate prefill engines per_prompt_token_s is 0.
 
     With a tail power g, workers that would be slow or full cost x^(g-1) times as much. x is the worker's step
     time over 1.05 times the median or, if more, its batch over 1.5 times the mean, and at least 1. On whole
@@ -104,42 +104,45 @@ class MarginalCost(Policy):
         self.profiles.grow(len(loads), len(estimate.p))
         candidates = workers
         if len(workers) > _MAX_EXACT_WORKERS:
-            price = self._price(candidates, loads, estimate, self.active.coarse_cells)
-            candidates = candidates[np.argpartition(price, _FINALISTS)[:_FINALISTS]]
-        price = self._price(candidates, loads, estimate, len(estimate.p))
+            cost = self._weighted_cost(candidates, loads, estimate, self.active.coarse_cells)
+            candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
+        cost = self._weighted_cost(candidates, loads, estimate, len(estimate.p))
         return Decision(
-            int(candidates[price.argmin()]),
+            int(candidates[cost.argmin()]),
             num_candidates=len(workers),
             reason=self.name,
             policy_data=estimate,
         )
 
     def added_cost(self, request: PlacementRequest, loads: Loads) -> NDArray[np.float64]:
-        """Return the cost of the request at each worker, float64[W]; zeros if nothing is known of it.
+        """Return the cost of the request at each worker, float64[W]; zeros if no counts are known.
 
-        With a tail power of 1 it is the time that the request adds to a step over all requests, s.
+        With a tail power of 1 the cost is the time that the request adds to a step over all requests, s.
         """
         levels = self.active.levels(request)
         if levels is None:
             return np.zeros(len(loads))
         self.active.grow(len(loads))
-        added = self.active.idle[: len(loads)] @ probability(levels)
-        everywhere = np.arange(len(loads))
-        decode, prefill = self._costs(everywhere, loads, request, added)
+        added_experts = self.active.idle[: len(loads)] @ probability(levels)
+        decode, prefill = self._raw_costs(np.arange(len(loads)), loads, request, added_experts)
         return decode + prefill
 
-    def _costs(
-        self, workers: NDArray[np.int64], loads: Loads, request: PlacementRequest, added: NDArray[np.float32]
+    def _raw_costs(
+        self,
+        workers: NDArray[np.int64],
+        loads: Loads,
+        request: PlacementRequest,
+        added_experts: NDArray[np.float32],
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the costs of decode and of prefill over all requests of each worker, float64[n] each.
+        """Return the costs of decode and of prefill at each worker without affinity, float64[n] each.
 
         Args:
-            added: float32[n], active experts that the request adds.
+            added_experts: float32[n], active experts that the request adds at each worker.
         """
         requests, kv_tokens = loads.in_flight[workers], loads.kv_tokens[workers]
         active, tokens = self.active.union[workers], request.prompt_tokens
         decode, step_s = self.cost.added_seconds(
-            requests, kv_tokens, active, more_tokens=tokens, more_experts=added
+            requests, kv_tokens, active, more_tokens=tokens, more_experts=added_experts
         )
         uncached = np.full(len(workers), tokens)
         if loads.cached_tokens is not None:
@@ -150,24 +153,24 @@ class MarginalCost(Policy):
         prefill = ((requests + 1) * uncached + pending) * per_token_s
         if self.parameters.tail_power == 1:
             return decode, prefill
-        own_s = step_s + (uncached + pending) * per_token_s
-        slow = own_s / (_SLOW * np.median(own_s) or 1.0)  # the median is 0 if nothing costs time
-        large = (requests + 1) / (_LARGE * (requests.mean() + 1))
-        excess = np.maximum(np.maximum(slow, large), 1) ** (self.parameters.tail_power - 1)
-        return decode * excess, prefill * excess
+        total_s = step_s + (uncached + pending) * per_token_s
+        step_excess = total_s / (_SLOW_STEP * np.median(total_s) or 1.0)  # the median is 0 without costs
+        batch_excess = (requests + 1) / (_LARGE_BATCH * (requests.mean() + 1))
+        factor = np.maximum(np.maximum(step_excess, batch_excess), 1) ** (self.parameters.tail_power - 1)
+        return decode * factor, prefill * factor
 
-    def _price(
+    def _weighted_cost(
         self, workers: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
     ) -> NDArray[np.float64]:
         """Return the cost at each worker, weighted by affinity, from the first `cells` of each row."""
-        added = _dot_products(self.active.idle, workers, estimate.p, cells)
-        price, prefill = self._costs(workers, loads, estimate.request, added)
+        added_experts = _dot_products(self.active.idle, workers, estimate.p, cells)
+        decode, prefill = self._raw_costs(workers, loads, estimate.request, added_experts)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
                 workers, _dot_products(self.profiles.profile, workers, estimate.deviation, cells)
             )
-            price *= 1 + self._affinity * (similarity.max() - similarity)
-        return price + prefill
+            decode *= 1 + self._affinity * (similarity.max() - similarity)
+        return decode + prefill
 
     def _estimate(self, request: PlacementRequest) -> RequestEstimate | None:
         levels = self.active.levels(request)
@@ -213,9 +216,9 @@ def _dot_products(
     rows: NDArray[np.float32], workers: NDArray[np.int64], vector: NDArray[np.float32], cells: int
 ) -> NDArray[np.float32]:
     """Estimate rows[workers] @ vector, float32[n], from the first `cells` columns."""
-    few = 2 * len(workers) < len(rows)
-    products = (rows[workers] if few else rows)[:, :cells] @ vector[:cells]
-    if not few:
+    selects_first = 2 * len(workers) < len(rows)
+    products = (rows[workers] if selects_first else rows)[:, :cells] @ vector[:cells]
+    if not selects_first:
         products = products[workers]
     scaled: NDArray[np.float32] = products * np.float32(len(vector) / cells)
     return scaled

@@ -8,17 +8,17 @@ from typing import Any
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
 from eldr_serve.scheduling.policies.base import Policy
-from eldr_serve.scheduling.policies.loading import import_object
-from eldr_serve.scheduling.policies.locality_band import LocalityBand
-from eldr_serve.scheduling.policies.marginal import MarginalCost
-from eldr_serve.scheduling.policies.simple import (
-    Domain,
+from eldr_serve.scheduling.policies.baselines import (
     LeastTokens,
     PowerOfTwo,
     Random,
     RoundRobin,
     ShortestQueue,
 )
+from eldr_serve.scheduling.policies.domain import Domain
+from eldr_serve.scheduling.policies.loading import import_object
+from eldr_serve.scheduling.policies.locality_band import LocalityBand
+from eldr_serve.scheduling.policies.marginal import MarginalCost
 from eldr_serve.scheduling.types import PolicyError
 from eldr_serve.validation import unknown_name
 
@@ -50,8 +50,7 @@ def policy_class(name: str) -> type[Policy]:
     if name in POLICIES:
         return POLICIES[name]
     if ":" not in name:
-        unknown = unknown_name("", name, policy_names(), "policy")
-        raise PolicyError(f"{unknown} (or module:Class of your own)")
+        raise PolicyError(unknown_name("", name, (*policy_names(), "module:Class of your own"), "policy"))
     return _import_policy(name)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lib import live
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
@@ -40,12 +40,12 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
         (path / "compare.json").write_text(json.dumps({"rate": options["rate"]}))
         return subprocess.CompletedProcess(command, 0)
 
-    def swap(client: Client, table: bytes) -> None:
+    def swap(client: OperatorClient, table: bytes) -> None:
         assert client.url == URL
         tables.append(table)
 
     monkeypatch.setattr(live.subprocess, "run", compare)
-    monkeypatch.setattr(Client, "swap_table", swap)
+    monkeypatch.setattr(OperatorClient, "swap_table", swap)
     table, _ = fit_table(synthetic_trace(), 2)
     file = tmp_path / "table.safetensors"
 

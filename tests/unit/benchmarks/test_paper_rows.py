@@ -12,7 +12,7 @@ from benchmarks.lib.tables import PAPERS, fill_blocks, has_result
 from eldr_serve.config.application import EldrArgs
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.experts.signature import TRANSFORMS
-from eldr_serve.scheduling.policies.predictors import PREDICTORS
+from eldr_serve.scheduling.policies.length_predictors import LENGTH_PREDICTORS
 from eldr_serve.scheduling.policies.registry import POLICIES
 from eldr_serve.scheduling.types import PolicyError
 from offline.placement.methods import METHODS
@@ -22,7 +22,7 @@ from tests.support.shipped import PACKAGES, ROOT
 STATES = ("exact", "selectable", "ours, better", "ours, worse", "ours, not compared", "rerun", "not here")
 PLACES = {"service", "CPU engines", "GPU code, never run", "offline", "simulator", "test bed", "-"}
 CHOICES = {"--method": METHODS, "--transform": TRANSFORMS, "policy": POLICIES, "replica_choice": RULES}
-WORDS = {*POLICIES, *RULES, *TRANSFORMS, *METHODS, *PREDICTORS}
+WORDS = {*POLICIES, *RULES, *TRANSFORMS, *METHODS, *LENGTH_PREDICTORS}
 ROWS = [(paper, line) for paper, part in PAPERS.items() for line in part["lines"]]
 
 

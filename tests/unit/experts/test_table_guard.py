@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from eldr_serve.experts.fitting.guard import judge
-from eldr_serve.experts.fitting.refit import halves, keep_positions
+from eldr_serve.experts.fitting.refit import keep_positions, split_halves
 from eldr_serve.experts.fitting.table import fit_table
+from eldr_serve.experts.fitting.table_guard import judge
 from tests.support.traces import synthetic_trace
 
 
 def test_a_table_fitted_to_the_traffic_is_better_than_load() -> None:
     trace = synthetic_trace(120)
-    seen, unseen = halves(120)
+    seen, unseen = split_halves(120)
     verdict = judge(fit_table(trace.subset(seen), 3)[0], trace.subset(unseen))
-    assert verdict.better
+    assert verdict.is_better
     assert verdict.by_table < verdict.best_by_load < verdict.by_load
 
 
@@ -32,14 +32,14 @@ def test_a_table_of_noise_is_not_better_than_load() -> None:
             tokenizer="",
             vocabulary=0,
         )
-        seen, unseen = halves(120)
-        refused += not judge(fit_table(trace.subset(seen), 3)[0], trace.subset(unseen)).better
+        seen, unseen = split_halves(120)
+        refused += not judge(fit_table(trace.subset(seen), 3)[0], trace.subset(unseen)).is_better
     assert refused >= 8
 
 
 def test_a_table_with_one_centroid_is_not_better() -> None:
     trace = synthetic_trace(60)
-    assert not judge(fit_table(trace, 1)[0], trace).better
+    assert not judge(fit_table(trace, 1)[0], trace).is_better
 
 
 def test_a_full_fit_keeps_the_worker_order_of_the_live_table() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from eldr_serve.channel.address import Address
 from eldr_serve.cli import app as command
 from eldr_serve.commands import client as operator
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.engine.methods import DRAIN
 from eldr_serve.engine.report_fields import ADDRESS
 from eldr_serve.errors import RequestRefusedError
@@ -94,11 +94,11 @@ def test_the_command_waits_until_the_replica_has_no_calls(monkeypatch: pytest.Mo
     remaining = [2, 1, 0, 9]
     calls: list[Any] = []
 
-    def ask(self: Client, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+    def ask(self: OperatorClient, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         calls.append((method, path, kwargs["json"]))
         return {"replica": "r0", "in_flight": remaining.pop(0)}
 
-    monkeypatch.setattr(Client, "_request_json", ask)
+    monkeypatch.setattr(OperatorClient, "_request_json", ask)
     monkeypatch.setattr(operator, "_DRAIN_POLL_S", 0.0)
     done = CliRunner().invoke(command, ["drain", "r0"], prog_name="eldr")
     assert json.loads(done.output) == {"replica": "r0", "in_flight": 0}

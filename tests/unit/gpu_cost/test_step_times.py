@@ -13,7 +13,7 @@ from rich.console import Console
 
 from eldr_serve.preflight.check import CheckOutcome
 from eldr_serve.preflight.machine import Gpu, gpu_of
-from eldr_serve.preflight.placement import ReplicaPlacement
+from eldr_serve.preflight.node_assignment import NodeAssignment
 from eldr_serve.preflight.report import as_json, show
 from eldr_serve.preflight.step_times import step_times
 from tests.unit.gpu_cost.fake_kernels import CONFIGS
@@ -66,7 +66,7 @@ def test_without_the_package_there_is_only_a_hint() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_the_report_has_the_expected_steps_in_text_and_json() -> None:
     times = step_times(engines(), H100)
-    checked = CheckOutcome(Path("a.yaml"), None, ReplicaPlacement([], {}, {}), [], [], {"decode": times})
+    checked = CheckOutcome(Path("a.yaml"), None, NodeAssignment([], {}, {}), [], [], {"decode": times})
     text = io.StringIO()
     show(checked, Console(file=text))
     assert times.describe("decode") in text.getvalue()

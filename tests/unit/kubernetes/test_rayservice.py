@@ -17,7 +17,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.preflight.deployment import Deployment, build_deployment
 from eldr_serve.preflight.document import read_document
 from eldr_serve.preflight.machine import ACCELERATOR, NodePool, read_cluster
-from eldr_serve.preflight.placement import place, total
+from eldr_serve.preflight.node_assignment import assign_nodes, total_resources
 from tests.support.shipped import ROOT
 
 MANIFESTS = sorted((ROOT / "deployments/kubernetes").glob("*.yaml"))
@@ -102,7 +102,7 @@ def test_the_manifest_is_valid_by_kuberays_schema(
 def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -> None:
     deployment, manifest = case
     wanted = [*(engines.replicas for engines in deployment.engines), deployment.ingress]
-    placed = place(pools(manifest, "maxReplicas"), wanted)
+    placed = assign_nodes(pools(manifest, "maxReplicas"), wanted)
     assert not placed.missing
     assert not placed.spread
     assert all(node.replicas for node in placed.nodes)
@@ -117,7 +117,9 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -
                 engines.max_replicas,
             ]
             asked = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-            assert int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total(engines.bundles)["GPU"]
+            assert (
+                int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total_resources(engines.bundles)["GPU"]
+            )
 
 
 def test_no_replica_runs_on_the_head(case: Case) -> None:
@@ -126,7 +128,7 @@ def test_no_replica_runs_on_the_head(case: Case) -> None:
     assert head["rayStartParams"]["num-cpus"] == "0"
     assert "resources" not in head
     for replicas in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
-        assert total(replicas.bundles)["CPU"] > 0
+        assert total_resources(replicas.bundles)["CPU"] > 0
 
 
 def test_the_application_equals_the_deployment_except_for_its_address(case: Case, tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_pods_and_the_ray_up_cluster_have_the_same_resources(case: Case) -> None
     offered = {name for pool in read_cluster(ROOT / "ray_cluster.yaml") for name in pool.resources}
     named = {name for pool in pools(manifest, "maxReplicas") for name in pool.resources}
     assert named <= offered | {"CPU"}
-    wanted = {name for engines in deployment.engines for name in total(engines.bundles)}
+    wanted = {name for engines in deployment.engines for name in total_resources(engines.bundles)}
     kinds = {name for name in wanted if name.startswith(ACCELERATOR)}
     assert {name for name in named if name.startswith(ACCELERATOR)} == kinds
     for name, pod, container in pods(manifest):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from eldr_serve.commands.client import Client
+from eldr_serve.commands.client import OperatorClient
 from eldr_serve.errors import UserInputError
 from loadgen import greedy
 from loadgen.greedy import differing_answers, greedy_sentence
@@ -18,7 +18,7 @@ POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 
 
 def find_differences(service: FakeService) -> dict[str, list[str]]:
-    return differing_answers(Client(service.url, KEY), "m", POLICIES, PROMPTS, max_tokens=5)
+    return differing_answers(OperatorClient(service.url, KEY), "m", POLICIES, PROMPTS, max_tokens=5)
 
 
 def test_every_policy_gets_the_same_greedy_requests(service: FakeService) -> None:

@@ -23,8 +23,8 @@ from offline.placement.evaluate import (
 from offline.placement.grace import grace_placement
 from offline.placement.grouping import (
     bounded_groups,
+    find_knee,
     hierarchical_groups,
-    knee,
     ratio_curve,
     size_bounds,
     spectral_groups,
@@ -136,8 +136,8 @@ def test_utilisation_equals_equation_1(seed: int) -> None:
 
 def test_the_knee_is_where_affinity_stops_growing() -> None:
     curve = np.array([[0.3, 0.0], [0.6, 1.0], [0.62, 2.0], [0.64, 4.0]])
-    assert knee(curve) == 1
-    assert knee(np.array([[0.3, 1.0], [0.3, 1.0]])) == 0
+    assert find_knee(curve) == 1
+    assert find_knee(np.array([[0.3, 1.0], [0.3, 1.0]])) == 0
     sizes = ratio_curve([planted_affinity(2, 8)], 2, ratios=(0.0, 1.0))[:, 1]
     assert sizes.tolist() == [0.0, 0.0]  # planted groups have equal sizes, so the ratio has no effect
 

@@ -39,7 +39,7 @@ def test_a_saved_cost_can_be_loaded_and_other_files_are_refused(tmp_path: Path) 
     cost = COST.model_copy(update={"fit": LayerFit(measurements=40, source="here", **errors)})
     cost.save(tmp_path / "cost.json")
     assert LayerCost.load(tmp_path / "cost.json") == cost
-    for content, word in (("{}", "fixed_s"), ("[", "the file"), ('{"fixed_s": -1}', "fixed_s")):
+    for content, word in (("{}", "fixed_s"), ("[", "Invalid JSON"), ('{"fixed_s": -1}', "fixed_s")):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ValueError, match=f"bad.json is not a layer cost: {word}"):
             LayerCost.load(tmp_path / "bad.json")

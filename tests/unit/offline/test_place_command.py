@@ -143,7 +143,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
         ({"cluster_of": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
         ({"cluster_of": "foreign.safetensors"}, "foreign.safetensors is a table of m with 4 x 8 experts"),
         ({"cost": "nowhere.json"}, "nowhere.json"),
-        ({"cost": "cost.json"}, "cost.json is not a layer cost: per_expert_s: Field required"),
+        ({"cost": "cost.json"}, "cost.json is not a layer cost: per_expert_s is missing"),
         ({"trace": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
         ({"trace": "nowhere.jsonl.gz"}, "nowhere.jsonl.gz cannot be read"),
         ({"trace": "bare.safetensors"}, "the trace holds no routes"),

@@ -22,7 +22,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import StepCost
 from offline.place import place
 from offline.route_files import MODELS, read_trace_of_routes
-from offline.scenario import Routes, Work, observed, read_scenario
+from offline.scenario import Routes, Work, read_observed, read_scenario
 from offline.simulate import with_traces
 from offline.simulation.calibration import FittedCost
 from tests.support.in_process import command, sentence
@@ -119,13 +119,13 @@ def test_samples_are_drawn_and_held_out_by_domain(published: Path, tmp_path: Pat
 
 
 def test_published_files_are_read_where_traces_are(published: Path, tmp_path: Path) -> None:
-    assert observed(Routes(kind="routes", path=published)).model == DEEPSEEK
+    assert read_observed(published, "routes").model == DEEPSEEK
     records = [record | {"prompt": "a b"} for record in route_records(GPTOSS, each=5, tokens=(150, 170))]
     records[0]["prompt"] = None  # not published
     path = route_file(tmp_path / "routes.jsonl.gz", records)
     long = [record for record in records if record["decode_tokens"] >= 160]
     assert 1 < len(long) < 10
-    assert observed(Routes(kind="gpt-oss", path=path)).ids == [record["id"] for record in long]
+    assert read_observed(path, "gpt-oss").ids == [record["id"] for record in long]
     prompts = gptoss_prompts(path)
     assert prompts.trace.ids == [record["id"] for record in long if record["prompt"]]
     assert prompts.trace.routes is not None
@@ -294,11 +294,11 @@ def test_bad_files_are_refused_in_one_sentence_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "mixtral"}, "unknown model 'mixtral'; routes are known of deepseek-v2-lite, gpt-oss-20b"),
+        ({"model": "mixtral"}, "unknown model 'mixtral': there are deepseek-v2-lite, gpt-oss-20b"),
         ({"model": GPTOSS}, "line 1: decode_tokens of gpt-oss-20b is None"),
-        ({"prompt_share": 1.0}, "--prompt-share is 1, which must be above 0 and below 1"),
+        ({"prompt_share": 1.0}, "--prompt-share is 1: must be above 0 and below 1"),
         ({"prompt_share": 0.5, "prompt_tokens": 9}, "give --prompt-share or --prompt-tokens, not both"),
-        ({"held_out": 1.0}, "--held-out is 1, which must be at least 0 and below 1"),
+        ({"held_out": 1.0}, "--held-out is 1: must be at least 0 and below 1"),
         ({"output_tokens": 4, "min_output_tokens": 5}, "at most 4 output tokens are kept"),
         ({"prompt_tokens": 500}, "none of 80 samples is long enough"),
         ({"samples": 41}, "has 40 samples of domain 'intent' that are long enough, not 41: lower --samples"),

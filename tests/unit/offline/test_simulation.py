@@ -185,7 +185,7 @@ def test_a_barrier_makes_all_steps_as_long_as_the_slowest() -> None:
     together = [1 + 0.01 * (900 + t) for t in range(5)]
     assert outcome.last_s == pytest.approx([2 + sum(together[:4]), 2 + sum(together)])
     assert outcome.imbalance.tolist() == [100, 799, 799, 799, 799, 904]
-    steady = outcome.steady(outcome.spread)
+    steady = outcome.select_steady(outcome.spread)
     assert outcome.summary()["spread_tokens"] == (steady.mean() if len(steady) else None)
 
 

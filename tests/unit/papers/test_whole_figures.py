@@ -15,8 +15,7 @@ from eldr_serve.scheduling import Loads, MarginalCost, StepCost, check_policy
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.traces import read_trace
 from offline.predictor import fit_signature_predictor
-from offline.scenario import observed as read
-from offline.scenario import routes_of
+from offline.scenario import read_observed
 from offline.simulation.cluster import Cluster, Decode, Whole
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
@@ -43,7 +42,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conversations: Path) -> None:
     records = read_trace(conversations)
     requests = whole._sessions(
-        read(routes_of(observed)), np.arange(360), records, 1200, np.random.default_rng(0)
+        read_observed(observed), np.arange(360), records, 1200, np.random.default_rng(0)
     )
     kinds: dict[str, set[int]] = {}
     for key, kind, blocks in zip(requests.keys, requests.kind.tolist(), requests.blocks, strict=True):
@@ -57,7 +56,7 @@ def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conve
 
 
 def test_an_applications_requests_share_only_its_system_prompt(observed: Path) -> None:
-    trace = read(routes_of(observed))
+    trace = read_observed(observed)
     requests = whole._system_prompts(trace, np.arange(360), 400, np.random.default_rng(0))
     system = {
         key: blocks[: whole.SYSTEM_BLOCKS] for key, blocks in zip(requests.keys, requests.blocks, strict=True)
@@ -73,7 +72,7 @@ def test_an_applications_requests_share_only_its_system_prompt(observed: Path) -
 
 
 def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observed: Path) -> None:
-    trace = read(routes_of(observed))  # prompts of 20 tokens
+    trace = read_observed(observed)  # prompts of 20 tokens
     members, kind = np.arange(360), np.array([3, 3, 70])
     lengths = np.array([20, 47, 47])
     requests = Requests(np.arange(3.0), lengths, np.full(3, 5), kind, keys=("a", "a", "b"))

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
-from eldr_serve.preflight.check import CheckOutcome, FindNodePools, check
+from eldr_serve.preflight.check import CheckOutcome, FindNodePools, check_deployments
 from eldr_serve.preflight.machine import GIB, NodePool, gpu_of, read_cluster, with_gpu
 from eldr_serve.preflight.report import as_json
 from tests.support.shipped import ROOT
@@ -167,7 +167,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome
     paths[-1].write_text(deployment)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        found = check(paths, cluster)
+        found = check_deployments(paths, cluster)
     return {path.stem: outcome for path, outcome in zip(paths, found, strict=True)}
 
 
@@ -239,7 +239,7 @@ def test_the_command_prints_errors_and_exits_with_1(
         return [outcomes["on_l40s"]]
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("eldr_serve.preflight.check.check", checked)
+    monkeypatch.setattr("eldr_serve.preflight.check.check_deployments", checked)
     words = ["check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"]
     done = CliRunner().invoke(app, words, prog_name="eldr")
     assert done.exit_code == 1, done.output

@@ -42,7 +42,7 @@ def check(folder: Path, text_or_document: Any, pools: Any = HERE) -> CheckOutcom
     path.write_text(
         text_or_document if isinstance(text_or_document, str) else yaml.safe_dump(text_or_document)
     )
-    (found,) = checking.check([path], lambda path, device: pools)
+    (found,) = checking.check_deployments([path], lambda path, device: pools)
     return found
 
 
@@ -70,7 +70,7 @@ def test_invalid_yaml_is_reported_with_its_location(text: str, words: str, tmp_p
 
 def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "made.yaml").write_bytes(b"\xff\xfe\x00")
-    (found,) = checking.check([tmp_path / "made.yaml"], lambda path, device: HERE)
+    (found,) = checking.check_deployments([tmp_path / "made.yaml"], lambda path, device: HERE)
     assert "is not text" in sentences(found)[0]
 
 

@@ -218,7 +218,7 @@ def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors_of(path: Path) -> list[str]:
-    (found,) = checking.check([path], lambda path, device: NODES)
+    (found,) = checking.check_deployments([path], lambda path, device: NODES)
     return [finding.sentence for finding in found.findings if finding.severity == "error"]
 
 

@@ -25,7 +25,7 @@ from tests.support.tables import request, unit_table
 def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
     state = router_state()
     lease = place_one(state, "a", 1)
-    assert (lease.worker, lease.position, lease.num_candidates, lease.is_best_match) == ("r1", 1, 1, True)
+    assert (lease.worker, lease.position, lease.num_candidates, lease.is_best_worker) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
@@ -261,7 +261,7 @@ def test_a_prior_cost_that_cannot_be_used_is_refused_in_one_sentence(
 def test_failures_of_the_length_predictor_are_in_the_status() -> None:
     state = router_state(policy="balance-route-horizon")
     assert router_status(state)["counters"]["predictor_failures"] == 0
-    state.placer.policy.predictor = None  # every call of it fails
+    state.placer.policy.length_predictor = None  # every call of it fails
     for name in "ab":  # the second placement needs the length of the first
         place_one(state, name)
     failures = router_status(state)["counters"]["predictor_failures"]

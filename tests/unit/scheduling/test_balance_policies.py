@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.scheduling import Loads, Oracle, PlacementRequest, QueuedPolicy, StepCost, make_policy
-from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers
+from eldr_serve.scheduling.policies.balance_route.dispatch import WaitingTokens
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from tests.support.tables import request
 
@@ -126,7 +126,7 @@ def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int)
         "balance-route-horizon", slots=2, threshold=99, horizon=9, gate=0.1, new_requests_end=ends
     )
     lengths = {"heavy": 3, "light": 50, "brief": 2, "long": 60}
-    policy.predictor = Oracle(lengths)
+    policy.length_predictor = Oracle(lengths)
     policy.on_assigned(request("heavy", 900, 99), 0)
     policy.on_assigned(request("light", 100, 99), 1)
     queue = [request("long", 700, 99), request("brief", 700, 99)]
@@ -135,7 +135,7 @@ def test_a_request_that_ends_soon_may_overflow_a_margin(ends: bool, chosen: int)
 
 def test_without_ends_only_the_projection_shrinks() -> None:
     tokens, stays = np.array([5.0, 7.0]), np.array([1, 3])
-    ending, constant = (Newcomers(tokens, stays, 3, end=end) for end in (True, False))
+    ending, constant = (WaitingTokens(tokens, stays, 3, end=end) for end in (True, False))
     assert constant.counted_tokens.tolist() == [[5] * 4, [7] * 4]
     assert ending.counted_tokens.tolist() == [[5, 5, 0, 0], [7] * 4]
     assert constant.kv_tokens.tolist() == ending.kv_tokens.tolist() == [[5, 6, 0, 0], [7, 8, 9, 10]]
@@ -237,7 +237,7 @@ def test_balance_band_without_counts_uses_balance_alone() -> None:
 def test_the_horizon_includes_workers_that_become_empty_soon() -> None:
     present: Any = make_policy("balance-route", slots=4)
     ahead: Any = make_policy("balance-route-horizon", slots=4, horizon=20, gamma=1.0)
-    ahead.predictor = Oracle({"a": 1, "b": 500, "c": 500})
+    ahead.length_predictor = Oracle({"a": 1, "b": 500, "c": 500})
     for policy in (present, ahead):
         for worker, (name, tokens) in enumerate([("a", 1000), ("b", 900), ("c", 1000)]):
             policy.on_assigned(request(name, tokens, 900), worker)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eldr_serve.scheduling import BoostedTrees, Loads, Oracle, PromptKeyed, Survival, make_policy
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
-from eldr_serve.scheduling.policies.predictors import PREDICTORS
+from eldr_serve.scheduling.policies.length_predictors import LENGTH_PREDICTORS
 from tests.support.tables import request
 
 H = 10
@@ -106,7 +106,7 @@ def remaining_steps(forecast: Forecast, age: int) -> int:
 
 def forecast_with(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> Forecast:
     forecast = Forecast(H, "survival", 4, gate)
-    forecast.predictor = predictor
+    forecast.length_predictor = predictor
     forecast.on_assigned(request("r", 50, limit), 0)
     return forecast
 
@@ -171,10 +171,10 @@ def test_the_remaining_steps_of_a_request_follow_the_prediction(
 )
 def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
     policy: Any = make_policy("balance-route-horizon", horizon=H)
-    policy.predictor = Mock(spec=["learn", "predict"])
-    policy.predictor.learn.side_effect = RuntimeError("never")
+    policy.length_predictor = Mock(spec=["learn", "predict"])
+    policy.length_predictor.learn.side_effect = RuntimeError("never")
     how = "side_effect" if isinstance(answer, Exception) else "return_value"
-    policy.predictor.predict.configure_mock(**{how: answer})
+    policy.length_predictor.predict.configure_mock(**{how: answer})
     for n in range(30):  # survival learns that all requests end after three tokens
         policy.on_assigned(request(f"old{n}", 10, 999), 0)
         policy.on_progress({f"old{n}": 3})
@@ -190,12 +190,12 @@ def test_the_oracle_knows_only_its_own_requests() -> None:
     assert predict(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
 
 
-@pytest.mark.parametrize("name", sorted(PREDICTORS))
+@pytest.mark.parametrize("name", sorted(LENGTH_PREDICTORS))
 def test_a_predictor_without_data_expects_requests_to_stay_for_the_horizon(name: str) -> None:
     forecast = Forecast(H, name, 4, 0.5)
     forecast.on_assigned(request("r", 50, 999, prompt_key="k"), 0)
     assert remaining_steps(forecast, 0) == H
     for bad in (-1, 2):
-        p, mu = forecast.predictor.predict(np.array([bad + 1]), ["k"], np.array([5]))
+        p, mu = forecast.length_predictor.predict(np.array([bad + 1]), ["k"], np.array([5]))
         assert p.shape == mu.shape == (1,)
     assert forecast.predictor_failures == 0

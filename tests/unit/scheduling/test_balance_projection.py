@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers, Slots
+from eldr_serve.scheduling.policies.balance_route.dispatch import FreeSlots, WaitingTokens
 from eldr_serve.scheduling.policies.balance_route.projection import RunningRequests
 
 H, WORKERS = 6, 3
@@ -99,12 +99,12 @@ def test_admissions_within_a_dispatch_equal_a_new_projection() -> None:
         running.add(str(i), i % WORKERS, int(rng.integers(1, 99)), max_new_tokens=99, key=None)
     rows = running.stale_rows(5)
     running.set_remaining(rows, rng.uniform(1, H, len(rows)))
-    slots = Slots(np.full(WORKERS, 9), running.project(WORKERS)[0])
+    slots = FreeSlots(np.full(WORKERS, 9), running.project(WORKERS)[0])
     for i in range(12):
         tokens = rng.integers(0, 80, int(rng.integers(1, 3)))
         stays = rng.integers(1, H + 1, len(tokens))
         worker = slots.choose_worker()
-        slots.admit(worker, Newcomers(tokens.astype(float), stays, H).kv_tokens)
+        slots.admit(worker, WaitingTokens(tokens.astype(float), stays, H).kv_tokens)
         for n, prompt in enumerate(tokens.tolist()):
             running.add(f"new{i}.{n}", worker, prompt, max_new_tokens=99, key=None)
             row = np.array([len(running) - 1])

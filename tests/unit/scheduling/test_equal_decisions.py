@@ -96,8 +96,7 @@ class Traffic:
             prompt_key=f"k{rng.integers(20)}",
             may_wait=bool(rng.random() < 0.8),
         )
-        placement_request.worker_failed = bool(placement_request.exclude)
-        return placement_request
+        return replace(placement_request, worker_failed=bool(placement_request.exclude))
 
     def exchange(
         self,
@@ -133,7 +132,7 @@ class Traffic:
         self.held[client][lease.request_id] = lease
         reason = RECORDED_REASONS.get(lease.reason, lease.reason)
         self.placed.append(
-            [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_best_match)]
+            [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_best_worker)]
         )
 
     def run(self, steps: int) -> list[list[Any]]:

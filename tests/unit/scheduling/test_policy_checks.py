@@ -88,7 +88,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
     assert (lease.worker, lease.reason, lease.policy) == ("r1", name, name)
     assert RouterSettings(policy=name, parameters={"start": 3}).policy == name
     predicts: Any = make_policy("balance-route-horizon", predictor=f"{outside_module}:Late")
-    assert isinstance(predicts.predictor, Survival)
+    assert isinstance(predicts.length_predictor, Survival)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
         ("random", {"seed": 1}, "unknown parameter 'seed'"),
         ("locality-band", {"tau": 0.1}, "band"),
         ("marginal-cost", {"cost": {"per_lunch_s": 1.0}}, "cost"),
-        ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X', which cannot be imported ("),
-        ("balance-band", {"predictor": "json:dumps"}, "which is not a class with `predict` and `learn`"),
+        ("balance-band", {"predictor": "no_such:X"}, "predictor is 'no_such:X': it cannot be imported ("),
+        ("balance-band", {"predictor": "json:dumps"}, "it is not a class with `predict` and `learn`"),
     ],
 )
 def test_an_invalid_policy_is_refused_in_one_sentence(

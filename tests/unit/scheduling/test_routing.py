@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from eldr_serve.scheduling import Decision, Loads, make_policy, policy_names, worker_similarity
-from eldr_serve.scheduling.policies.simple import divide_workers
+from eldr_serve.scheduling.policies.domain import divide_workers
 from tests.support.tables import counts_for, request, unit_table
 
 RNG = np.random.default_rng(0)

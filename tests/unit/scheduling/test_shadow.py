@@ -33,7 +33,6 @@ class Recorded(Policy):
         self.inner, self.positions = policy, {}  # type: tuple[Policy, dict[str, int]]
         self.on_assigned, self.on_progress = policy.on_assigned, policy.on_progress
         self.on_finished, self.update_cost_model = policy.on_finished, policy.update_cost_model
-        self.predictor = None
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         decision = self.inner.select(request, loads, rng)

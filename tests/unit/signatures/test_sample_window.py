@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.signatures.sampling import SampleShare
+from eldr_serve.signatures.sample_share import SampleShare
 from eldr_serve.signatures.window import SampleWindow, trace_of
 from tests.support.clock import Clock
 from tests.support.samples import EXPERTS, LAYERS, TOP_K, sample, traffic

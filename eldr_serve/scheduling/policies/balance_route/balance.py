@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from eldr_serve.scheduling.parameters import MAX_COUNT, Count, Weight
-from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers, Slots, dispatch
+from eldr_serve.scheduling.policies.balance_route.dispatch import FreeSlots, WaitingTokens, dispatch
 from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
 from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.base import QueuedPolicy, available_workers
-from eldr_serve.scheduling.policies.predictors import Predictor, predictor_class
+from eldr_serve.scheduling.policies.length_predictors import LengthPredictor, length_predictor_class
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 Overtakes = Annotated[
@@ -89,8 +89,8 @@ class BalanceRoute(QueuedPolicy):
         """Return the projected KV tokens of each worker, float64[W, H+1]."""
         return loads.kv_tokens[:, None].astype(np.float64)
 
-    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
-        return Newcomers(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
+    def _project_waiting(self, waiting: Sequence[PlacementRequest]) -> WaitingTokens:
+        return WaitingTokens(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)
@@ -155,8 +155,8 @@ class BalanceRoute(QueuedPolicy):
         """
         p = self.parameters
         return dispatch(
-            self._newcomers(waiting),
-            Slots(free, self._project(loads)[workers]),
+            self._project_waiting(waiting),
+            FreeSlots(free, self._project(loads)[workers]),
             self._score(len(workers)),
             threshold=len(workers) if p.threshold is None else p.threshold,
             candidates=p.candidates,
@@ -168,7 +168,7 @@ class BalanceRoute(QueuedPolicy):
 class BalanceRouteHorizon(BalanceRoute):
     """BR-H: BR-0 over the next H steps, with predicted ends of requests (paper, section 4).
 
-    The attribute `predictor` accepts any object of the Predictor protocol, for instance
+    The attribute `length_predictor` accepts any object of the LengthPredictor protocol, for instance
     `Oracle({request id: output tokens})` in a simulation.
     """
 
@@ -202,8 +202,8 @@ class BalanceRouteHorizon(BalanceRoute):
 
         @field_validator("predictor")
         @classmethod
-        def _can_be_loaded(cls, predictor: str) -> str:
-            predictor_class(predictor)
+        def _check_predictor(cls, predictor: str) -> str:
+            length_predictor_class(predictor)
             return predictor
 
     parameters: Parameters
@@ -215,13 +215,13 @@ class BalanceRouteHorizon(BalanceRoute):
         self._forecast = Forecast(p.horizon, p.predictor, p.refresh, p.gate)
 
     @property
-    def predictor(self) -> Predictor:
+    def length_predictor(self) -> LengthPredictor:
         """Return the predictor of the ends of requests; it may be set to any object of the protocol."""
-        return self._forecast.predictor
+        return self._forecast.length_predictor
 
-    @predictor.setter
-    def predictor(self, predictor: Predictor) -> None:
-        self._forecast.predictor = predictor
+    @length_predictor.setter
+    def length_predictor(self, predictor: LengthPredictor) -> None:
+        self._forecast.length_predictor = predictor
 
     @property
     def predictor_failures(self) -> int:
@@ -242,9 +242,9 @@ class BalanceRouteHorizon(BalanceRoute):
     def _project(self, loads: Loads) -> NDArray[np.float64]:
         return self._forecast.project(loads)
 
-    def _newcomers(self, waiting: Sequence[PlacementRequest]) -> Newcomers:
+    def _project_waiting(self, waiting: Sequence[PlacementRequest]) -> WaitingTokens:
         steps, end = self._forecast.expected_steps(waiting), self.parameters.new_requests_end
-        return Newcomers(prompt_tokens(waiting), steps, self._forecast.horizon, end=end)
+        return WaitingTokens(prompt_tokens(waiting), steps, self._forecast.horizon, end=end)
 
 
 def _best_worker(

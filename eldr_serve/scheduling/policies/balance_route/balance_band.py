@@ -13,7 +13,7 @@ from eldr_serve.scheduling.activation import ExpectedActivation, probability
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.parameters import Count
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRouteHorizon, Overtakes, prompt_tokens
-from eldr_serve.scheduling.policies.balance_route.dispatch import Newcomers
+from eldr_serve.scheduling.policies.balance_route.dispatch import WaitingTokens
 from eldr_serve.scheduling.policies.balance_route.fscore import FScore
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
@@ -50,7 +50,7 @@ class BalanceBand(BalanceRouteHorizon):
         super().__init__(**parameters)
         self._cost = StepCost()
         self._active = ExpectedActivation()
-        self._p: dict[str, NDArray[np.float32]] = {}  # of waiting requests
+        self._p: dict[str, NDArray[np.float32]] = {}  # p of each waiting request
 
     def update_cost_model(self, cost: StepCost) -> None:
         self._cost = cost
@@ -76,7 +76,7 @@ class BalanceBand(BalanceRouteHorizon):
             return super()._fill(waiting, overdue, loads, workers, free)
         self._active.grow(len(loads))
         batches = _Batches(
-            self._newcomers(waiting),
+            self._project_waiting(waiting),
             prompt_tokens(waiting),
             p,
             free,
@@ -117,10 +117,10 @@ class BalanceBand(BalanceRouteHorizon):
 
 
 class _Batches:
-    """The workers' batches during one dispatch, and n requests that may join them.
+    """The workers' batches during one dispatch, and n requests that may join the batches.
 
     Args:
-        newcomers: the requests.
+        waiting_tokens: tokens of the requests.
         tokens: float64[n], prompt tokens.
         p: float32[n, L*E], probability that a step of the request activates the expert.
         free: int64[W], free slots; changed in place.
@@ -131,7 +131,7 @@ class _Batches:
 
     def __init__(
         self,
-        newcomers: Newcomers,
+        waiting_tokens: WaitingTokens,
         tokens: NDArray[np.float64],
         p: NDArray[np.float32],
         free: NDArray[np.int64],
@@ -140,7 +140,7 @@ class _Batches:
         idle: NDArray[np.float32],
         union: NDArray[np.float64],
     ) -> None:
-        self._newcomers, self._tokens, self._p, self._free = newcomers, tokens, p, free
+        self._waiting_tokens, self._tokens, self._p, self._free = waiting_tokens, tokens, p, free
         self._in_flight, self._kv_tokens, self._idle, self._union = in_flight, kv_tokens, idle, union
         self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
 
@@ -162,7 +162,7 @@ class _Batches:
         """
         free_workers = np.flatnonzero(self._free)
         margins = self._kv_tokens.max(axis=0) - self._kv_tokens[free_workers]
-        value = score(self._newcomers.counted_tokens[requests], margins[:, None])
+        value = score(self._waiting_tokens.counted_tokens[requests], margins[:, None])
         added = self._added[:, requests]
         excess = (added - added.min(axis=0))[free_workers]
         excess[value < value.max() - band] = np.inf
@@ -173,7 +173,7 @@ class _Batches:
         """Add the request to the worker's batch."""
         self._free[worker] -= 1
         self._in_flight[worker] += 1
-        self._kv_tokens[worker] += self._newcomers.kv_tokens[request]
+        self._kv_tokens[worker] += self._waiting_tokens.kv_tokens[request]
         self._union[worker] += self._added[worker, request]
         self._idle[worker] *= 1 - self._p[request]
         self._added[worker] = self._idle[worker] @ self._p.T

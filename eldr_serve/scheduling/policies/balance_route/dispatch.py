@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from eldr_serve.scheduling.policies.balance_route.fscore import FScore, best_subset
 
 
-class Slots:
+class FreeSlots:
     """Free slots and projected loads of the workers during one dispatch.
 
     Args:
@@ -44,14 +44,14 @@ class Slots:
         np.maximum(self._envelope, self._loads[worker], out=self._envelope)
 
 
-class Newcomers:
-    """The waiting requests, in order of arrival.
+class WaitingTokens:
+    """The tokens of the waiting requests, in order of arrival.
 
     Args:
         tokens: float64[n], prompt tokens.
-        steps: int64[n], expected decode steps; H or more: beyond the horizon.
+        steps: int64[n], expected decode steps; with H or more the request outlasts the horizon.
         horizon: H.
-        end: whether F counts the tokens only until the expected end; false: at every step, as in the paper.
+        end: whether F counts the tokens only until the expected end; if false, at every step as in the paper.
 
     Attributes:
         counted_tokens: float64[n, H+1], prompt tokens while the request runs, the input of F.
@@ -68,8 +68,8 @@ class Newcomers:
 
 
 def dispatch(
-    newcomers: Newcomers,
-    slots: Slots,
+    waiting_tokens: WaitingTokens,
+    slots: FreeSlots,
     score: FScore,
     *,
     threshold: int,
@@ -77,7 +77,7 @@ def dispatch(
     lookahead: int,
     overdue: int = 0,
 ) -> list[tuple[int, int]]:
-    """Assign requests to free slots until either run out.
+    """Assign requests to free slots until there are no more requests or no more slots.
 
     Args:
         threshold: maximum total of free slots at which sets of requests are compared.
@@ -89,17 +89,17 @@ def dispatch(
         (request, worker), in the order of placing.
     """
     assigned: list[tuple[int, int]] = []
-    indices = list(range(len(newcomers.counted_tokens)))
-    for waiting in (indices[:overdue], indices[overdue:]):
+    order = list(range(len(waiting_tokens.counted_tokens)))
+    for waiting in (order[:overdue], order[overdue:]):
         while waiting and slots.free.any():
             worker = slots.choose_worker()
             # Stage 1, many free slots: one request. Stage 2: the best set that fits the worker's slots.
             limit = 1 if slots.free.sum() > threshold else int(slots.free[worker])
             head = waiting[: lookahead if limit == 1 else candidates]
-            chosen = _best_set(newcomers.counted_tokens[head], limit, score, slots.margins(worker))
-            requests = [head[position] for position in chosen]
-            slots.admit(worker, newcomers.kv_tokens[requests])
-            assigned += [(request, worker) for request in requests]
+            chosen = _best_set(waiting_tokens.counted_tokens[head], limit, score, slots.margins(worker))
+            indices = [head[position] for position in chosen]
+            slots.admit(worker, waiting_tokens.kv_tokens[indices])
+            assigned += [(request, worker) for request in indices]
             for position in reversed(chosen):
                 del waiting[position]
     return assigned

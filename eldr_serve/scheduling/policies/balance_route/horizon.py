@@ -8,16 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.scheduling.policies.balance_route.projection import FinishedRequest, RunningRequests
-from eldr_serve.scheduling.policies.predictors import GuardedPredictor, Predictor, predictor_class
+from eldr_serve.scheduling.policies.length_predictors import (
+    GuardedLengthPredictor,
+    LengthPredictor,
+    length_predictor_class,
+)
 from eldr_serve.scheduling.types import Loads, PlacementRequest
 
 
 class Forecast:
-    """Tracks the running requests and projects each worker's load H steps ahead (paper, section C).
+    """The running requests, and each worker's load projected H steps ahead (paper, section C).
 
     Args:
         horizon: H, decode steps.
-        predictor: name for predictor_class.
+        predictor: name for length_predictor_class.
         refresh: R, generated tokens between predictions for a request.
         gate: minimum p at which a prediction is used; below it, the request is expected to run for H.
     """
@@ -28,15 +32,15 @@ class Forecast:
         self._gate = gate
         self._running = RunningRequests(horizon)
         self._finished: dict[str, FinishedRequest] = {}  # since the last prediction; may be placed again
-        self._guard = GuardedPredictor(predictor_class(predictor)(horizon), horizon)
+        self._guard = GuardedLengthPredictor(length_predictor_class(predictor)(horizon), horizon)
 
     @property
-    def predictor(self) -> Predictor:
+    def length_predictor(self) -> LengthPredictor:
         return self._guard.predictor
 
-    @predictor.setter
-    def predictor(self, predictor: Predictor) -> None:
-        self._guard = GuardedPredictor(predictor, self.horizon)
+    @length_predictor.setter
+    def length_predictor(self, predictor: LengthPredictor) -> None:
+        self._guard = GuardedLengthPredictor(predictor, self.horizon)
 
     @property
     def predictor_failures(self) -> int:

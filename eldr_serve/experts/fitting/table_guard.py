@@ -1,4 +1,4 @@
-"""Check on held-out requests that a table groups requests better than random placement."""
+"""A check on held-out requests that a table groups requests better than random placement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Verdict:
     best_by_load: float
 
     @property
-    def better(self) -> bool:
+    def is_better(self) -> bool:
         """Return whether the table activates fewer experts than every random grouping."""
         return self.by_table < self.best_by_load
 
@@ -59,12 +59,13 @@ def judge(table: RoutingTable, held_out: CalibrationTrace, *, seed: int = 0) -> 
     chosen = held_out.decode_probability.reshape(len(labels), -1)
     layers = held_out.prefill_counts.shape[1]
     rng = np.random.default_rng(seed)
-    random = [_distinct(chosen, rng.permutation(labels), workers) / layers for _ in range(RANDOM_GROUPINGS)]
-    by_table = _distinct(chosen, labels, workers) / layers
+    permutations = (rng.permutation(labels) for _ in range(RANDOM_GROUPINGS))
+    random = [_count_experts(chosen, permutation, workers) / layers for permutation in permutations]
+    by_table = _count_experts(chosen, labels, workers) / layers
     return Verdict(len(labels), by_table, float(np.mean(random)), min(random))
 
 
-def _distinct(chosen: NDArray[np.float32], labels: NDArray[np.int64], workers: int) -> float:
+def _count_experts(chosen: NDArray[np.float32], labels: NDArray[np.int64], workers: int) -> float:
     """Return the expected distinct experts of a batch, over all layers, weighted by the groups' sizes."""
     membership = np.zeros((workers, len(labels)), np.float32)
     membership[labels, np.arange(len(labels))] = 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.preflight.machine import NodePool
-from eldr_serve.preflight.placement import ReplicaDemand, place
+from eldr_serve.preflight.node_assignment import ReplicaDemand, assign_nodes
 
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 sizes = st.integers(1, 3)
@@ -67,7 +67,7 @@ def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
 def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
     pools: list[NodePool], one: ReplicaDemand, other: ReplicaDemand
 ) -> None:
-    placed = place(pools, [one, other])
+    placed = assign_nodes(pools, [one, other])
     assert all(left >= 0 for node in placed.nodes for left in node.free.values())
     for demand in (one, other):
         listed = {number for node in placed.nodes for name, number in node.replicas if name == demand.name}
@@ -87,7 +87,7 @@ def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
 def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
     pools: list[NodePool], demand: ReplicaDemand
 ) -> None:
-    num_placed = demand.count - place(pools, [demand]).missing.get(demand.name, 0)
+    num_placed = demand.count - assign_nodes(pools, [demand]).missing.get(demand.name, 0)
     optimum = max_placeable(pools, demand)
     assert num_placed <= optimum
     assert (num_placed > 0) == (optimum > 0)
@@ -99,16 +99,16 @@ def test_equal_engines_fill_equal_nodes(nodes: int, per_node: int, ranks: int, c
     """Place engines that stay on one node, as in the shipped topologies."""
     pools = [NodePool("a", nodes, {"GPU": per_node * ranks, "decode": per_node * ranks})]
     wanted = ReplicaDemand("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
-    assert place(pools, [wanted]).missing.get("decode", 0) == max(0, count - nodes * per_node)
+    assert assign_nodes(pools, [wanted]).missing.get("decode", 0) == max(0, count - nodes * per_node)
 
 
 @pytest.mark.parametrize(("strategy", "nodes", "missing"), [("PACK", 2, 0), ("STRICT_PACK", 0, 1)])
 def test_an_engine_of_two_gpus_does_not_fit_nodes_of_one(strategy: str, nodes: int, missing: int) -> None:
-    placed = place([NodePool("a", 3, {"GPU": 1})], [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, strategy)])
+    placed = assign_nodes([NodePool("a", 3, {"GPU": 1})], [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, strategy)])
     assert sum(bool(node.replicas) for node in placed.nodes) == nodes
     assert (placed.missing.get("x", 0), placed.spread.get("x", 0)) == (missing, int(nodes == 2))
 
 
 def test_fractions_of_a_resource_are_counted_exactly() -> None:
     wanted = ReplicaDemand("x", 11, [{"CPU": 0.1}])
-    assert place([NodePool("a", 1, {"CPU": 1})], [wanted]).missing == {"x": 1}
+    assert assign_nodes([NodePool("a", 1, {"CPU": 1})], [wanted]).missing == {"x": 1}

@@ -1,4 +1,4 @@
-"""Place replicas on nodes as Ray would, by their placement groups."""
+"""Assignment of replicas to nodes as Ray would make it, by their placement groups."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Node:
 
 
 @dataclass(frozen=True)
-class ReplicaPlacement:
-    """A placement of replicas.
+class NodeAssignment:
+    """The nodes of all replicas.
 
     Attributes:
-        nodes: all nodes after the placement.
+        nodes: all nodes after the assignment.
         missing: deployment -> number of its replicas that found no node.
         spread: deployment -> number of its replicas that are on several nodes.
     """
@@ -72,10 +72,10 @@ class ReplicaPlacement:
     spread: Mapping[str, int]
 
 
-def place(node_pools: Sequence[NodePool], demands: Sequence[ReplicaDemand]) -> ReplicaPlacement:
-    """Place all replicas, one after the other, each where the least resources remain.
+def assign_nodes(node_pools: Sequence[NodePool], demands: Sequence[ReplicaDemand]) -> NodeAssignment:
+    """Assign nodes to all replicas, one after the other, each where the least resources remain.
 
-    As Ray does, it places replicas in the given order and never moves them.
+    As in Ray, replicas get nodes in the given order and never move.
     """
     nodes = [
         Node(
@@ -99,10 +99,10 @@ def place(node_pools: Sequence[NodePool], demands: Sequence[ReplicaDemand]) -> R
             for node in {node.name: node for node in chosen}.values():
                 node.replicas.append((demand.name, number))
             spread[demand.name] += len({node.name for node in chosen}) > 1
-    return ReplicaPlacement(nodes, +missing, +spread)
+    return NodeAssignment(nodes, +missing, +spread)
 
 
-def total(bundles: Sequence[Bundle]) -> dict[str, float]:
+def total_resources(bundles: Sequence[Bundle]) -> dict[str, float]:
     """Return the sum of the bundles' resources."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
@@ -112,7 +112,7 @@ def _choose_nodes(nodes: Sequence[Node], demand: ReplicaDemand) -> list[Node] | 
     """Return a node for each bundle; None if they do not fit."""
     order = sorted(nodes, key=_free_room)
     if demand.strategy in ("PACK", "STRICT_PACK"):
-        one_node = next((node for node in order if node.fits(total(demand.bundles))), None)
+        one_node = next((node for node in order if node.fits(total_resources(demand.bundles))), None)
         if one_node is not None or demand.strategy == "STRICT_PACK":
             return [one_node] * len(demand.bundles) if one_node is not None else None
         return _choose_one_by_one(order[::-1], demand.bundles, distinct=False, prefer_used=True)
@@ -145,5 +145,5 @@ def _choose_one_by_one(
 
 
 def _free_room(node: Node) -> tuple[int, int]:
-    """Return the free GPUs and CPUs of a node, which a placement there would waste."""
+    """Return the free GPUs and CPUs of a node, which a replica there would waste."""
     return node.free.get("GPU", 0), node.free.get("CPU", 0)

@@ -1,4 +1,4 @@
-"""Control the share of requests that engines sample, so that an actor gets samples at a steady rate."""
+"""The share of requests that engines sample, controlled so that an actor gets samples at a steady rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MIN_SHARE = 1e-4
 
 
 class SampleShare:
-    """Adjusts the share to the request rate, which is estimated as samples/s divided by the share.
+    """A share that follows the request rate, which is estimated as samples/s divided by the share.
 
     Attributes:
         rate: desired number of samples, 1/s.

@@ -22,7 +22,7 @@ Prediction = tuple[NDArray[np.float64], NDArray[np.float64]]
 logger = logging.getLogger(__name__)
 
 
-class Predictor(Protocol):
+class LengthPredictor(Protocol):
     """Interface of predictors; any object that satisfies it may be set as a policy's `predictor`.
 
     With a class attribute `keyed_by_request = True` the keys are request ids instead of prompt keys.
@@ -244,37 +244,37 @@ class Oracle:
         return (length >= 0).astype(np.float64), np.maximum(length - ages, 0.0)
 
 
-PREDICTORS: dict[str, Callable[[int], Predictor]] = {
+LENGTH_PREDICTORS: dict[str, Callable[[int], LengthPredictor]] = {
     "survival": Survival,
     "prompt-keyed": PromptKeyed,
     "boosted-trees": BoostedTrees,
 }
 
 
-def predictor_class(name: str) -> Callable[[int], Predictor]:
+def length_predictor_class(name: str) -> Callable[[int], LengthPredictor]:
     """Return the factory, given H, of a predictor by name or import path `my_package.module:MyPredictor`.
 
     Raises:
         PolicyError: there is no such predictor.
     """
-    if name in PREDICTORS:
-        return PREDICTORS[name]
+    if name in LENGTH_PREDICTORS:
+        return LENGTH_PREDICTORS[name]
     if ":" not in name:
-        raise PolicyError(f"it must be one of {', '.join(PREDICTORS)}, or module:Class of your own")
-    factory: Callable[[int], Predictor] = import_object(name, "which")
+        raise PolicyError(f"must be one of {', '.join(LENGTH_PREDICTORS)}, or module:Class of your own")
+    factory: Callable[[int], LengthPredictor] = import_object(name, "it")
     if not all(callable(getattr(factory, method, None)) for method in ("__call__", "predict", "learn")):
-        raise PolicyError("which is not a class with `predict` and `learn`")
+        raise PolicyError("it is not a class with `predict` and `learn`")
     return factory
 
 
-class GuardedPredictor:
+class GuardedLengthPredictor:
     """A predictor with fallbacks: if it fails, empirical survival is used, and then "no end within H".
 
     Attributes:
         failures: number of exceptions and of answers of the wrong shape, not finite or out of range.
     """
 
-    def __init__(self, predictor: Predictor, horizon: int) -> None:
+    def __init__(self, predictor: LengthPredictor, horizon: int) -> None:
         self.predictor = predictor
         self.failures = 0
         self._horizon = horizon

@@ -1,0 +1,68 @@
+"""Baseline policies, which place requests by load or by chance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eldr_serve.scheduling.policies.base import Policy, available_workers, choose_shortest
+from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
+
+
+class Random(Policy):
+    """A uniformly random worker."""
+
+    name = "random"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available_workers(loads)
+        return Decision(
+            int(workers[rng.integers(len(workers))]), num_candidates=len(workers), reason=self.name
+        )
+
+
+class RoundRobin(Policy):
+    """The workers in turn."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = -1
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available_workers(loads)
+        later = workers[workers > self._last]
+        self._last = int(later[0] if len(later) else workers[0])
+        return Decision(self._last, num_candidates=len(workers), reason=self.name)
+
+
+class ShortestQueue(Policy):
+    """The worker with the fewest requests in flight."""
+
+    name = "shortest-queue"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return choose_shortest(available_workers(loads), loads, self.name)
+
+
+class PowerOfTwo(Policy):
+    """The less loaded of two random workers."""
+
+    name = "power-of-two"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available_workers(loads)
+        pair = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
+        return choose_shortest(workers[np.sort(pair)], loads, self.name)
+
+
+class LeastTokens(Policy):
+    """The worker with the fewest KV tokens (prompt + generated) of requests in flight."""
+
+    name = "least-tokens"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        workers = available_workers(loads)
+        tokens = loads.kv_tokens[workers]
+        worker = choose_shortest(workers[tokens == tokens.min()], loads, self.name).worker
+        return Decision(worker, num_candidates=len(workers), reason=self.name)
