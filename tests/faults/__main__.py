@@ -23,10 +23,11 @@ from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
 from tests.faults.chaos import Options, run_chaos
+from tests.faults.checks import Run
 from tests.faults.mutations import MUTATIONS, search
 from tests.faults.operations import FAULTS
 from tests.faults.record import APART, NOTES, Record, find_problems, rows
-from tests.faults.simulate import Run, run_seed
+from tests.faults.simulate import run_seed
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1

@@ -4,7 +4,7 @@ A client and the ingress that it calls are simulated processes. HTTP has no byte
 ASGI messages between the client and the ingress's real ASGI application. They arrive in order and late, a
 slow reader holds the sender up, and a dead ingress closes the connection, as with TCP.
 
-An `Outcome` has a kind, such as "ok" or "http 503", and the text that the client received; `simulate` decides
+An `Outcome` has a kind, such as "ok" or "http 503", and the text that the client received; `checks` decides
 which kinds are allowed. The greedy model makes the right text known in advance: `Plan.reference`.
 """
 

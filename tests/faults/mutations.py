@@ -4,9 +4,9 @@ A mutation replaces one piece of a module's source text, for example the release
 so while the module is imported; no file changes. `search` then runs seeds with and without the mutation: a
 seed detects it if the run with the mutation has a violation and the run without it has none.
 
-So the mutations test the checks of `simulate` and `invariants`: a check that misses an error of the service
-would also miss a mutation. `MUTATIONS` is ordered by the part of the service. A unit test requires that the
-text of each mutation occurs exactly once in its module: change it here when you change that code.
+So the mutations test the checks of the runs: a check that misses an error of the service would also miss a
+mutation. `MUTATIONS` is ordered by the part of the service. A unit test requires that the text of each
+mutation occurs exactly once in its module: change it here when you change that code.
 """
 
 import importlib
