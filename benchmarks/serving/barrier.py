@@ -23,7 +23,6 @@ stopped run.
 from __future__ import annotations
 
 import asyncio
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -56,7 +55,7 @@ from eldr_serve.scheduling.policies.registry import policy_class
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.traces import read_trace
-from loadgen.trial import parse_policy
+from loadgen.trial import parse_policy, schedule_trials
 from offline.simulation.cluster import Cluster, Decode
 
 POLICIES = f"{BASE},balance-route,balance-route-horizon,balance-band"
@@ -93,13 +92,8 @@ def barrier_arguments(
 
 def schedule(traces: list[str], policies: list[str], rounds: int, seed: int) -> list[Key]:
     """Return the trials: in each round each trace with each policy, in a random order."""
-    rng = random.Random(f"{seed}/order")
-    return [
-        (trace, number, policy)
-        for number in range(rounds)
-        for trace in traces
-        for policy in rng.sample(policies, len(policies))
-    ]
+    trials = schedule_trials(policies, rounds * len(traces), seed)
+    return [(traces[each.round % len(traces)], each.round // len(traces), each.policy) for each in trials]
 
 
 @contextmanager
