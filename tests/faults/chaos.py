@@ -28,7 +28,7 @@ from eldr_serve.commands.client import Client, ServiceError
 from loadgen import application, processes, workload
 from loadgen.held_resources import held_in_status
 from tests.faults import steadiness
-from tests.faults.operations import ADMIN_KEY, Operator, Run
+from tests.faults.operations import ADMIN_KEY, FaultInjector, Run
 from tests.faults.record import Record
 from tests.faults.steadiness import Steadiness
 from tests.faults.traffic import Load, bodies, references
@@ -79,8 +79,8 @@ async def drive(
         log: called with a line about each phase and fault.
     """
     rng, run = random.Random(options.seed), Run(record)
-    operator = Operator(service, proxy_url, arguments, run, rng, log)
-    await operator.begin()
+    injector = FaultInjector(service, proxy_url, arguments, run, rng, log)
+    await injector.wait_until_complete()
     log("greedy answers without faults")
     prompts = await references(service.url, requests)
     log("load")
@@ -88,7 +88,7 @@ async def drive(
     until_s = time.monotonic() + options.seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(options.in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))
-    await operator.work(options.faults, options.every_s, until_s)
+    await injector.inject_faults(options.faults, options.every_s, until_s)
     await asyncio.gather(*clients)
     watching.cancel()
     log(f"{run.sent} requests; what is left")
