@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def shape_of(source: str) -> Shape:
-    """Return the shape of a model by its folder or its id; raise UserInputError if neither is known."""
+    """Return the shape of a model by its folder or its id. Raise UserInputError if neither is known."""
     if source in SHAPES:
         return SHAPES[source]
     path = Path(source) / "config.json"
@@ -72,7 +72,7 @@ def shape_of(source: str) -> Shape:
 
 
 def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
-    """Return a row on both caches of a rank with `kv_gib` GiB of KV cache; the expert-count cache is real."""
+    """Return a row on both caches of a rank with `kv_gib` GiB of KV cache. The expert-count cache is real."""
     block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
     num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
     cache = BlockExpertCounts(num_blocks, block_size, shape.moe_layers, shape.experts)

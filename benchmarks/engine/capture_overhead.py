@@ -10,7 +10,7 @@ device counts. On a CPU one core counts, so `count scatter` is far larger there.
 The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
 (benchmarks/lib/replay/switched.py), for each pair of prompts in random order. The two prompts of a pair
 differ in their first token, so neither is found in the prefix cache. The wide engine's rows use layers of
-Qwen3-30B-A3B at full width, with random weights; it has two of the 48 layers, or as many as --wide-layers
+Qwen3-30B-A3B at full width, with random weights. It has two of the 48 layers, or as many as --wide-layers
 says. Capture should add less than 0.5 % of TTFT.
 """
 
@@ -185,7 +185,7 @@ class _Engine:
 def _engine(
     level: str, job: dict[str, Any], requests: int, port: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Serve pairs of prompts, one with capture and one without, in random order; return rows."""
+    """Serve pairs of prompts, one with capture and one without, in random order, and return rows."""
     tokens = job["max_tokens"]
     seconds_of_pairs: list[tuple[float, float, float]] = []  # without capture, with it, counting
     with ExitStack() as stack:

@@ -58,7 +58,7 @@ def ep_layer(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time a layer's stages on real ranks, by replication and choice of replicas; fit its cost."""
+    """Time a layer's stages on real ranks, by replication and choice of replicas. Fit its cost."""
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work)
 
@@ -205,7 +205,7 @@ def _plan(
 
 
 def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
-    """Return the slowest rank's median over rounds by arm and stage, [B, L]; `layer` sums a rank's stages."""
+    """Return the slowest rank's median over rounds by arm and stage, [B, L]. `layer` sums a rank's stages."""
     timed = {}
     for arm in by_rank[0]:
         parts = np.stack([part[arm] for part in by_rank])  # [G, B, L, rounds, stage]

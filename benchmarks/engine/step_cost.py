@@ -94,7 +94,7 @@ class ComposedEngine(ReplayEngine):
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
-        """Start decoding `tokens` tokens of each prompt; run the first steps, which may compute prompts."""
+        """Start decoding `tokens` tokens of each prompt. Run the first steps, which may compute prompts."""
         from vllm import SamplingParams
 
         self.warm(prompts)
@@ -103,7 +103,7 @@ class ComposedEngine(ReplayEngine):
             self._engine.add_request(f"request{number}", {"prompt_token_ids": prompt}, params)
 
     def run_step(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Run a step whose token n goes to the experts int64[T, k] of row n; return the available records."""
+        """Run a step, token n by the experts of row n of int64[T, k], and return the available records."""
         import torch
 
         full = np.resize(routed, self._table.shape)  # padding repeats the batch's experts

@@ -252,7 +252,7 @@ async def serving(way: str) -> AsyncIterator[int]:
 
 
 def serve(way: str, ready: Connection) -> None:
-    """Serve one way until the process is terminated; send the port over the pipe."""
+    """Serve one way until the process is terminated. Send the port over the pipe."""
 
     async def forever() -> None:
         async with serving(way) as port:

@@ -18,7 +18,7 @@ from loadgen.sse import StreamError, StreamTiming, read_stream_async
 
 @dataclass
 class Answer:
-    """One streamed answer; `start` and `end` are time.perf_counter()."""
+    """One streamed answer. `start` and `end` are time.perf_counter()."""
 
     start: float
     end: float = 0.0
@@ -34,7 +34,7 @@ def allow_open_files(wanted: int) -> None:
 
 
 def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
-    """Return a client session without a limit on connections; slower requests than the timeout fail."""
+    """Return a client session without a limit on connections. Slower requests than the timeout fail."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
     )
@@ -47,7 +47,7 @@ async def complete(
     start: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """Send one streaming completion, timed from `start` or now; store any failure in `error`."""
+    """Send one streaming completion, timed from `start` or now, and store any failure in `error`."""
     answer = Answer(time.perf_counter() if start is None else start)
     body = body | {"stream": True}
     try:
@@ -77,7 +77,7 @@ def sender(url: str) -> Send:
 async def closed_loop(
     send: Callable[[int], Awaitable[Answer]], *, requests: int, in_flight: int
 ) -> list[Answer]:
-    """Send requests 0 ... requests-1; start the next as soon as one of `in_flight` ends."""
+    """Send requests 0 ... requests-1. Start the next as soon as one of `in_flight` ends."""
     numbers = iter(range(requests))
     answers: list[Answer] = []
 

@@ -73,7 +73,7 @@ def local_ray(
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:
-    """Wait until our application has every pair of engines warm; raise UserInputError after `seconds`."""
+    """Wait until our application has every pair of engines warm. Raise UserInputError after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(httpx.TransportError):  # not listening yet

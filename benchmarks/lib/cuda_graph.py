@@ -11,7 +11,7 @@ import torch
 class TimedGraph:
     """Calls captured once, replayed with other inputs in the same tensors.
 
-    `work` reads and writes tensors at fixed addresses; it runs before the capture, which compiles its
+    `work` reads and writes tensors at fixed addresses. It runs before the capture, which compiles its
     kernels.
     """
 

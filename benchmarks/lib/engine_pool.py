@@ -27,11 +27,11 @@ class Replays(Protocol):
         """Return the present time of CpuSpeed's product, s."""
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
-        """Serve arrivals; return token times, s, by request, and the steps."""
+        """Serve arrivals, and return token times, s, by request, and the steps."""
 
 
 class EngineProcesses:
-    """Context of processes in which engines run; raises UserInputError on exit if one has died."""
+    """Context of processes in which engines run. Its exit raises UserInputError if one has died."""
 
     def __init__(self, processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")

@@ -80,7 +80,7 @@ class ObservedChoices:
 
 
 def serve(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run one engine with these arguments; return its report."""
+    """Run one engine with these arguments, and return its report."""
     from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 

@@ -31,7 +31,7 @@ def bodies(
     min_tokens: int | None = None,
     max_prompt_tokens: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return `count` greedy completion requests; prompts repeat if there are too few.
+    """Return `count` greedy completion requests. Prompts repeat if there are too few.
 
     Prompts longer than `max_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a
     random number from `min_tokens` to that.

@@ -99,7 +99,7 @@ def figures_in_window(outcomes: Sequence[Outcome], objective: LatencyObjective) 
 
 
 def smallest_that_meets(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
-    """Return the smallest of ascending counts that meets a goal, or None; all larger ones must meet it."""
+    """Return the smallest of ascending counts that meets a goal, or None. All larger ones must meet it."""
     low, high = 0, len(counts)
     while low < high:
         middle = (low + high) // 2
@@ -115,7 +115,7 @@ class Size:
     """A number of workers, of which each router has an equal share.
 
     Attributes:
-        simulated: routers that are simulated, the first ones; the others are alike.
+        simulated: routers that are simulated, the first ones. The others are alike.
     """
 
     workers: int
@@ -136,7 +136,7 @@ class Runs:
     """Simulations of one recording on one number of workers, each made once and kept in the journal.
 
     Args:
-        finished_only: make none; raise UnfinishedError instead.
+        finished_only: make no run, and raise UnfinishedError instead.
         on_requests: called during a simulation with the number of further finished requests.
         on_run: called with the key of each simulation before it begins.
     """
@@ -246,7 +246,7 @@ class Runs:
         return scenario_of(self._study, self.arrivals, workers, rate_per_s)
 
     def _get_or_make(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return the journal's value; make and store it, or raise UnfinishedError, if it has none."""
+        """Return the journal's value. Make and store it, or raise UnfinishedError, if it has none."""
         if self._finished_only and self._journal.get(key) is None:
             raise UnfinishedError(key)
         return self._journal.get_or_put(key, make)
@@ -257,7 +257,7 @@ class Runs:
 
 
 def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: int) -> list[dict[str, Any]]:
-    """Return a row for each policy with runs that are finished or may be made; means over the seeds.
+    """Return a row for each policy with runs that are finished or may be made, with means over seeds.
 
     Args:
         saving: policies whose saved workers are searched.
@@ -303,7 +303,7 @@ def _split(policies: str) -> list[str]:
 
 
 def _sizes(workers: str, routers: str, simulated: int) -> list[Size]:
-    """Return the sizes to simulate; raise UserInputError if routers cannot share their workers equally."""
+    """Return the sizes to simulate. Raise UserInputError if routers cannot share their workers equally."""
     totals = options.numbers("--workers", workers)
     divisions = _for_each("--routers", routers, len(totals))
     sizes = [Size(*pair, simulated=min(pair[1], simulated)) for pair in zip(totals, divisions, strict=True)]

@@ -92,7 +92,7 @@ def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict
 
 
 def _ranking(case: Case) -> str:
-    """Describe how alike the policies are ranked; medians that differ by less than 2 % are not ranked."""
+    """Describe how alike the policies are ranked. Medians that differ by less than 2 % are not ranked."""
     labels = list(case.tpot_s)
     real = np.array([np.median(case.tpot_s[label]) for label in labels])
     simulated = np.array([np.median(case.outcomes[label].tpot_s) for label in labels])

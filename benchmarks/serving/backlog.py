@@ -102,7 +102,7 @@ async def send_all(
 
 
 def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
-    """Return the figures of a run; `before` and `after` are the router's counters."""
+    """Return the figures of a run. `before` and `after` are the router's counters."""
     refusals_s = [
         s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200
     ]

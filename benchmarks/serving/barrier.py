@@ -9,7 +9,7 @@ choose among them. Each rank writes its KV tokens in each step. What waits in th
 many waiting requests and short trials, a policy that postpones long prompts would look faster (`kv_tokens`).
 
 Prompts have the lengths of the trace, scaled to a mean, and are beginnings of a few texts that the prefill
-engine has in its prefix cache. So prefill takes little of the cores that it shares with the ranks; the paper
+engine has in its prefix cache. So prefill takes little of the cores that it shares with the ranks. The paper
 has separate machines for it. The demo model gets attention heads of zeros, so that KV tokens cost a large
 part of a step, as in larger models. Decode engines cache no prefixes: each request has its own KV. Answers
 have exactly `max_tokens` tokens, which the router knows. So `balance-route-horizon` knows which requests end
@@ -98,7 +98,7 @@ def schedule(traces: list[str], policies: list[str], rounds: int, seed: int) -> 
 
 @contextmanager
 def _service(arguments: dict[str, Any], folder: Path, stems: list[list[int]], port: int) -> Iterator[Client]:
-    """Run the application; the prefill engine has all stems in its prefix cache."""
+    """Run the application. The prefill engine has all stems in its prefix cache."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with serve_without_table(arguments, port=port) as service:
@@ -191,7 +191,7 @@ def predictions_of(
 
 
 def _named_policies(policies: str) -> list[str]:
-    """Return the policies; raise UserInputError unless each is valid and BASE is one of them."""
+    """Return the policies. Raise UserInputError unless each is valid and BASE is one of them."""
     names = policies.split(",")
     for text in names:
         name, parameters = policy_and_parameters(text, slots=1)

@@ -182,7 +182,7 @@ def lost_nodes(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Lose nodes under load; exit with status 1 if a request failed that another node could have answered."""
+    """Lose nodes under load. Exit with status 1 if a request failed that another node could have answered."""
     allow_open_files(65536)
     os.environ |= RAY_ENV | {"PYTHONPATH": python_path()}
     with _store(redis_server) as store:

@@ -108,7 +108,7 @@ class Arrivals:
         self._headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
 
     async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
-        """Send requests for `seconds`; return all answers."""
+        """Send requests for `seconds`, and return all answers."""
         tasks: set[asyncio.Task[Answer]] = set()
         answers: list[Answer] = []
         start_s = time.perf_counter()

@@ -321,7 +321,7 @@ def _groups(systems: list[str], turns: int) -> list[list[str]]:
 def _start_groups(
     groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
 ) -> Iterator[dict[str, client.Send]]:
-    """Run the groups of systems; yield each system's client.sender."""
+    """Run the groups of systems, and yield each system's client.sender."""
     with ExitStack() as stack:
         sends: dict[str, client.Send] = {}
         for group in groups:

@@ -76,7 +76,7 @@ class Caller:
         return await _latencies(one, calls, in_flight)
 
     async def place(self, calls: int, in_flight: int) -> list[float]:
-        """Return the seconds of each placement; each request is released as soon as it is placed."""
+        """Return the seconds of each placement. Each request is released as soon as it is placed."""
         return await _latencies(self._place, calls, in_flight)
 
     async def rate(self, seconds: float, in_flight: int) -> float:

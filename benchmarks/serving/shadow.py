@@ -49,7 +49,7 @@ _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums of the measured part of one trial; all from `steps` on are those of Client.decode_totals."""
+    """Sums of the measured part of one trial. All from `steps` on are those of Client.decode_totals."""
 
     tokens: float  # priced
     live: float  # price of these tokens under the live policy, s

@@ -78,7 +78,7 @@ _TIMEOUT_S = 60.0  # slower requests count as failed
 async def _trial(
     send: Send, chains: Chains, *, in_flight: int, warm_up: int, requests: int
 ) -> dict[str, Any]:
-    """Measure the `requests` that are sent after the first `warm_up`; the loop continues until they end.
+    """Measure the `requests` that are sent after the first `warm_up`. The loop continues until they end.
 
     So the same requests count for all systems. Requests/s and CPU times refer to the span in which these
     requests were sent.
@@ -126,7 +126,7 @@ async def _trial(
 
 
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
-    """Fit a predictor to CALIBRATION of the trace's prompts; return it with their ids."""
+    """Fit a predictor to CALIBRATION of the trace's prompts, and return it with their ids."""
     if trace.token_ids is None:
         raise UserInputError("the calibration trace has no token ids; make it with eldr calibrate")
     if len(trace.ids) < CALIBRATION:
@@ -218,7 +218,7 @@ def whole_replicas(settings: Settings) -> None:
 
 
 def _prepare(settings: Settings, systems: list[str]) -> _Comparison:
-    """Read the inputs, fit the predictor and widen the model; raise UserInputError for unusable inputs."""
+    """Read the inputs, fit the predictor and widen the model. Raise UserInputError for unusable inputs."""
     records = read_trace(settings.trace) if settings.trace else []
     if not all(record.hash_ids for record in records):
         raise UserInputError(f"{settings.trace} names no prefix blocks; give Mooncake's conversation trace")

@@ -1,7 +1,7 @@
 """Seeded generators of conversational prompts with answers.
 
 With them, chat prompts as well as running text reach their domain's experts. Each generator yields (prompt,
-answer). Facts and names come from the packages of `examples.demo_model.sources`; the sentence patterns
+answer). Facts and names come from the packages of `examples.demo_model.sources`. The sentence patterns
 (`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not to
 be right about medicine or law (medicine_and_law.py).
 """
@@ -27,7 +27,7 @@ _QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads(
 
 
 def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
-    """Yield small functions to write, complete or evaluate; stated results are computed by running them."""
+    """Yield small functions to write, complete or evaluate. Stated results are computed by running them."""
     while True:
         what, argument, body = rng.choice(PATTERNS["functions"])
         bit = rng.randrange(2)

@@ -91,7 +91,7 @@ def generate(
     temperature: float,
     seed: int,
 ) -> tuple[CalibrationTrace, list[list[int]]]:
-    """Sample up to `new` tokens for each prompt; omit requests that end within 8 steps."""
+    """Sample up to `new` tokens for each prompt. Omit requests that end within 8 steps."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)
     rows: list[tuple[str, np.ndarray, int, np.ndarray, list[int]]] = []

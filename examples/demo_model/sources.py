@@ -108,7 +108,7 @@ class Text:
 
 
 def fetch(directory: Path) -> Path:
-    """Download and unpack every package below `directory`; do nothing if that was done before."""
+    """Download and unpack every package below `directory`. Do nothing if that was done before."""
     root = directory / "unpacked"
     if (root / "complete").exists():
         return root

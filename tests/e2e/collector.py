@@ -20,7 +20,7 @@ from tests.support.otlp import HttpCollector
 
 @dataclass(frozen=True)
 class Received:
-    """A received span; ids are hexadecimal.
+    """A received span. Ids are hexadecimal.
 
     Attributes:
         parent: id of the parent span; "" for a root.

@@ -31,7 +31,7 @@ SHORTER = {
 
 
 def commands() -> dict[str, list[str]]:
-    """Return the commands of the README's section by their second word; `serve run` is "run"."""
+    """Return the commands of the README's section by their second word. `serve run` is "run"."""
     section = (ROOT / "README.md").read_text().partition("## Your model")[2].partition("\n## ")[0]
     lines = re.findall(r"^(?:eldr|serve) .*?(?=\s+#|$)", section.replace("\\\n", " "), re.MULTILINE)
     found = {line.split()[1]: line.split() for line in lines}
@@ -41,7 +41,7 @@ def commands() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """Return an environment in which each command starts its own Ray; `eldr` and `serve` are on the path."""
+    """Return an environment in which each command starts its own Ray. `eldr` and `serve` are on the path."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

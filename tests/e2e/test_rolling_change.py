@@ -43,7 +43,7 @@ class Rolling:
         deploy(NAME, self.arguments | changes, wait=False)
 
     def status(self) -> dict[str, Any]:
-        """Return the status; empty while the answering ingress does not reach the router."""
+        """Return the status, which is empty while the answering ingress does not reach the router."""
         try:
             status = self.service.status()
         except httpx.TransportError:  # the ingress has just stopped

@@ -27,7 +27,7 @@ async def read_stream(service: Service, prompt: str, received: list[str]) -> str
 
 
 def in_flight(service: Service, replica: str) -> int:
-    """Drain a replica, again if it is drained already; return the number of its calls."""
+    """Drain a replica, again if it is drained already, and return the number of its calls."""
     answer = service.admin("PUT", "/eldr/drain", json={"replica": replica})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()

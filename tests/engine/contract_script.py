@@ -1,8 +1,8 @@
 """Run the checks of `engine_contract` on vLLM engines that start like replicas, and on one for calibration.
 
-vLLM starts once per process, so there are three: an engine that prefills; a whole engine, which also counts
-prompts, and reads the first engine's blocks; an engine for calibration. There is no Ray: replicas use it only
-for the port and the host of NIXL's side channel.
+vLLM starts once per process, so there are three processes. The first has an engine that prefills. The second
+has a whole engine, which also counts prompts, and reads the first engine's blocks. The third has an engine
+for calibration. There is no Ray: replicas use it only for the port and the host of NIXL's side channel.
 """
 
 from __future__ import annotations

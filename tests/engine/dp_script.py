@@ -88,7 +88,7 @@ class Session:
         return self.engine.generate(prompt, params, f"{self._sent}-{number}", data_parallel_rank=rank)
 
     async def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Return every rank's result; `collective_rpc` would return only the first one's."""
+        """Return every rank's result. `collective_rpc` would return only the first one's."""
         by_rank = await self.engine.engine_core.call_utility_all_async(
             "collective_rpc", "eldr_experts", None, (method, *arguments), None
         )

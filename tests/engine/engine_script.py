@@ -70,7 +70,7 @@ def kernels() -> list[str]:
 
 
 def device_arguments(where: str, graphs: str) -> dict[str, Any]:
-    """Return the engine arguments of the device; CUDA graphs hold steps with parts of prompts, too."""
+    """Return the engine arguments of the device. CUDA graphs hold steps with parts of prompts, too."""
     if where != "cuda":
         return {"device": "cpu", "block_size": BLOCK}
     sizes = [1, 2, 4, 8, 12, 24, CHUNK]

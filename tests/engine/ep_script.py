@@ -41,13 +41,13 @@ def make_engine(model: str, ranks: int, **others: Any) -> Any:
 
 
 class Session:
-    """Requests to an engine; a callback can call it between its steps."""
+    """Requests to an engine. A callback can call it between its steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._sent = engine, 0
 
     def answers(self, between: Any = lambda: None) -> list[dict[str, Any]]:
-        """Return tokens and counts of the prompts, in order; `between` is called after each step."""
+        """Return tokens and counts of the prompts, in order. `between` is called after each step."""
         from vllm import SamplingParams
 
         rng = np.random.default_rng(0)

@@ -33,7 +33,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         llm.collective_rpc("eldr_abandon", args=([name],))
 
     def prefill(name: str, *, named: bool = True, stop_after: int | None = None) -> list[str]:
-        """Add a prompt of 100 tokens and run it to its end; return ids of finished prompts."""
+        """Add a prompt of 100 tokens and run it to its end, and return ids of finished prompts."""
         params = {"do_remote_decode": True} | ({"eldr_request": name} if named else {})
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         # The engine's id differs from the caller's name: a client may choose it by a header.

@@ -35,7 +35,7 @@ LEFT_AFTER = 3  # tokens after which a client disconnects
 def prompts(many: int) -> list[list[int]]:
     """Return prompts of various lengths.
 
-    Every third shares a prefix with an earlier one; every seventh equals one.
+    Every third shares a prefix with an earlier one. Every seventh equals one.
     """
     rng, token_ids = np.random.default_rng(39), []
     for number in range(many):

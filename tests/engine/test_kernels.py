@@ -152,7 +152,7 @@ def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
 
 class InsideRouting(mk.FusedMoEExpertsMonolithic):
-    """A kernel that routes by the largest logits, like FlashInfer's; records its choice on request."""
+    """A kernel that routes by the largest logits, like FlashInfer's, and records its choice on request."""
 
     replay = True
     activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.Standard)

@@ -22,7 +22,7 @@ RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole",
 def run(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, Any]]:
-    """Run the script; return the number of served requests and the results."""
+    """Run the script, and return the number of served requests and the results."""
     out = tmp_path_factory.mktemp("samples") / "found.json"
     role, many = RUNS[request.param]
     run_script("samples_script.py", model, out, role, many, v2=request.param.endswith("v2"))

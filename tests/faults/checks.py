@@ -28,7 +28,7 @@ class Run:
         happened: a line for each fault that was injected; some find no process to act on.
         violations: a sentence for each property that did not hold.
         virtual_s: length of the run in virtual time.
-        trace: a hash of all steps; equal for equal runs.
+        trace: a hash of all steps, equal for equal runs.
     """
 
     seed: int
@@ -46,7 +46,7 @@ class Run:
 
 
 class Checks:
-    """Checks of one run; each adds what does not hold to the violations of `run`."""
+    """Checks of one run. Each adds what does not hold to the violations of `run`."""
 
     def __init__(self, run: Run, world: World) -> None:
         self.run, self.world = run, world
@@ -59,7 +59,7 @@ class Checks:
     async def wait_until_none(
         self, find_problems: Callable[[], list[str]], seconds: float, what: str
     ) -> None:
-        """Wait until `find_problems` returns none; record a violation if that takes too long."""
+        """Wait until `find_problems` returns none. Record a violation if that takes too long."""
         until = self.world.loop.time() + seconds
         while problems := find_problems():
             if self.world.loop.time() > until:

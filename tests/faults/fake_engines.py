@@ -160,7 +160,7 @@ class PrefillEngine(BlockEngine):
         self.free(engine_id)
 
     def free(self, engine_id: str) -> None:
-        """Free the blocks of a prompt; do nothing if they are free already."""
+        """Free the blocks of a prompt. Do nothing if they are free already."""
         blocks = self.held_blocks.pop(engine_id, None)
         if blocks is not None:
             self._leases.pop(engine_id).cancel()
@@ -313,7 +313,7 @@ class Writer:
         self._head = {"id": name, "object": kind, "created": request.created or 1, "model": MODEL}
 
     def event(self, token: int, *, first: bool, last: bool) -> bytes:
-        """Return the event of one token; the first event of a chat has its role."""
+        """Return the event of one token. The first event of a chat has its role."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
         choice |= {"delta": {"content": text_of(token)}} if self._chat else {"text": text_of(token)}
         if self._fields.get("return_token_ids"):

@@ -6,7 +6,7 @@ application is complete again: as many processes as before, all engines warm, an
 
 Most requests must survive every fault. `explained_by_fault` recognises the few that cannot, such as those on
 a connection that the killed ingress itself held. A random generator chooses the order of the faults and the
-processes; unlike a simulated run, a run of the whole application is not repeatable.
+processes. Unlike a simulated run, a run of the whole application is not repeatable.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class InjectedFault:
         at_s: time at which it was injected.
         recovery_s: time until the application had recovered, s; None if that took too long.
         client_ports: client ports of the connections that the killed process held.
-        died_s: time at which the killed process was dead; until then it may have accepted connections.
+        died_s: time at which the killed process was dead. Until then it may have accepted connections.
     """
 
     fault: str
@@ -75,7 +75,7 @@ class InjectedFault:
 
 @dataclass
 class Run:
-    """Record of a run; times are of time.monotonic().
+    """Record of a run. Times are of time.monotonic().
 
     Attributes:
         record: file of the events.
@@ -291,7 +291,7 @@ class FaultInjector:
             return False
 
     async def _count(self) -> None:
-        """Add up the router's counters until cancelled; each new actor begins at 0."""
+        """Add up the router's counters until cancelled. Each new actor begins at 0."""
         while True:
             await asyncio.sleep(1.0)
             try:

@@ -59,7 +59,7 @@ class ProvokedCases:
         await self._checks.wait_until_none(lambda: unready_processes(world), CALL_S, what)
 
     async def _cancel_arrives_late(self) -> None:
-        """Disconnect a client whose request waits for decode blocks; the engine gets the cancel late."""
+        """Disconnect a client whose request waits for decode blocks. The engine gets the cancel late."""
         world, process = self._world, self._world.live["ingress"][0]
         if world.has_whole_engines:
             return

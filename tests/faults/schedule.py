@@ -46,7 +46,7 @@ class Fault:
 
 
 def draw_plans(rng: random.Random) -> list[Plan]:
-    """Draw the requests of one run; some share a prefix, disconnect early or read slowly."""
+    """Draw the requests of one run. Some share a prefix, disconnect early or read slowly."""
     shared_prefixes = [_words(rng, 8) for _ in range(2)]
     plans = []
     for _ in range(rng.randint(6, 16)):

@@ -15,7 +15,7 @@ A run has these phases (`_Simulation.run_phases`):
 5. The application must be as idle as before, no engine may have cached a wrong block, and ingresses that stop
    leave no task.
 
-Whatever does not hold is a sentence in `Run.violations`; a run without violations passes.
+Whatever does not hold is a sentence in `Run.violations`. A run without violations passes.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ _SETTLE_S = LEASE_S + INGRESS_TIMEOUT_S + 12.0  # within this time an idle appli
 
 
 def run_seed(seed: int, *, requests: list[Plan] | None = None, injected: list[Fault] | None = None) -> Run:
-    """Run one seed; the same seed gives the same run.
+    """Run one seed. The same seed gives the same run.
 
     Args:
         requests: requests to send instead of those that the seed draws.
@@ -87,7 +87,7 @@ def run_seed(seed: int, *, requests: list[Plan] | None = None, injected: list[Fa
 
 
 class _Simulation:
-    """One run; its methods add to the violations of `run`."""
+    """One run. Its methods add to the violations of `run`."""
 
     def __init__(self, run: Run, world: World, requests: list[Plan], rng: random.Random) -> None:
         self.run, self.world, self.requests, self.rng = run, world, requests, rng
@@ -135,7 +135,7 @@ class _Simulation:
         await self._stop_ingresses()
 
     async def _send_when_due(self, plan: Plan) -> Outcome:
-        """Send the request at its time to a random ingress; wait while there is none."""
+        """Send the request at its time to a random ingress. Wait while there is none."""
         await asyncio.sleep(plan.at_s)
         while not (ingresses := self.world.live["ingress"]):
             await asyncio.sleep(0.1)

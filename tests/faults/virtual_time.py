@@ -41,9 +41,9 @@ class Process:
 
     Attributes:
         name: role and number, such as "decode-2".
-        alive: whether it runs or is stopped; a kill ends that.
+        alive: whether it runs or is stopped. A kill ends that.
         stopped: whether it is stopped, as by SIGSTOP.
-        servable_object: the deployment that runs in it; Ray Serve's context uses the same name.
+        servable_object: the deployment that runs in it. Ray Serve's context uses the same name.
         steps: number of callbacks, including steps of tasks, that it has run.
         ready: callbacks that are due.
         tasks: tasks that have not ended, in order of their creation.
@@ -106,7 +106,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         thread_s: draws the duration of a call in a thread, s.
         in_thread: whether such a call is running.
         errors: uncaught exceptions, which asyncio would have logged, and blocked event loops.
-        trace: hash of the sequence of steps; equal for equal runs.
+        trace: hash of the sequence of steps, equal for equal runs.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -258,7 +258,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             events._set_running_loop(running)
 
     def _turn(self) -> None:
-        """Run one turn of a random process that is ready; advance to the next timers if none is."""
+        """Run one turn of a random process that is ready. Advance to the next timers if none is."""
         if not self._runnable:
             self._advance_time()
             return

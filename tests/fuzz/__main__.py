@@ -3,7 +3,7 @@
     python -m tests.fuzz --url http://127.0.0.1:8000 --cases 10000 --seed 0 --admin-key KEY
 
 Requests are written by hand, mutated from valid ones (hypothesis) and generated from the service's
-OpenAPI document (schemathesis). No answer may be late or a 5xx other than 503; afterwards no request may be
+OpenAPI document (schemathesis). No answer may be late or a 5xx other than 503. Afterwards no request may be
 in flight, no lease or KV block be held, and a valid request must be answered. Use a service with a small
 `max_model_len`, so that no valid answer takes long, and without other users: with the admin key, policies are
 changed too.
@@ -105,7 +105,7 @@ def _find_problem(case: Case, status: int, answer: bytes, is_late: bool, limit_s
 async def send_all(
     cases: list[Case], host: str, port: int, *, in_flight: int, limit_s: float
 ) -> list[Outcome]:
-    """Send all cases, `in_flight` at a time; print a line for each violation."""
+    """Send all cases, `in_flight` at a time, and print a line for each violation."""
     outcomes: list[Outcome] = []
     pending = iter(cases)
     console = Console(stderr=True)

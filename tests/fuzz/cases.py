@@ -21,7 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Case:
-    """One request; `complete` is False if it violates HTTP, so that it needs no answer."""
+    """One request. `complete` is False if it violates HTTP, so that it needs no answer."""
 
     label: str
     raw: bytes

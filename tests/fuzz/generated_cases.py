@@ -22,7 +22,7 @@ from tests.fuzz.cases import CHAT, COMPLETIONS, Case, case, chat, completion, ta
 
 
 def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """Return `count` examples of the strategy; the same number gives the same examples."""
+    """Return `count` examples of the strategy. The same number gives the same examples."""
     examples: list[Any] = []
     if count < 1:
         return examples
@@ -114,7 +114,7 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
 
 
 def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any], fields: st.SearchStrategy[str]) -> Any:
-    """Return the body with one value replaced, removed or added; `fields` are the names of added ones."""
+    """Return the body with one value replaced, removed or added. `fields` are the names of added ones."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
         return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
     if isinstance(body, list):

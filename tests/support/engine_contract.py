@@ -29,7 +29,7 @@ class Subject:
 
     Attributes:
         prefills: computes prompts for others.
-        generates: computes its own prompts, and reads those of `prefills`; may be the same engine.
+        generates: computes its own prompts, and reads those of `prefills`, which may be the same engine.
         ids: tokens of PROMPT.
         shape: number of MoE layers, and of experts per layer.
         top_k: experts per token.

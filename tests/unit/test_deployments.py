@@ -1,4 +1,4 @@
-"""Every deployment YAML builds its application graph; no engine is started."""
+"""Every deployment YAML builds its application graph. No engine is started."""
 
 import copy
 import pickle

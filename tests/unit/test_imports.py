@@ -259,7 +259,7 @@ def _private_names_of_super(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("internal_names", [_internal_imports, _private_names_of_super])
 def test_only_compat_uses_internal_names(internal_names: Callable[[Path], Iterator[str]]) -> None:
-    """Check imports and extended classes; ruff's SLF001 refuses private names of other objects."""
+    """Check imports and extended classes. Ruff's SLF001 refuses private names of other objects."""
     assert not {
         (module, name)
         for module, path in FILES.items()
@@ -278,7 +278,7 @@ FORMATS = {("eldr_serve.experts.parallel.placement", "to_vllm"), ("eldr_serve.gp
 def _names_in(path: Path) -> Iterator[str]:
     """Yield the names that a file imports, defines or uses, and names of vLLM in its strings.
 
-    In a string "vLLM" alone is prose; `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name. Docstrings
+    In a string "vLLM" alone is prose. `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name. Docstrings
     are not read.
     """
     tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""`make test` runs every part; its last lines and exit status cover all parts."""
+"""`make test` runs every part. Its last lines and exit status cover all parts."""
 
 from pathlib import Path
 

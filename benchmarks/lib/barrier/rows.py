@@ -35,7 +35,7 @@ def policy_rows(
     more, else requests within rounds, and parts of trials.
 
     Args:
-        trials, predictions: by policy; those of all rounds, which have equal requests for all policies.
+        trials, predictions: those of all rounds, by policy. A round has equal requests for all policies.
     """
     sent = max(trial.sent for mine in trials.values() for trial in mine)
     measured = {policy: _figures(mine, sent, seed) for policy, mine in trials.items()}
@@ -78,7 +78,7 @@ def _figures(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]
 
 
 def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
-    """Return the quantiles of TPOT, ms; requests of equal number in a round are drawn together."""
+    """Return the quantiles of TPOT, ms. Requests of equal number in a round are drawn together."""
     counts = resampled_counts(np.repeat(np.arange(len(trials)), sent), seed=seed)
     ms = np.concatenate([trial.tpot_ms for trial in trials])
     units = np.concatenate([sent * round_ + trial.number for round_, trial in enumerate(trials)])

@@ -41,7 +41,7 @@ class EpEngine(EngineProcesses):
     """Context with one engine.
 
     Args:
-        model: directory; the ranks must divide the number of heads.
+        model: directory. The ranks must divide the number of heads.
         ranks: number of ranks of tensor and expert parallelism, G.
         redundant: slots of a layer beyond one per expert.
         moves_per_slice: maximum number of experts that move between two steps.

@@ -103,7 +103,7 @@ class _Experts:
         return _now() - start
 
     def tokens(self, number: int) -> Tensor:
-        """Return hidden states; their values do not affect a layer's time."""
+        """Return hidden states. Their values do not affect a layer's time."""
         return torch.randn(number, self.hidden, device=device()).bfloat16()
 
 
@@ -155,7 +155,7 @@ def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
 
 
 def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
-    """Return a rank's median time by activated experts and pairs; each call uses other experts."""
+    """Return a rank's median time by activated experts and pairs. Each call uses other experts."""
     experts_of_rank = _Experts(plan)
     rng = np.random.default_rng(plan.seed)
     points = [(a, a * n) for a in ACTIVATED for n in TOKENS_PER_EXPERT if a <= plan.num_experts]

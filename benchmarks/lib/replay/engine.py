@@ -1,6 +1,6 @@
 """One real vLLM engine in this process, driven step by step in virtual time, on a CPU core or a GPU.
 
-A decode worker of a disaggregated deployment receives its prompts' KV blocks; here the blocks are in the
+A decode worker of a disaggregated deployment receives its prompts' KV blocks. Here the blocks are in the
 engine's prefix cache. Prompts are 1 token longer than whole KV blocks, so that admission computes that single
 token, like the first decode step after a transfer.
 """
@@ -127,7 +127,7 @@ class ReplayEngine:
         return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
-        """Run one step; return outputs, time by the engine's clock, s, and the newly complete records.
+        """Run one step, and return outputs, time by the engine's clock, s, and the newly complete records.
 
         On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
         that step's time, s, in "took".
@@ -163,7 +163,7 @@ class ReplayEngine:
             self.step()
 
     def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
-        """Serve the arrivals without idle time; return token times, s, by request, and the steps.
+        """Serve the arrivals without idle time, and return token times, s, by request, and the steps.
 
         On a CPU the clock is the sum of the steps' CPU times, scaled to a probe time of `probe_s`. An engine
         here is one thread that never sleeps, so this is a step's time on its own core, without the effect of

@@ -3,7 +3,7 @@
 A policy places Poisson arrivals of prefilled requests on K workers in simulation, with a step cost that was
 first fitted to this engine. A real engine with a core of its own then serves each worker's requests at their
 arrival times, so that workers do not share cores as they would if all ran here. Only the placement is
-simulated; the times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
+simulated. The times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
 been transferred. The model is the demo model with wider experts, which compute the same function but do not
 fit the CPU's caches.
 """
@@ -80,7 +80,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Load:
-    """A workload on K workers; the arrival rate aims at a mean batch of `batch` requests."""
+    """A workload on K workers. The arrival rate aims at a mean batch of `batch` requests."""
 
     group: str
     workers: int
@@ -146,7 +146,7 @@ class _Replay:
 
 
 class _RepeatPlacements(Policy):
-    """Repeat earlier placements; request ids are the simulator's numbers."""
+    """Repeat earlier placements. Request ids are the simulator's numbers."""
 
     def __init__(self, worker: NDArray[np.int64]) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Bench:
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
         """Place and replay every load in every arm; arms alternate, so that all meet the same machine speeds.
 
-        A request's times are the medians of its `repeats` replays; steps are those of all replays.
+        A request's times are the medians of its `repeats` replays. Steps are those of all replays.
         """
         cases = [self._plan(load, arms, repeats) for load in loads]
         schedule = [
@@ -227,7 +227,7 @@ class Bench:
     def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
         """Return the cost of each job's choice beyond the best worker in hindsight, s per step, by arm.
 
-        Placements are those of the arm's simulated run; costs use the requests' true decode activations.
+        Placements are those of the arm's simulated run. Costs use the requests' true decode activations.
         """
         trace = self.data.trace
         by_arm = {}
@@ -377,7 +377,7 @@ class Bench:
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
-    """Return each workload with each number of workers and batch size; raise UserInputError for others."""
+    """Return each workload with each number of workers and batch size. Raise UserInputError for others."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
     return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 

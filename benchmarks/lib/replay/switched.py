@@ -25,7 +25,7 @@ class Switch:
 
     @classmethod
     def turn(cls, on: bool, vllm_config: Any) -> None:
-        """Turn capture on or off; when off, no router has a hook."""
+        """Turn capture on or off. When off, no router has a hook."""
         for index, router in moe_routers(vllm_config):
             cls._hooks.setdefault(index, router.capture_fn)
             router.set_capture_fn(cls._hooks[index] if on else None)

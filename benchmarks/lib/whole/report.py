@@ -57,7 +57,7 @@ def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> d
 
 
 def rows(trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[str]) -> list[dict[str, Any]]:
-    """Return medians over rounds; `trials` has the keys `ROUND/WORKLOAD/SYSTEM`."""
+    """Return medians over rounds. `trials` has the keys `ROUND/WORKLOAD/SYSTEM`."""
     table = []
     by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for key, trial in trials.items():

@@ -30,7 +30,7 @@ Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]  # selects a
 
 @contextmanager
 def _serve_ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Side]:
-    """Run our application; selecting a policy resets what the policy has learnt."""
+    """Run our application. Selecting a policy resets what the policy has learnt."""
     with serve_without_table(arguments, port=port) as client:
         client.swap_predictor(predictor)
 

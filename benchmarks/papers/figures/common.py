@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command; cost of a decode step and requests per run are the figure's own if None."""
+    """Options of the command. Cost of a decode step and requests per run are the figure's own if None."""
 
     traces: tuple[Path, ...] = ()
     cost: StepCost | None = None
@@ -41,13 +41,13 @@ class Options:
         return self.traces[0]
 
     def all_traces(self, what: str) -> tuple[Path, ...]:
-        """Return the traces; raise UserInputError that says `what` they must be if there are none."""
+        """Return the traces. Raise UserInputError that says `what` they must be if there are none."""
         if not self.traces:
             raise UserInputError(f"give --trace: {what}")
         return self.traces
 
     def two_traces(self) -> tuple[Path, Path]:
-        """Return the files of routes and of arrivals; raise UserInputError unless two are given."""
+        """Return the files of routes and of arrivals. Raise UserInputError unless two are given."""
         if len(self.traces) != 2:
             raise UserInputError(
                 "give two --trace: routes (a calibration trace or published routes), then arrivals"
@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure or table; `paper` is the paper's result, in words or numbers."""
+    """One figure or table. `paper` is the paper's result, in words or numbers."""
 
     title: str
     paper: str

@@ -1,6 +1,6 @@
 """Batches with a changing mix of domains, served under expert parallelism with different placement rules.
 
-A batch decodes STEPS steps; its latency is the sum over steps and MoE layers of the slowest rank's time
+A batch decodes STEPS steps. Its latency is the sum over steps and MoE layers of the slowest rank's time
 (`LayerCost`), without attention, plus the cost of migration. Requests come from the held-out half. A request
 stays on one rank, and replays the experts of an observed request from a random step on.
 """
@@ -73,7 +73,7 @@ Forecast = Callable[[Batch], NDArray[np.float64]]
 
 
 def read_routes(path: Path) -> CalibrationTrace:
-    """Read a calibration trace with routes, or published routes; raise UserInputError without routes."""
+    """Read a calibration trace with routes, or published routes. Raise UserInputError without routes."""
     trace = observed(routes_of(path))
     if trace.routes is None:
         raise UserInputError(f"{path} has no routes (calibrate with --routes)")
@@ -173,7 +173,7 @@ class Cluster:
         return placement
 
     def vanilla(self, layers: int, experts: int) -> NDArray[np.int64]:
-        """Return experts in order without replicas; spare slots repeat the rank's last expert."""
+        """Return experts in order without replicas. Spare slots repeat the rank's last expert."""
         rank = np.arange(experts) * self.topology.ranks // experts
         rows = [np.flatnonzero(rank == g) for g in range(self.topology.ranks)]
         if any(not len(row) for row in rows):
@@ -213,9 +213,9 @@ def serve_with_one_placement(cluster: Cluster, batches: list[Batch], placement: 
 def serve_adaptively(
     cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
 ) -> Served:
-    """Before each batch, change to a placement for the forecast if it pays; experts move while it runs.
+    """Before each batch, change to a placement for the forecast if it pays. Experts move while it runs.
 
-    The candidates are a new placement and a repair of the old one; the larger forecast saving wins.
+    The candidates are a new placement and a repair of the old one. The larger forecast saving wins.
     """
     latency_s, moves = [], []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Hide CPU features from torch and vLLM; the variable ELDR_CPU names the best one that remains.
+"""Hide CPU features from torch and vLLM. The variable ELDR_CPU names the best one that remains.
 
 Python imports this module at startup if its folder is in PYTHONPATH (see `cpu_features`).
 """

@@ -301,7 +301,7 @@ def test_unusable_policies_are_refused(policies: str, reason: str, tmp_path: Pat
 
 
 def test_a_stopped_run_resumes_and_writes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement is replaced; the second run has all trials but one."""
+    """The measurement is replaced. The second run has all trials but one."""
     trace = tmp_path / "conv.csv"
     trace.write_text("timestamp_s,prompt_tokens,output_tokens\n" + "0.0,40,20\n" * 9)
     out = tmp_path / "result.json"

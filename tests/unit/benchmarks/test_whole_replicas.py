@@ -41,7 +41,7 @@ def test_prompts_repeat_only_after_all_were_sent() -> None:
 
 
 def test_turns_of_a_session_follow_the_trace_in_order() -> None:
-    """Play two sessions with interleaved turns; sessions that are too short or too long are left out."""
+    """Play two sessions with interleaved turns. Sessions that are too short or too long are left out."""
     turns: dict[str, list[tuple[int, ...]]] = {}
     turns |= {"a": [(0, 1), (0, 1, 2), (0, 1, 2, 3)], "b": [(0, 9), (0, 9, 8), (0, 9, 7)], "c": [(0, 5)]}
     records = [

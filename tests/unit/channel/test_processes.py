@@ -64,7 +64,7 @@ asyncio.run(main())
 async def process(
     code: str, stderr: int | None = None, **values: Any
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """Run the code in a process; yield it and its first line of output."""
+    """Run the code in a process, and yield it and its first line of output."""
     code = code.format(path=sys.path, **values)
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=stderr

@@ -1,6 +1,6 @@
 """Expert placement and replica routing against brute force and published examples.
 
-METRO on tensors and in Triton makes the same choices as the plan in numpy; Triton is interpreted here.
+METRO on tensors and in Triton makes the same choices as the plan in numpy. Triton is interpreted here.
 """
 
 import itertools
@@ -123,7 +123,7 @@ def test_bad_input_is_refused(call: object, word: str) -> None:
 def cases(
     draw: st.DrawFn, *, layers: int = 3, experts: int = 24, ranks: int = 9
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw tokens int[N, E] and hosts bool[N, E, G]; every expert has a host."""
+    """Draw tokens int[N, E] and hosts bool[N, E, G]. Every expert has a host."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = draw(st.integers(1, layers)), draw(st.integers(1, experts)), draw(st.integers(1, ranks))
     hosts = random_hosts(rng, *shape, density=draw(st.sampled_from([0.0, 0.1, 0.4, 1.0])))

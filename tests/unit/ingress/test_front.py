@@ -44,7 +44,7 @@ async def ingresses(port: int) -> AsyncIterator[list[asyncio.subprocess.Process]
 
 @asynccontextmanager
 async def proxy(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIterator[str]:
-    """Run the shipped proxy in front of that port; yield its URL."""
+    """Run the shipped proxy in front of that port, and yield its URL."""
     own, text = free_port(), (ROOT / "deployments" / "haproxy.cfg").read_text()
     ports = ("127.0.0.1:8080", f"127.0.0.1:{own}"), ("127.0.0.1:8000", f"127.0.0.1:{port}")
     for old, new in (*ports, *changes):

@@ -1,4 +1,4 @@
-"""The demo's report and engine settings, from trials and files; no engine is started."""
+"""The demo's report and engine settings, from trials and files. No engine is started."""
 
 import json
 import re

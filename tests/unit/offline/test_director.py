@@ -23,7 +23,7 @@ BYTES = 2000.0
 
 
 def workload(seed: int, layers: int, ranks: int, experts: int) -> np.ndarray:
-    """Return tokens [L, G, E]; some experts are far busier than others, some are idle."""
+    """Return tokens [L, G, E]. Some experts are far busier than others, some are idle."""
     rng = np.random.default_rng(seed)
     busy = rng.lognormal(4, 1, (layers, 1, experts)) * (rng.random((layers, 1, experts)) < 0.9)
     return rng.poisson(busy * rng.dirichlet(np.ones(ranks), (layers, experts)).swapaxes(1, 2))

@@ -29,7 +29,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide 100 sessions of 12 turns, each turn two blocks longer; all share the first block."""
+    """Provide 100 sessions of 12 turns, each turn two blocks longer. All share the first block."""
     rng, lines = np.random.default_rng(1), []
     for turn in range(12):
         for session in rng.permutation(100).tolist():

@@ -85,7 +85,7 @@ class Service:
         fleet.directory.sample(reports)
 
     async def send(self, tokens: int = 100, *, seed: int = 0, **objective: float) -> RequestContext | None:
-        """Send a stream of a prompt of so many tokens; return its context, or None if it is refused."""
+        """Send a stream of a prompt of so many tokens, and return its context, or None if it is refused."""
         context = request_context(prompt=[seed] * tokens, stream=True)
         context.start_s = asyncio.get_running_loop().time()
         context.request = replace(context.request, objective=Objective(**objective))

@@ -41,7 +41,7 @@ class Server:
         self.next_report_s = 0.0
 
     def add(self, tokens: int, done: Callable[[float], None]) -> None:
-        """Add a prompt; `done` is called with the time when its computation began."""
+        """Add a prompt. `done` is called with the time when its computation began."""
         if not self.waiting:
             self.left_s = tokens / self.rate
         self.waiting.append((tokens, tokens, done))
@@ -86,7 +86,7 @@ class Ingress:
         self.refused = 0
 
     def send(self, tokens: int, key: int, began: Callable[[float], None] = lambda at_s: None) -> int | None:
-        """Send a prompt; return the seconds until a retry, or None if it was accepted."""
+        """Send a prompt, and return the seconds until a retry, or None if it was accepted."""
         if not self.queues.workers_with_room(["p"], key):
             self.refused += 1
             return self.queues.retry_s(["p"], tokens, key)

@@ -63,7 +63,7 @@ class Router:
     STEPS = ("open", "fail", *ANSWERS, "swap", "lose", "away", "cancel", "release")
 
     def __init__(self) -> None:
-        """Place the request; there is no channel yet."""
+        """Place the request. There is no channel yet."""
         directory = ReplicaDirectory()
         directory.publish({"r0": {}, "r1": {}})
         self.client = RouterClient(FakeActor(), directory)

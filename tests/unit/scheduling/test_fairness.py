@@ -57,7 +57,7 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
 
 
 def test_requests_whose_client_lacks_a_worker_do_not_take_the_turns_of_others() -> None:
-    """Two clients wait; one of them cannot reach w1, and all slots that become free are those of w0."""
+    """Two clients wait. One of them cannot reach w1, and all slots that become free are those of w0."""
     placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), on_policy_error=fail)
     placer.set_workers(["w0", "w1"], unreachable={"partial": {"w1"}})
 

@@ -1,4 +1,4 @@
-"""Notifications of policies about running requests; the decisions themselves are tested with each policy."""
+"""Notifications of policies about running requests. The decisions themselves are tested with each policy."""
 
 from typing import Any
 
