@@ -216,7 +216,7 @@ def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
 
 
 def _predict_experts_s(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
-    """Return the predicted time [B, L] of the slowest rank's experts, s."""
+    """Return the predicted time [B, L] of the slowest rank's experts in seconds."""
     return compute.layer_s(LayerWork.from_gathered(plan.tokens_by_rank(arm)))
 
 

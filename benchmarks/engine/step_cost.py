@@ -61,7 +61,7 @@ PACKAGE: dict[str, tuple[float, float, dict[int, float]]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step: requests, active experts over all layers, and times, s."""
+    """One decode step: requests, active experts over all layers, and times in seconds."""
 
     requests: int
     experts: int
@@ -143,7 +143,7 @@ def composed_steps(
 
 
 def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
-    """Return one row for each batch and number of active experts: medians with intervals, ms."""
+    """Return one row for each batch and number of active experts: medians with intervals in milliseconds."""
     rows = []
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
         of_point = [step for step in steps if (step.requests, step.experts) == (batch, experts)]

@@ -96,7 +96,7 @@ def most_open(answers: list[Answer]) -> int:
 
 
 def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]:
-    """Return failures; TTFT, TPOT, latency, ms; requests/s and tokens/s since the first start, or `since`."""
+    """Return failures, times in ms, and requests/s and tokens/s since the first start, or `since`."""
     good = [a.timing for a in answers if a.error is None]
     latencies = [1000 * (a.end - a.start) for a in answers if a.error is None]
     span = max(a.end for a in answers) - (min(a.start for a in answers) if since is None else since)

@@ -30,7 +30,7 @@ class TimedGraph:
         self._flushed = torch.ones(1 << 26, dtype=torch.float32, device="cuda")
 
     def seconds(self) -> float:
-        """Return the GPU time of one replay with no inputs in the L2 cache, s."""
+        """Return the seconds of one replay on the GPU with no inputs in the L2 cache."""
         start, end = (self._event() for _ in range(2))
         self._flushed.sum()
         start.record()

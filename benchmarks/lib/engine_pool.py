@@ -24,10 +24,10 @@ class Replays(Protocol):
     """Interface to serve arrivals: EnginePool, or a stand-in without engines."""
 
     def probe_s(self) -> float:
-        """Return the present time of CpuSpeed's product, s."""
+        """Return the present time of CpuSpeed's product in seconds."""
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
-        """Serve arrivals, and return token times, s, by request, and the steps."""
+        """Serve arrivals, and return token times in seconds by request, and the steps."""
 
 
 class EngineProcesses:
@@ -70,7 +70,7 @@ class EnginePool(EngineProcesses):
         super().__init__(engines, _start, str(model), device, free)
 
     def probe_s(self) -> float:
-        """Return the time of CpuSpeed's product on a core of the engines, s."""
+        """Return the seconds of CpuSpeed's product on a core of the engines."""
         return self._pool.submit(_probe).result()
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:

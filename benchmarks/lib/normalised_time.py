@@ -24,7 +24,7 @@ class NormalisedTime:
     One of its seconds is a second at the mean speed of the records.
 
     Args:
-        records: of each core, float64[n, 4]: Unix time, s; CPU time of the probe, s; stolen ticks; all ticks.
+        records: float64[n, 4] of each core: Unix and CPU time of the probe in seconds, stolen and all ticks
         sensitivity: exponent s of `fit_sensitivity`. Where the probe takes x times as long, the work takes
             x**s times as long.
     """
@@ -87,7 +87,7 @@ def fit_sensitivity(groups: Sequence[str], slowdowns: Sequence[float], seconds: 
     Args:
         groups: name of each trial's group.
         slowdowns: of each trial, by a clock with sensitivity 1.
-        seconds: time of each trial's work, s.
+        seconds: time of each trial's work in seconds.
     """
     if len(groups) - len(set(groups)) < _SPARE_TRIALS:
         return 1.0

@@ -5,7 +5,7 @@ The command's argument is a JSON object with "model", "device" ("cpu" or "cuda")
 CUDA graph could not be switched off. Prompts are computed outside of graphs anyway.
 
 Each line on standard input is [whether to capture, token ids of a prompt]. Each answer is a line with the
-latency and the counting time that the engine reports, s.
+latency and the counting time that the engine reports, both in seconds.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Runs:
         self._last_work: tuple[int, Work] | None = None  # seed, and its requests and experts
 
     def placement_us(self, policy: str) -> float:
-        """Return the CPU time of a placement by this policy on the workers of one router, us."""
+        """Return the CPU time of a placement by this policy among one router's workers, in microseconds."""
 
         def measure() -> float:
             work, share = self._work(0), self.size.share
@@ -173,7 +173,7 @@ class Runs:
         return float(self._get_or_make(self._key(policy, "placement_us"), measure))
 
     def router_s(self, policy: str) -> float:
-        """Return the time of a router for a placement, s."""
+        """Return the time that a router needs for a placement, in seconds."""
         return 1e-6 * self.placement_us(policy) + channel_s()
 
     def router_load_pct(self, policy: str) -> float:

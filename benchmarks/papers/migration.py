@@ -77,8 +77,8 @@ def plan_migration(
 
     Args:
         old, new: int[L, P], the new one from minimise_moves.
-        windows_s: [W] compute windows of one step, s.
-        gain_s: [L] saving of the new placement per step, s; None: move everything, whatever it saves.
+        windows_s: [W] compute windows of one step in seconds.
+        gain_s: [L] seconds that the new placement saves per step; None: move everything, whatever it saves.
         steps: expected number of steps of the batch; required with `gain_s`.
 
     Raises:

@@ -23,7 +23,7 @@ class Study:
 
     Attributes:
         batch: requests that a worker runs on average if they are spread at random.
-        seconds: simulated time of arrivals, s.
+        seconds: simulated time of arrivals in seconds.
         parts: observed requests of a domain that make up a simulated one. See `offline.scenario.Routes`.
         centroids: clusters of the table.
         ttft_ms: objective, from arrival at the router (prompts arrive prefilled).

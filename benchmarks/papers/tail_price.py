@@ -92,7 +92,7 @@ def tail_price(
     record: options.Record = None,
     out: options.Out = None,
 ) -> None:
-    """Simulate policies and balancers on every point. Show changes of TPOT and TTFT, %."""
+    """Simulate policies and balancers on every point. Show changes of TPOT and TTFT in percent."""
     texts = policy or ("marginal-cost,tail_power=1", "marginal-cost,tail_power=16")
     parsed = {text: options.policy("--policy", text) for text in texts}
     chosen: dict[str, Callable[[], Policy]] = {

@@ -86,7 +86,7 @@ async def _send_until_answered(
 async def send_all(
     url: str, prompts: list[str], timeout_s: float, seconds: float | None = None
 ) -> list[_Request]:
-    """Send all prompts at once and retry refused ones, up to a time limit, s."""
+    """Send all prompts at once and retry refused ones, up to a time limit in seconds."""
     requests = [_Request() for _ in prompts]
     async with session(timeout_s) as http:
         start_s = time.perf_counter()

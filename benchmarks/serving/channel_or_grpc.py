@@ -104,7 +104,7 @@ class _Readers:
                 self._changed.set()
 
     async def of_steps(self, link: Link, seconds: float, gap_s: float) -> tuple[list[float], list[float]]:
-        """Let the engine run, and return the times of its steps and of the reads of their last tokens, s."""
+        """Let the engine run. Return the seconds of its steps and of the reads of their last tokens."""
         self._tokens, self._read_s = 0, []
         began_s = (await link.command("run", {"seconds": seconds, "gap_s": gap_s}))["began_s"]
         async with asyncio.timeout(_STEP_TIMEOUT_S):

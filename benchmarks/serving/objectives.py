@@ -133,7 +133,7 @@ def row(admission: str, answers: list[Answer], objective: LatencyObjective, seco
     """Return the figures of one kind of admission.
 
     Args:
-        seconds: duration of the arrivals, s.
+        seconds: duration of the arrivals in seconds.
     """
     waits_s = [answer.end - answer.start for answer in answers if is_refused(answer)]
     admitted = [answer for answer in answers if not is_refused(answer)]

@@ -5,7 +5,7 @@
 Both kinds of real engines have an `autoscaling_config`, and clients stream one answer after another. A few
 clients send requests first, then many clients until there are three engines of each kind, then a few until
 there is one engine of each kind again. Each row is such a phase, with the results of its requests and
-`after_s`, the time until the number of engines was reached, s. The first phase begins with that number. New
+`after_s`, the seconds until the number of engines was reached. The first phase begins with that number. New
 engines start on the serving cores, so a phase's times include that cost. The exit status is 1 if a request
 fails, or if a greedy text differs from that of the first engines.
 """

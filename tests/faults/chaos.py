@@ -138,7 +138,7 @@ def _read_statuses(url: str) -> list[dict[str, Any]]:
 
 
 def _wait_until_nothing_is_left(url: str) -> tuple[float, list[str]]:
-    """Return the time until nothing was left, s, and what is still left after SETTLE_S."""
+    """Return the seconds until nothing was left, and what is still left after SETTLE_S."""
     since = time.monotonic()
     while True:
         statuses = _read_statuses(url)

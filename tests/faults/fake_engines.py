@@ -46,7 +46,7 @@ class BlockEngine(InProcess):
     Args:
         process: the process in which it runs.
         blocks: number of KV blocks.
-        time_s: draws the duration of a piece of work from its mean, s.
+        time_s: draws the seconds of a piece of work from their mean.
 
     Attributes:
         running: number of requests in work.

@@ -18,7 +18,7 @@ def client_of(ingress: Process) -> Any:
 
 
 def longest_wait_for_router_s(ingress: Process, now_s: float) -> float:
-    """Return the longest wait of a request of the ingress for an answer of the router, s."""
+    """Return the longest wait of the ingress's requests for an answer of the router, in seconds."""
     waits_s = [
         now_s - request.unanswered_since_s
         for request in client_of(ingress)._waiting._waiting.values()

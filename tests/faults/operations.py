@@ -61,7 +61,7 @@ class InjectedFault:
     Attributes:
         fault: one of FAULTS.
         at_s: time at which it was injected.
-        recovery_s: time until the application had recovered, s; None if that took too long.
+        recovery_s: seconds until the application had recovered; None if that took too long.
         client_ports: client ports of the connections that the killed process held.
         died_s: time at which the killed process was dead. Until then it may have accepted connections.
     """

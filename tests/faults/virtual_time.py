@@ -103,7 +103,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     Attributes:
         processes: all processes, of which the first is that of `run`'s coroutine.
         network: a `virtual_network.Network`, which carries all connections.
-        thread_s: draws the duration of a call in a thread, s.
+        thread_s: draws the seconds of a call in a thread.
         in_thread: whether such a call is running.
         errors: uncaught exceptions, which asyncio would have logged, and blocked event loops.
         trace: hash of the sequence of steps, equal for equal runs.

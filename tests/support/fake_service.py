@@ -23,7 +23,7 @@ class FakeService:
     """Records the requests that it gets, with their times.
 
     Attributes:
-        first_s, gap_s: delay of the first token and of each further one, s.
+        first_s, gap_s: delays of the first token and of each further one, in seconds.
         fail_every: one in so many requests gets a 503; 0: none.
         reports_steps: whether the status includes the engines' steps.
         more_status: additional or replaced fields of the status.

@@ -78,7 +78,7 @@ def _figures(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]
 
 
 def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
-    """Return the quantiles of TPOT, ms. Requests of equal number in a round are drawn together."""
+    """Return the quantiles of TPOT in ms. Requests of equal number in a round are drawn together."""
     counts = resampled_counts(np.repeat(np.arange(len(trials)), sent), seed=seed)
     ms = np.concatenate([trial.tpot_ms for trial in trials])
     units = np.concatenate([sent * round_ + trial.number for round_, trial in enumerate(trials)])

@@ -96,7 +96,7 @@ class _Experts:
         return lambda tokens: (gate(tokens)[0], experts)
 
     def seconds(self, layer: int, rows: Tensor, slot: Tensor) -> float:
-        """Return the time of these rows' experts, all of which are local, s."""
+        """Return the seconds that these rows' experts take, all of which are local."""
         products = self.products(layer, np.arange(self._plan.num_experts))
         start = _now()
         products(rows, slot)

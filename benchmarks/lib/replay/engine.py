@@ -119,7 +119,7 @@ class ReplayEngine:
         self._clock = perf_counter if self._cuda else thread_time
 
     def probe_s(self) -> float:
-        """Return the present time of CpuSpeed's product on this core, s; 1 on a GPU, which needs no probe."""
+        """Return the present seconds of CpuSpeed's product on this core; a GPU needs no probe and gives 1."""
         return 1.0 if self._cuda else self._cpu_speed.typical()
 
     def slowdown(self, probe_s: float) -> float:
@@ -127,7 +127,7 @@ class ReplayEngine:
         return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
-        """Run one step, and return outputs, time by the engine's clock, s, and the newly complete records.
+        """Run one step, and return outputs, seconds by the engine's clock, and the newly complete records.
 
         On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
         that step's time, s, in "took".
@@ -163,7 +163,7 @@ class ReplayEngine:
             self.step()
 
     def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
-        """Serve the arrivals without idle time, and return token times, s, by request, and the steps.
+        """Serve the arrivals without idle time, and return token times in seconds by request, and the steps.
 
         On a CPU the clock is the sum of the steps' CPU times, scaled to a probe time of `probe_s`. An engine
         here is one thread that never sleeps, so this is a step's time on its own core, without the effect of

@@ -103,12 +103,12 @@ class Case:
 
     @property
     def tpot_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the median TPOT of a job's replays, by arm, s."""
+        """Return the median TPOT of a job's replays in seconds, by arm."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
 
     @property
     def first_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the median time from a job's arrival to the end of its first decode step, by arm, s."""
+        """Return the median seconds from a job's arrival to the end of its first decode step, by arm."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
 
 

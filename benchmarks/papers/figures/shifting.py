@@ -186,7 +186,7 @@ class Cluster:
         return self.cost.layer_s(self._work(tokens, placement))
 
     def windows_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return float[L], s: the mean rank's computation in each layer, while no all-to-all runs."""
+        """Return float[L] in seconds: the mean rank's computation in each layer, while no all-to-all runs."""
         work = self._work(tokens, placement)
         idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
         return np.asarray(self.cost.rank_s(idle).mean(axis=-1))
@@ -198,7 +198,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Served:
-    """Result of a run of batches: latency of each, ms, and experts moved (each in one layer) before it."""
+    """Result of a run of batches: latency of each in ms, and experts moved (each in one layer) before it."""
 
     batch_ms: NDArray[np.float64]
     moves: NDArray[np.int64]
