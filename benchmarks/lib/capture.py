@@ -1,4 +1,4 @@
-"""Capture which experts the demo model uses for real prompts: the input of most benchmarks.
+"""The experts that the demo model uses for real prompts: the input of most benchmarks.
 
     python -m benchmarks.lib.capture --prompts DIR
 

@@ -1,4 +1,4 @@
-"""Start a separate Ray on this machine, and leave nothing behind."""
+"""A separate Ray on this machine, which leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time work in a CUDA graph by events, so that no host time is included."""
+"""Times of work in a CUDA graph, measured by events without the time of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay engines side by side, each in its own process on one core; or one on a GPU."""
+"""Engines for replays, each in its own process on one core, or a single one on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare an engine's expert counts with those of another implementation, integer by integer.
+"""The comparison of an engine's expert counts with another implementation's, integer by integer.
 
 Reports are those of `tests/engine/engine_script.py`.
 """

@@ -1,4 +1,4 @@
-"""Compare policies live: serve the application, swap tables in, and drive the load by loadgen.compare.
+"""Live comparisons of policies: the application, its tables, and the load of loadgen.compare.
 
 Shared machines are faster in one trial than in the next. So each policy has two rows. The one with `clock`
 wall has wall-clock times, the one with `clock` even has times normalised for CPU speed

@@ -1,4 +1,4 @@
-"""Combine the rounds of a measurement into one row: medians with confidence intervals."""
+"""Rows that combine the rounds of a measurement: medians with confidence intervals."""
 
 from __future__ import annotations
 

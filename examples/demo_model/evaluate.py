@@ -38,7 +38,7 @@ _NOTES = (
 
 
 class Recorder:
-    """Collects the expert ids [tokens, k] of every layer in each forward pass."""
+    """The expert ids [tokens, k] of every layer in each forward pass."""
 
     def __init__(self, model: Any) -> None:
         self.chosen: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Send more prompts at once than the demo's prefill engine can compute within its bound."""
+"""More prompts at once than the demo's prefill engine can compute within its bound."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A script that aborts requests some steps after the decode engine has received them.
+"""Abort requests some steps after the decode engine has received them.
 
 The last argument, one of `Blocks`, says what the prefill engine does with a prompt's blocks before the read.
 """
@@ -32,7 +32,7 @@ class Blocks(StrEnum):
 
 
 class InvalidBlockWarnings(logging.Handler):
-    """Counts NIXL's log messages that blocks may be invalid."""
+    """A handler that counts NIXL's log messages about invalid blocks."""
 
     count = 0
 

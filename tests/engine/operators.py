@@ -1,4 +1,4 @@
-"""Record the torch functions and operators that some code calls, and which of them wait for the device."""
+"""The torch functions and operators that some code calls, and those that wait for the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAITING = {
 
 
 class Operators:
-    """Records the names of the operators called in wrapped functions."""
+    """The names of the operators called in wrapped functions."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

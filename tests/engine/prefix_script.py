@@ -25,7 +25,7 @@ SETTLE_S = 0.1  # for the statistics of the last step
 
 
 class Conversations:
-    """Sends completions to the engine, and predicts the cached tokens of each before."""
+    """Conversations with the engine, which predict the cached tokens of each prompt."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

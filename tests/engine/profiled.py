@@ -1,4 +1,4 @@
-"""Find calls that wait for the device in a trace of torch's profiler with stacks."""
+"""Calls that wait for the device, in a trace of torch's profiler with stacks."""
 
 from __future__ import annotations
 

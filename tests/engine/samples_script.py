@@ -49,7 +49,7 @@ def prompts(many: int) -> list[list[int]]:
 
 
 class Client:
-    """Sends completion requests with token ids, like the serving code."""
+    """A client that sends completion requests with token ids, like the serving code."""
 
     def __init__(self, engine: Any, prefills: Any) -> None:
         self._engine, self._prefills = engine, prefills

@@ -1,4 +1,4 @@
-"""Run engines as scripts in their own processes (vLLM starts once per process)."""
+"""Engines that run as scripts in their own processes, since vLLM starts once per process."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class BlockEngine(InProcess):
 
 
 class PrefillEngine(BlockEngine):
-    """Holds the blocks of a finished prompt until they are read or abandoned, or their lease ends.
+    """An engine that holds the blocks of a prompt until they are read, abandoned, or their lease ends.
 
     Attributes:
         held_blocks: blocks of finished prompts, by the engine's id of the prompt.
@@ -173,7 +173,7 @@ class PrefillEngine(BlockEngine):
 
 
 class DecodeEngine(BlockEngine):
-    """Reads the prompt's blocks from a prefill engine's memory, or computes them, then generates.
+    """An engine that generates after it has read a prompt's blocks from a prefill engine or computed them.
 
     Args:
         peers: all engines, by name.
@@ -303,7 +303,7 @@ def _tokens(ids: bytes) -> Any:
 
 
 class Writer:
-    """Writes answers in the format of vLLM's server."""
+    """A writer of answers in the format of vLLM's server."""
 
     def __init__(self, request: EngineRequest, fields: dict[str, Any]) -> None:
         self._chat = request.method == "chat"

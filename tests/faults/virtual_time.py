@@ -33,7 +33,7 @@ _process: ContextVar[Process] = ContextVar("process")
 
 
 class LivelockError(RuntimeError):
-    """The run does not end."""
+    """An error that says that the run does not end."""
 
 
 class Process:

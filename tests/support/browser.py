@@ -1,4 +1,4 @@
-"""Render pages with headless Chromium."""
+"""Pages rendered by headless Chromium."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Detect and hide the CPU features by which vLLM and torch choose kernels.
+"""The CPU features by which vLLM and torch choose kernels, and how to hide them.
 
 `ELDR_CPU=avx2 make test-families` runs as on a CPU with AVX2 but without AVX-512. Valid values are the keys
 of `FEATURES`. Features that the machine lacks cannot be added.

@@ -50,7 +50,7 @@ class Sent:
 
 
 class FakeFleet:
-    """Stand in for a Fleet, whose calls are answered by the asynchronous generator `answer(sent)`.
+    """A stand-in for a Fleet, whose calls are answered by the asynchronous generator `answer(sent)`.
 
     It yields bytes, (bytes, tokens), (bytes, tokens, ids), or a dict for the call's end.
     Its exceptions end the call: ChannelLostError as it is, any other as the engine's error.

@@ -20,7 +20,7 @@ def _refusal(status: int, message: str) -> web.Response:
 
 
 class FakeService:
-    """Records the requests that it gets, with their times.
+    """A service that records its requests with their times.
 
     Attributes:
         first_s, gap_s: delays of the first token and of each further one, in seconds.

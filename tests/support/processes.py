@@ -1,4 +1,4 @@
-"""Run commands in processes of their own."""
+"""Commands in processes of their own."""
 
 import os
 import subprocess

@@ -30,7 +30,7 @@ _INLINE = re.compile(r"`((?:eldr|make|python -m) [^`]+)`")
 
 
 class _Fetched(HTMLParser):
-    """Collects the addresses that a browser fetches with a page."""
+    """The addresses that a browser fetches with a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Predict the trials with the simulator, whose decode workers also step together."""
+"""Predictions of the trials by the simulator, whose decode workers also step together."""
 
 from __future__ import annotations
 

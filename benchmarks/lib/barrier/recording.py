@@ -1,4 +1,4 @@
-"""Record the steps of data-parallel ranks, in vLLM's engine cores; set as `scheduler_cls` of an engine."""
+"""A scheduler that records the steps of data-parallel ranks; an engine names it as `scheduler_cls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Join the steps of an engine's data-parallel ranks, which wait for each other in every step."""
+"""The joint steps of an engine's data-parallel ranks, which wait for each other in every step."""
 
 from __future__ import annotations
 

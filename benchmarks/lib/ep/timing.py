@@ -199,7 +199,7 @@ def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
 
 
 class _Clock:
-    """Records the seconds of each stage since the previous one."""
+    """The seconds of each stage since the previous one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

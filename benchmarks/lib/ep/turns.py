@@ -1,4 +1,4 @@
-"""Measure arms in turns on one EP engine, and keep the results in a journal.
+"""Measurements of arms that take turns on one EP engine, kept in a journal.
 
 The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
 answers.

@@ -1,4 +1,4 @@
-"""Serve the application over engines that compute nothing, and send requests to it."""
+"""The running application over engines that compute nothing, and requests to it."""
 
 from __future__ import annotations
 

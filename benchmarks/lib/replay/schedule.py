@@ -1,4 +1,4 @@
-"""Measure the TPOT of placements without contention: replay each worker's schedule alone on a real engine.
+"""TPOT of placements without contention: each worker's schedule is replayed alone on a real engine.
 
 A policy places Poisson arrivals of prefilled requests on K workers in simulation, with a step cost that was
 first fitted to this engine. A real engine with a core of its own then serves each worker's requests at their
@@ -146,7 +146,7 @@ class _Replay:
 
 
 class _RepeatPlacements(Policy):
-    """Repeat earlier placements. Request ids are the simulator's numbers."""
+    """A policy that repeats earlier placements. Request ids are the simulator's numbers."""
 
     def __init__(self, worker: NDArray[np.int64]) -> None:
         super().__init__()

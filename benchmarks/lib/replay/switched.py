@@ -1,4 +1,4 @@
-"""Switch one engine between our connector and scheduler and vLLM's own, to measure what capture adds."""
+"""An engine that switches between our connector and scheduler and vLLM's, to measure what capture adds."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PREFILLED = msgspec.msgpack.encode({"token_ids": bytes(4 * TOKENS), "kv": {}})
 
 
 class Engine:
-    """Computes prompts in order of arrival, but never those in `stuck`."""
+    """An engine that computes prompts in order of arrival, but never those in `stuck`."""
 
     def __init__(self, answer: bytes, stuck: Callable[[Sent], bool] = lambda sent: False) -> None:
         self._turns: dict[str, asyncio.Lock] = {}

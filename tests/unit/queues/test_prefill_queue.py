@@ -25,7 +25,7 @@ QUICK = (Phase.explicit, Phase.generate)  # shrinking a failing load takes minut
 
 @dataclass
 class Server:
-    """Computes prompts one after the other, and reports its queue once per second."""
+    """A server that computes prompts one after the other, and reports its queue once per second."""
 
     clock: Clock
     rate: float
@@ -77,7 +77,7 @@ class Server:
 
 @dataclass
 class Ingress:
-    """Sends prompts to the server while its queue has room."""
+    """An ingress that sends prompts to the server while its queue has room."""
 
     server: Server
 

@@ -26,7 +26,7 @@ from tests.support.tables import counts_for, request, unit_table
 
 
 class Cluster:
-    """Stands in for Ray: looks up the actor and can kill it."""
+    """A stand-in for Ray, which looks up the actor and can kill it."""
 
     def __init__(self) -> None:
         self.router = DecodeRouter(RouterSettings(model_id="m", policy="locality-band"))
