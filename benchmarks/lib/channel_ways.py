@@ -202,8 +202,8 @@ def _channel_server(engine: Engine) -> ChannelServer:
 def _grpc_methods(engine: Engine) -> Json:
     async def stream(request: bytes, context: Any) -> None:
         def send(payload: bytes, ids: bytes) -> Awaitable[None]:
-            found: Awaitable[None] = context.write(b"".join((_TOKENS.pack(1), ids, payload)))
-            return found
+            write: Awaitable[None] = context.write(b"".join((_TOKENS.pack(1), ids, payload)))
+            return write
 
         await engine.stream(json.loads(request), send)
 

@@ -26,10 +26,10 @@ class Answer:
     error: str | None = None
 
 
-def allow_open_files(wanted: int) -> None:
+def allow_open_files(number: int) -> None:
     """Raise this process's limit of open files, as far as the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 

@@ -165,12 +165,12 @@ def predictions_of(
     for policy in trials:
         name, parameters = policy_and_parameters(policy, load.slots)
         makers[policy] = partial(make_policy, name, **parameters)
-    steps = {policy: [trial.steps for trial in own] for policy, own in trials.items()}
+    steps = {policy: [trial.steps for trial in policy_trials] for policy, policy_trials in trials.items()}
     queued = chain.from_iterable(steps[policy] for policy, make in makers.items() if _has_queue(make()))
     handover_s = fit_handover_s([*queued], load.slots, float(lengths[:, 1].mean()))
     ranks = next(iter(steps.values()))[0].kv_tokens.shape[1]
     predictions = {}
-    for policy, own in trials.items():
+    for policy, policy_trials in trials.items():
         others = chain.from_iterable(steps[other] for other in steps if other != policy)
         decode = Decode(
             workers=ranks, max_batch=load.slots, barrier=True, cost=fit_cost([*others] or steps[policy])
@@ -179,13 +179,13 @@ def predictions_of(
         predictions[policy] = [
             predict(
                 makers[policy],
-                part_of_round(lengths, number, len(own)),
+                part_of_round(lengths, number, len(policy_trials)),
                 load,
                 cluster,
                 2 * trial.sent,
                 seed,
             )
-            for number, trial in enumerate(own)
+            for number, trial in enumerate(policy_trials)
         ]
     return predictions
 

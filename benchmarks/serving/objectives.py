@@ -150,8 +150,8 @@ def row(admission: str, answers: list[Answer], objective: LatencyObjective, seco
     }
     for name in ("ttft", "tpot"):
         values = [getattr(answer.timing, f"{name}_s") for answer in admitted if answer.error is None]
-        known = [1000 * value for value in values if value is not None]
-        figures[f"{name}_p95_ms"] = float(np.percentile(known, 95)) if known else float("nan")
+        times_ms = [1000 * value for value in values if value is not None]
+        figures[f"{name}_p95_ms"] = float(np.percentile(times_ms, 95)) if times_ms else float("nan")
     return figures | {"failures": sum(answer.error is not None for answer in admitted)}
 
 

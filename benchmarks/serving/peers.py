@@ -342,12 +342,12 @@ def _check_together(groups: list[list[str]]) -> None:
 
 
 def _choose_systems(systems: str, venv: Path | None, policies: str) -> list[str]:
-    known = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
-    possible = [s for s in known if venv is not None or not s.startswith("vllm-router")]
+    system_names = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
+    possible = [s for s in system_names if venv is not None or not s.startswith("vllm-router")]
     chosen: list[str] = []
     for system in systems.split(",") if systems else possible:
-        if system not in known:
-            raise UserInputError(f"there is no system {system!r}; there are {', '.join(known)}")
+        if system not in system_names:
+            raise UserInputError(f"there is no system {system!r}; there are {', '.join(system_names)}")
         if system not in possible:
             raise UserInputError(f"{system} needs --vllm-router-venv")
         several = system.startswith("vllm-router") and policies != "round_robin"

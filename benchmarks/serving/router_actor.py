@@ -138,8 +138,8 @@ def _measure(
             added.append(float(np.median(places[-1]) - np.median(bares[-1])))
         middle, low, high = median_ci(added)
         row: dict[str, Any] = {"workers": workers, "in_flight": in_flight}
-        for kind, taken in (("bare", np.concatenate(bares)), ("place", np.concatenate(places))):
-            row |= {f"{kind}_p{q}_ms": 1000 * float(np.percentile(taken, q)) for q in (50, 99)}
+        for kind, times_s in (("bare", np.concatenate(bares)), ("place", np.concatenate(places))):
+            row |= {f"{kind}_p{q}_ms": 1000 * float(np.percentile(times_s, q)) for q in (50, 99)}
         row |= {
             "added_p50_ms": 1000 * middle,
             "added_p50_low_ms": 1000 * low,

@@ -83,7 +83,7 @@ async def _trial(
     So the same requests count for all systems. Requests/s and CPU times refer to the span in which these
     requests were sent.
     """
-    counted: list[Answer] = []
+    counted_answers: list[Answer] = []
     marks: list[tuple[float, Counter[str]]] = []  # when those that count begin, and the next ones
     enough = asyncio.Event()
     numbers, waiting = count(), iter(chains)
@@ -96,8 +96,8 @@ async def _trial(
                     marks.append((time.perf_counter(), cpu_s()))
                 answer = await send(http, body)
                 if 0 <= number < requests:
-                    counted.append(answer)
-                if len(counted) == requests and len(marks) == 2:
+                    counted_answers.append(answer)
+                if len(counted_answers) == requests and len(marks) == 2:
                     enough.set()
 
     async with session(_TIMEOUT_S) as http:
@@ -112,17 +112,19 @@ async def _trial(
         raise UserInputError(
             f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}"
         )
-    (begun, before), (ended, after) = marks
-    row = summary(counted)
-    row["requests_per_s"] = (requests - row["failures"]) / (ended - begun)
-    row["tokens_per_s"] *= (max(a.end for a in counted) - min(a.start for a in counted)) / (ended - begun)
+    (begin_s, before), (end_s, after) = marks
+    row = summary(counted_answers)
+    row["requests_per_s"] = (requests - row["failures"]) / (end_s - begin_s)
+    row["tokens_per_s"] *= (max(a.end for a in counted_answers) - min(a.start for a in counted_answers)) / (
+        end_s - begin_s
+    )
     cpu = {part: s - before[part] for part, s in after.items()}
-    tokens = row["tokens_per_s"] * (ended - begun)
+    tokens = row["tokens_per_s"] * (end_s - begin_s)
     row["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
     row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
     unix_s = time.time() - time.perf_counter()
-    row["span"] = [unix_s + begun, unix_s + max(a.end for a in counted)]
-    return row | {"errors": errors(counted)}
+    row["span"] = [unix_s + begin_s, unix_s + max(a.end for a in counted_answers)]
+    return row | {"errors": errors(counted_answers)}
 
 
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:

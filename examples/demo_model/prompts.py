@@ -37,10 +37,10 @@ def prompts(
         with np.load(corpus / f"{domain}.held.npz") as file:
             text = tokenizer.decode(file["tokens"])
         assert isinstance(text, str)  # one sequence was given
-        found = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
-        asked = [Prompt(f"{domain}-{n}", domain, text) for n, text in enumerate(list(found)[:limit])]
-        write_prompts(out / f"{domain}.jsonl", asked)
-        typer.echo(f"{domain}: {len(asked)} questions")
+        texts = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
+        workload = [Prompt(f"{domain}-{n}", domain, text) for n, text in enumerate(list(texts)[:limit])]
+        write_prompts(out / f"{domain}.jsonl", workload)
+        typer.echo(f"{domain}: {len(workload)} questions")
 
 
 if __name__ == "__main__":

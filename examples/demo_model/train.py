@@ -252,10 +252,10 @@ def optimizers_of(model: Qwen3MoeForCausalLM, dtype: torch.dtype) -> list[torch.
     named = dict(model.named_parameters())
     gates = [p for n, p in named.items() if n.endswith("gate.weight")]
     plain = [p for n, p in named.items() if "embed" in n or p.dim() == 1]
-    taken = {id(p) for p in gates + plain}
+    ids = {id(p) for p in gates + plain}
     groups: list[dict[str, Any]] = [{"params": plain, "lr": 3e-3}, {"params": gates, "lr": 2e-3}]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    muon = Muon([p for p in named.values() if id(p) not in taken], lr=6e-3, dtype=dtype)
+    muon = Muon([p for p in named.values() if id(p) not in ids], lr=6e-3, dtype=dtype)
     for group in (*adam.param_groups, *muon.param_groups):
         group["initial_lr"] = group["lr"]
     return [adam, muon]

@@ -191,8 +191,8 @@ class Service:
 
     def kv_usage(self) -> float:
         """Return the share of KV blocks in use, summed over all engines, up to two seconds old."""
-        own = self.status()["ingress"]
-        return sum([*own["prefill_kv_usage"].values(), *own["decode_kv_usage"].values()])
+        ingress = self.status()["ingress"]
+        return sum([*ingress["prefill_kv_usage"].values(), *ingress["decode_kv_usage"].values()])
 
     def wait_empty(self, within_s: float = 15.0) -> None:
         """Wait until no engine holds a block. A prompt that is never released stays for 30 s."""

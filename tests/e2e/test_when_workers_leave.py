@@ -30,8 +30,8 @@ def in_flight(service: Service, replica: str) -> int:
     """Drain a replica, again if it is drained already, and return the number of its calls."""
     answer = service.admin("PUT", "/eldr/drain", json={"replica": replica})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return int(found["in_flight"])
+    fields: dict[str, Any] = answer.json()
+    return int(fields["in_flight"])
 
 
 async def test_a_drained_worker_is_soon_empty_and_no_answer_changes(

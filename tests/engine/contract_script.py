@@ -69,8 +69,8 @@ async def serve(model: str, pipe: Connection) -> None:
     while (call := await asyncio.to_thread(pipe.recv)) is not None:
         method, arguments = call
         try:
-            found = getattr(engine, method)(*arguments)
-            answer = ("is", await found if asyncio.iscoroutine(found) else found)
+            result = getattr(engine, method)(*arguments)
+            answer = ("is", await result if asyncio.iscoroutine(result) else result)
         except Exception as error:
             answer = ("fails", (str(error), engine.status_of(error)))
         pipe.send(answer)

@@ -130,7 +130,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
 
     # Graph capture does not work inside a torch mode.
     operators = Operators() if where == "cuda" else record_operators(where == "host")
-    placed = device_arguments(where, graphs)
+    device_kwargs = device_arguments(where, graphs)
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -139,8 +139,8 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
             max_model_len=512,
             max_num_seqs=12,
             max_num_batched_tokens=CHUNK,
-            num_gpu_blocks_override=KV_TOKENS // placed["block_size"],
-            **engine_kwargs("calibrate", async_scheduling=asynchronous, **placed),
+            num_gpu_blocks_override=KV_TOKENS // device_kwargs["block_size"],
+            **engine_kwargs("calibrate", async_scheduling=asynchronous, **device_kwargs),
         ),
         UsageContext.LLM_CLASS,
         stat_loggers=[Recorder],

@@ -66,9 +66,9 @@ def main(model: str, out: str, asynchronous: bool) -> None:
     report["abandoned while it was computed"] = used()
 
     prefill("heartbeat")
-    (held,) = connector.connector_worker._reqs_to_send
+    (held_name,) = connector.connector_worker._reqs_to_send
     abandon("heartbeat")
-    connector.connector_worker._handle_heartbeat(held)
+    connector.connector_worker._handle_heartbeat(held_name)
     report["abandoned, prolonged by a heartbeat"] = used()
 
     prefill("other")

@@ -39,12 +39,12 @@ def prompts(many: int) -> list[list[int]]:
     """
     rng, token_ids = np.random.default_rng(39), []
     for number in range(many):
-        own = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
+        tokens = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
         if number and number % 7 == 0:
-            own = token_ids[number - 5]
+            tokens = token_ids[number - 5]
         elif number > 2 and number % 3 == 0:
-            own = token_ids[number - 3][:64] + own
-        token_ids.append(own)
+            tokens = token_ids[number - 3][:64] + tokens
+        token_ids.append(tokens)
     return token_ids
 
 
@@ -66,9 +66,13 @@ class Client:
         more: dict[str, Any] = {"sampled": sampled}
         if self._prefills is not None:
             async with self._one_prefill:
-                held = await self._prefills.prefill(self._request(name, prompt))
-            kv = dict(held.kv)
-            more |= {"expert_counts": kv.pop(EXPERT_COUNTS), "kv": kv, "token_ids": held.token_ids.tobytes()}
+                answer = await self._prefills.prefill(self._request(name, prompt))
+            kv = dict(answer.kv)
+            more |= {
+                "expert_counts": kv.pop(EXPERT_COUNTS),
+                "kv": kv,
+                "token_ids": answer.token_ids.tobytes(),
+            }
         ids, enough = bytearray(), asyncio.Event()
 
         def on_chunk(payload: bytes, tokens: int, made: bytes = b"") -> None:

@@ -335,8 +335,8 @@ def test_wrong_position_embeddings_of_the_cpu_kernel_are_refused() -> None:
 
     def turned(embed: Any, *shape: int) -> torch.Tensor:
         query, _ = embed(positions, queries.reshape(shape).clone(), keys.reshape(5, -1).clone())
-        found: torch.Tensor = query.reshape(5, 2, 32)
-        return found
+        result: torch.Tensor = query.reshape(5, 2, 32)
+        return result
 
     right = turned(rotary.forward_native, 5, 64)
     torch.testing.assert_close(turned(rotary.forward_native, 5, 2, 32), right)
@@ -427,8 +427,8 @@ def test_engines_without_drafts_are_unchanged(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("gpu", "EldrWorker")])
 def test_a_gpu_has_a_worker_that_chooses_the_kernel(device: str, worker: str | None) -> None:
-    found = engine_kwargs("decode", device=device).get("worker_cls")
-    assert found == (worker and f"eldr_serve.engine.vllm.gpu_worker.{worker}")
+    worker_class = engine_kwargs("decode", device=device).get("worker_cls")
+    assert worker_class == (worker and f"eldr_serve.engine.vllm.gpu_worker.{worker}")
 
 
 def test_the_worker_has_the_arguments_of_vllms_worker() -> None:

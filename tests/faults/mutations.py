@@ -287,9 +287,9 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_source(fullname) or ""
-        found = source.count(self.mutation.old)
-        if found != 1:
-            raise ValueError(f"mutation {self.mutation.name!r}: its text occurs {found} times in {fullname}")
+        number = source.count(self.mutation.old)
+        if number != 1:
+            raise ValueError(f"mutation {self.mutation.name!r}: its text occurs {number} times in {fullname}")
         return compile(source.replace(self.mutation.old, self.mutation.new), self.path, "exec")
 
 

@@ -174,8 +174,8 @@ def _other_endpoints(model: str) -> Iterator[Case]:
             yield case(path, path, text)
         for name in (model, f"{model}:x", "x", None, 5, "a\ud800"):
             yield case(path, path, {"model": name} | fields)
-        own = tables["own_fields"].get(path, [])
-        for field in dict.fromkeys((*fields, *own, *tables["endpoint_fields"])):
+        own_fields = tables["own_fields"].get(path, [])
+        for field in dict.fromkeys((*fields, *own_fields, *tables["endpoint_fields"])):
             for odd in tables["odd"]:
                 yield case(f"{path}:{field}", path, {"model": model} | fields | {field: odd})
     for tokens in ([10**9], [-1], [1] * 100_000, [2**62]):

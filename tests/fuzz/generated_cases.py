@@ -95,8 +95,8 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
         path, valid = draw(st.sampled_from(bodies))
         # A field that the endpoint alone has is as likely as all others together.
         fields = st.sampled_from(tables["fields"])
-        if own := tables["own_fields"].get(path):
-            fields = st.sampled_from(own) | fields
+        if own_fields := tables["own_fields"].get(path):
+            fields = st.sampled_from(own_fields) | fields
         body = json.loads(json.dumps(valid))
         for _ in range(draw(st.integers(1, 3))):
             body = _mutate(body, draw, fields)
@@ -165,11 +165,11 @@ def _case_of(generated: Any, admin_key: str | None) -> Case:
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     headers = {name.lower(): value for name, value in prepared.headers.items()}
     body = prepared.body or b""
-    kept = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
+    fields = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
     if admin_key and target.startswith("/eldr/"):
-        kept["authorization"] = f"Bearer {admin_key}"
+        fields["authorization"] = f"Bearer {admin_key}"
     label = f"openapi:{generated.method} {generated.operation.path}"
-    return case(label, target, _bytes(body), method=prepared.method or "GET", headers=kept)
+    return case(label, target, _bytes(body), method=prepared.method or "GET", headers=fields)
 
 
 def _bytes(body: Any) -> bytes:

@@ -38,9 +38,9 @@ def limited_to(best: str, environment: Mapping[str, str]) -> dict[str, str]:
 def available() -> list[str]:
     """Return the features that tests see, lowest first."""
     flags = set(_cpuinfo().get("flags", "").split())
-    found = [feature for feature, needs in FEATURES.items() if needs <= flags]
+    features = [feature for feature, needs in FEATURES.items() if needs <= flags]
     best = os.environ.get(VARIABLE)
-    return found[: list(FEATURES).index(best) + 1] if best else found
+    return features[: list(FEATURES).index(best) + 1] if best else features
 
 
 def description() -> str:

@@ -61,9 +61,9 @@ def series() -> dict[str, tuple[str, set[str]]]:
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Prometheus's checker. AssertionError, with what to install, if there is none."""
-    found = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
-    assert found, "no promtool: run `make promtool`, or install Debian's prometheus"
-    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    program = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
+    assert program, "no promtool: run `make promtool`, or install Debian's prometheus"
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def expressions() -> Iterator[tuple[str, str]]:

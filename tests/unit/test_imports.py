@@ -320,8 +320,8 @@ def test_names_of_vllm_are_distinguished_from_prose(tmp_path: Path) -> None:
         '"""VLLM_DOCUMENTED."""\nfrom vllm import LLM\nx = "vLLM says no: leave VLLM_PORT"\n'
         'h = {"x-vllm-priority"}\ndef of_vllm(): ...\n'
     )
-    found = {name for name in _names_in(file) if "vllm" in name.lower()}
-    assert found == {"vllm.LLM", "VLLM_PORT", "x-vllm-priority", "of_vllm"}
+    names = {name for name in _names_in(file) if "vllm" in name.lower()}
+    assert names == {"vllm.LLM", "VLLM_PORT", "x-vllm-priority", "of_vllm"}
 
 
 @pytest.mark.parametrize("package", ["loadgen", "offline"])

@@ -37,12 +37,12 @@ def policy_rows(
     Args:
         trials, predictions: those of all rounds, by policy. A round has equal requests for all policies.
     """
-    sent = max(trial.sent for mine in trials.values() for trial in mine)
-    measured = {policy: _figures(mine, sent, seed) for policy, mine in trials.items()}
-    simulated = {policy: _simulated(mine) for policy, mine in predictions.items()}
+    sent = max(trial.sent for rounds in trials.values() for trial in rounds)
+    measured = {policy: _figures(rounds, sent, seed) for policy, rounds in trials.items()}
+    simulated = {policy: _simulated(rounds) for policy, rounds in predictions.items()}
     rows = []
-    for policy, own in trials.items():
-        row = {"trace": trace, "policy": policy, **_counts(own)}
+    for policy, policy_trials in trials.items():
+        row = {"trace": trace, "policy": policy, **_counts(policy_trials)}
         for name, values in measured[policy].items():
             expected = simulated[policy][name]
             column, change = _compare(name, values, measured[BASE][name])

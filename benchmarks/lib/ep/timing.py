@@ -68,8 +68,8 @@ class Plan:
                 experts = self.routes[b, layer]
                 # All-to-all: each rank chooses for its own tokens.
                 parts = self.ranks if arm[2] == "all-to-all" else 1
-                for own in np.split(experts, parts):
-                    np.add.at(tokens[b, layer], (own, route(own, np.zeros(len(own), np.int64))), 1)
+                for chunk in np.split(experts, parts):
+                    np.add.at(tokens[b, layer], (chunk, route(chunk, np.zeros(len(chunk), np.int64))), 1)
         return tokens
 
 
@@ -111,13 +111,13 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
     """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
     experts_of_rank = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
-    own = tokens // plan.ranks
-    start = rank * own
+    rank_tokens = tokens // plan.ranks
+    start = rank * rank_tokens
     times = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
     for b, layer, turn, arm in _schedule(plan):
         placement = plan.placements[arm[0]][layer]
         gathers_all = arm[2] == "all-gather"
-        recorded = plan.routes[b, layer] if gathers_all else plan.routes[b, layer, start : start + own]
+        recorded = plan.routes[b, layer, slice(None) if gathers_all else slice(start, start + rank_tokens)]
         layer_of_rank = ParallelLayer(
             experts_of_rank.gate(layer, recorded),
             experts_of_rank.products(layer, placement.reshape(plan.ranks, -1)[rank]),
@@ -125,12 +125,12 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
             num_experts=plan.num_experts,
             route=plan.routing(arm, layer),
         )
-        x = experts_of_rank.tokens(own)
+        x = experts_of_rank.tokens(rank_tokens)
         clock = _Clock()
         dist.barrier()
         clock.start()
         if gathers_all:
-            layer_of_rank.run_gathered(x, [own] * plan.ranks, clock)
+            layer_of_rank.run_gathered(x, [rank_tokens] * plan.ranks, clock)
         else:
             layer_of_rank.run_exchanged(x, clock)
         times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]

@@ -109,8 +109,8 @@ class ReplayEngine:
         self._cuda = device != "cpu"
         kwargs |= {"max_model_len": max_model_len, "max_num_seqs": max_batch, "seed": 0}
         kwargs |= ROOM if self._cuda else {"max_num_batched_tokens": STEP_TOKENS}
-        made = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
-        self._engine = LLMEngine.from_engine_args(made, stat_loggers=[Recorder])
+        engine_args = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
+        self._engine = LLMEngine.from_engine_args(engine_args, stat_loggers=[Recorder])
         # If torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
         torch.set_num_threads(1)

@@ -269,8 +269,8 @@ class Bench:
 
     def _fitting_steps(self, requests: int) -> Steps:
         """Measure the steps of batches of different sizes, of one domain and of all."""
-        if (known := self._journal.get("fitting steps")) is not None:
-            return Steps(**known)
+        if (entry := self._journal.get("fitting steps")) is not None:
+            return Steps(**entry)
         steps, domains = Steps(), np.array(self.data.trace.domains)
         names, sizes = np.unique(domains, return_counts=True)
         single = names[np.argsort(-sizes)[:2]]

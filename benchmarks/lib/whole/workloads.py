@@ -44,9 +44,9 @@ def conversations(records: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
     for record in records:
         turns.setdefault(record.hash_ids[:2], []).append(record)
     return [
-        own
-        for own in turns.values()
-        if len(own) in TURNS and max(len(turn.hash_ids) for turn in own) <= SESSION_BLOCKS
+        session
+        for session in turns.values()
+        if len(session) in TURNS and max(len(turn.hash_ids) for turn in session) <= SESSION_BLOCKS
     ]
 
 
@@ -62,7 +62,7 @@ def sessions(
     """Return `count` conversations of the trace. Each chain has its turns with the trace's prefix blocks."""
     all_conversations = conversations(records)
     chosen = rng.sample(all_conversations, min(count, len(all_conversations)))
-    turns = [turn for own in chosen for turn in own]
+    turns = [turn for session in chosen for turn in session]
     longest = replace(turns[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale and is not sent
     max_tokens = longest.prompt_tokens // SHRINK
     arrivals = replay(
@@ -74,7 +74,9 @@ def sessions(
         tokens = min(max(turn.output_tokens // SHRINK_ANSWERS, answers[0]), answers[-1])
         return _body(next(texts), tokens, key=key)
 
-    return [[body(turn, f"{tag} session {number}") for turn in own] for number, own in enumerate(chosen)]
+    return [
+        [body(turn, f"{tag} session {number}") for turn in session] for number, session in enumerate(chosen)
+    ]
 
 
 def system_prompts(

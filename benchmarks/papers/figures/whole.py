@@ -217,15 +217,15 @@ def _parts(
     lengths: NDArray[Any], kind: int, before: Sequence[int] | Index, tokens: int
 ) -> list[tuple[int, int]]:
     """Compose a prompt of `tokens` from `before`, then `kind`: (prompt, number of its tokens) of each."""
-    own = min(int(lengths[kind]), tokens)
-    missing_tokens, parts = tokens - own, []
+    own_tokens = min(int(lengths[kind]), tokens)
+    missing_tokens, parts = tokens - own_tokens, []
     for part in cycle(before):
         if not missing_tokens:
             break
         num_tokens = min(missing_tokens, int(lengths[part]))
         parts.append((int(part), num_tokens))
         missing_tokens -= num_tokens
-    return [*parts, (kind, own)]
+    return [*parts, (kind, own_tokens)]
 
 
 def _poisson(

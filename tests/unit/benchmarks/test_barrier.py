@@ -61,8 +61,10 @@ def test_the_steps_of_ranks_are_joined_by_their_forward() -> None:
     part = steps.between(1.5, 4.0)
     assert part.kv_tokens.tolist() == [[102, 0], [40, 90]]
     stored = json.loads(json.dumps(steps.to_json()))
-    for mine, theirs in zip(vars(RankSteps.from_json(stored)).values(), vars(steps).values(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for stored_array, array in zip(
+        vars(RankSteps.from_json(stored)).values(), vars(steps).values(), strict=True
+    ):
+        np.testing.assert_array_equal(stored_array, array)
 
 
 def test_the_imbalance_of_several_ranks_has_two_measures() -> None:

@@ -151,8 +151,8 @@ def _step(draw: random.Random) -> dict[str, Any]:
 
 def values_of_metrics(sent: Sent) -> dict[tuple[Any, ...], Any]:
     """Return what the metrics hold: a gauge its last value, a counter the sum, a histogram all values."""
-    kept = {"Gauge": lambda values: values[-1], "Counter": sum, "Histogram": list}
-    return {key: kept[key[0]](values) for key, values in sent.items()}
+    reductions = {"Gauge": lambda values: values[-1], "Counter": sum, "Histogram": list}
+    return {key: reductions[key[0]](values) for key, values in sent.items()}
 
 
 @pytest.mark.parametrize("seed", range(8))

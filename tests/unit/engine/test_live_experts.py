@@ -54,8 +54,8 @@ def move_through_placements(rank: int, ranks: int) -> int:
     experts = live_experts(rank, ranks)
     for placement in placements(3):
         slices = experts.begin(placement, ranks)
-        for left in range(slices - 1, -1, -1):
-            assert experts.move() == left
+        for slices_left in range(slices - 1, -1, -1):
+            assert experts.move() == slices_left
             check_weights(experts, rank, ranks)
         by_rank = np.sort(placement.reshape(LAYERS, ranks, -1))
         assert np.array_equal(np.sort(experts.placement().reshape(LAYERS, ranks, -1)), by_rank)

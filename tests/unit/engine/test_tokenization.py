@@ -78,6 +78,6 @@ async def test_a_refusal_has_vllms_status_and_names_the_field_that_vllm_names(
     plain: Any, path: str, fields: dict[str, Any]
 ) -> None:
     ours, theirs = await answers(plain, path, fields)
-    found = [(answer.status_code, answer.json()["error"]["param"]) for answer in (ours, theirs)]
-    assert found[0] == found[1], theirs.text
+    errors = [(answer.status_code, answer.json()["error"]["param"]) for answer in (ours, theirs)]
+    assert errors[0] == errors[1], theirs.text
     assert ours.json()["error"]["message"]

@@ -256,8 +256,8 @@ async def test_decode_gets_token_ids_unless_it_needs_the_prompts_text() -> None:
     serving.seen.clear()
     for fields in ({}, {"echo": True}, {"return_prompt_text": True}):
         await decode(serving, "chat", stream=True, **CHAT, **fields)
-    given = [request.kv_transfer_params.get("prompt_token_ids") for request in serving.seen]
-    assert given == [[5, 6], None, None]
+    token_ids = [request.kv_transfer_params.get("prompt_token_ids") for request in serving.seen]
+    assert token_ids == [[5, 6], None, None]
 
 
 async def test_a_stream_fails_only_if_it_begins_with_an_error() -> None:

@@ -310,5 +310,5 @@ async def test_the_router_must_hold_exactly_the_leases_of_its_clients(
     monkeypatch.setattr(chaos, "_read_statuses", lambda url: status)
     server = await asyncio.start_server(streams, "127.0.0.1", 0)
     async with server:
-        found = await chaos._compare_leases(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
-    assert bool(found) == wrong_leases
+        problems = await chaos._compare_leases(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+    assert bool(problems) == wrong_leases

@@ -24,9 +24,9 @@ REPLICAS = [replica("a"), replica("b")]
 
 
 def router(kind: Any, **kwargs: Any) -> Any:
-    made = kind(ID, DeploymentHandleSource.UNKNOWN)
-    made.initialize_state(directory_name=f"test-{kind.__name__}", **kwargs)
-    return made
+    request_router = kind(ID, DeploymentHandleSource.UNKNOWN)
+    request_router.initialize_state(directory_name=f"test-{kind.__name__}", **kwargs)
+    return request_router
 
 
 def leasing_router(place: Any) -> Any:

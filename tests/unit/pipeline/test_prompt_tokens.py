@@ -30,8 +30,8 @@ def ids(text: str, *, special: bool) -> list[int]:
 async def token_ids(**fields: Any) -> list[int] | None:
     tokens = PromptTokens(str(MODEL))
     await tokens.fingerprint()
-    found = await tokens.tokenise(RequestFields.model_validate(fields))
-    return None if found is None else found.tolist()
+    result = await tokens.tokenise(RequestFields.model_validate(fields))
+    return None if result is None else result.tolist()
 
 
 async def test_a_text_of_any_length_has_its_engines_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 def test_any_json_prompt_is_accepted(prompt: Any, messages: Any) -> None:
     tokens = PromptTokens(str(MODEL))
     tokens._tokenizer = TOKENIZER
-    found = asyncio.run(tokens.tokenise(RequestFields(prompt=prompt, messages=messages)))
-    assert found is None or found.dtype == np.uint32
+    result = asyncio.run(tokens.tokenise(RequestFields(prompt=prompt, messages=messages)))
+    assert result is None or result.dtype == np.uint32
 
 
 async def test_a_tokenizer_has_the_same_fingerprint_as_in_calibration(tmp_path: Path) -> None:

@@ -184,8 +184,8 @@ def test_refused_prompts_are_accepted_at_their_retry_times(
 def test_a_default_rate_bounds_the_queue_until_the_first_completion() -> None:
     clock = Clock()
     ingress = Ingress(Server(clock, rate=20_000))
-    taken = sum(ingress.send(1000, key) is None for key in range(100))
-    assert taken == BOUND_S * DEFAULT_RATE / 1000 + 1
+    num_accepted = sum(ingress.send(1000, key) is None for key in range(100))
+    assert num_accepted == BOUND_S * DEFAULT_RATE / 1000 + 1
     ingress.server.run(0.5)
     assert ingress.queues.is_measured(["p"])
     assert sum(ingress.send(1000, key) is None for key in range(1000)) > 400

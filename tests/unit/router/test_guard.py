@@ -83,15 +83,17 @@ def test_load_decides_if_the_policy_fails(policy: Policy) -> None:
 @pytest.mark.parametrize("indices", [(0, 0), (-1,), (2,), (0.0,)])
 def test_load_decides_if_the_policy_assigns_wrong_requests(indices: tuple[Any, ...]) -> None:
     guard, failures = guarded_policy(Chooses(2, *indices))
-    placed = guard.dispatch([request("a"), request("b")], LOADS, RNG)
-    assert [(index, decision.reason) for index, decision in placed] == [(n, "policy-error") for n in (0, 1)]
+    placements = guard.dispatch([request("a"), request("b")], LOADS, RNG)
+    assert [(index, decision.reason) for index, decision in placements] == [
+        (n, "policy-error") for n in (0, 1)
+    ]
     assert len(failures) == 1
 
 
 def test_no_request_waits_for_a_queued_policy_that_fails() -> None:
     guard, failures = guarded_policy(Broken())
-    placed = guard.dispatch([request(str(n)) for n in range(4)], LOADS, RNG)
-    assert [(index, decision.worker) for index, decision in placed] == [(0, 2), (1, 0), (2, 2), (3, 0)]
+    placements = guard.dispatch([request(str(n)) for n in range(4)], LOADS, RNG)
+    assert [(index, decision.worker) for index, decision in placements] == [(0, 2), (1, 0), (2, 2), (3, 0)]
     guard.on_assigned(request(), 0)
     guard.on_progress({"r": 1})
     guard.on_finished("r")
@@ -104,8 +106,8 @@ def test_load_fills_only_free_slots_if_a_policy_with_slots_fails(slots: int, wor
         dispatch = Broken.dispatch  # type: ignore[assignment]
 
     guard, _ = guarded_policy(BrokenBalance(slots=slots))
-    placed = guard.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)
-    assert [(index, decision.worker) for index, decision in placed] == list(enumerate(workers))
+    placements = guard.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)
+    assert [(index, decision.worker) for index, decision in placements] == list(enumerate(workers))
 
 
 def test_the_guard_passes_on_that_no_worker_is_available() -> None:

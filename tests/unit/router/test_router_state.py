@@ -302,5 +302,5 @@ def test_a_new_worker_gets_requests_at_once(policy: str, fitted: int) -> None:
     for number in range(12):
         place_one(state, f"before{number}", number % fitted)
     state.update_workers("c", ["r0", "r1", "r2", "new"])
-    placed = {place_one(state, f"after{number}", number % fitted).worker for number in range(4)}
-    assert "new" in placed
+    workers = {place_one(state, f"after{number}", number % fitted).worker for number in range(4)}
+    assert "new" in workers

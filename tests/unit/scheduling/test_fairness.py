@@ -30,8 +30,8 @@ def expected_order(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]
 
 @given(tenants, holdings)
 def test_the_smallest_share_is_always_next(waiting: list[str], held: dict[str, int]) -> None:
-    found = fair_order([(tenant, PRIORITIES[tenant]) for tenant in waiting], held)
-    assert found == expected_order(waiting, held)
+    order = fair_order([(tenant, PRIORITIES[tenant]) for tenant in waiting], held)
+    assert order == expected_order(waiting, held)
 
 
 @given(tenants)
@@ -51,8 +51,8 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
         queue = list(placer.queue.values())
         ended = str(rng.choice(list(placer.running)))
         placer.finish(ended)
-        held = Counter(p.request.tenant for p in placer.running.values())
-        following = queue[expected_order([p.request.tenant for p in queue], held)[0]]
+        leases_by_tenant = Counter(p.request.tenant for p in placer.running.values())
+        following = queue[expected_order([p.request.tenant for p in queue], leases_by_tenant)[0]]
         assert [p.request_id for p in placer.dispatch()] == [following.request_id]
 
 

@@ -120,8 +120,11 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         Prompts are computed in turn, and every request waits until the last one is computed.
         """
         prompts = [*lacking[worker], *(n.prompt_tokens - cached[worker] for n in newcomers)]
-        held = [*placement[worker], *newcomers]
-        return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
+        worker_requests = [*placement[worker], *newcomers]
+        return (
+            steps * total_seconds(cost, worker_requests)
+            + len(worker_requests) * float(sum(prompts)) * cost.per_prompt_token_s
+        )
 
     expected = [(seconds_of_all(w, [newcomer]) - seconds_of_all(w, [])) / steps for w in range(workers)]
     added = policy.added_cost(newcomer, loads_now)
@@ -247,8 +250,10 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def unions_are_those_of_the_requests_held(self) -> None:
         for worker in range(len(self.policy.active.union)):
-            mine = [h for h, w in self.held.values() if w == worker]
-            assert self.policy.active.union[worker] == pytest.approx(expected_union(mine), rel=0.02, abs=1e-6)
+            requests = [h for h, w in self.held.values() if w == worker]
+            assert self.policy.active.union[worker] == pytest.approx(
+                expected_union(requests), rel=0.02, abs=1e-6
+            )
         if not self.held:
             assert not self.policy.active.depth.any()
 

@@ -232,8 +232,8 @@ async def test_a_requested_refit_keeps_each_workers_kind() -> None:
     before = kinds(local.live)
     local.window.add(traffic([0, 3], 60, begin=60))
     local.coordinator.samples = 120
-    made = await local.refit()
-    assert (made["version"], made["samples"], made["why"]) == (2, 120, "requested")
+    refit = await local.refit()
+    assert (refit["version"], refit["samples"], refit["why"]) == (2, 120, "requested")
     assert kinds(local.live) == before
 
 
