@@ -28,6 +28,7 @@ from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
 GOAL_PCT = 0.5
+_GPU_BLOCK_SIZES = [16, 32, 64, 128]  # tokens, where the deployment names none
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -97,7 +98,6 @@ def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
 def cache_memory(
     deployments: Annotated[Path, typer.Option(help="Folder of deployment YAMLs.")] = Path("deployments"),
     kv_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one GPU rank, GiB.")] = 8.0,
-    gpu_block_sizes: Annotated[str, typer.Option(help="Block sizes of other GPUs, tokens.")] = "16,32,64,128",
     out: options.Out = None,
 ) -> None:
     """Compare both caches' bytes for the prefill engines of every deployment."""
@@ -108,7 +108,7 @@ def cache_memory(
         config = arguments.get("prefill_config") or arguments["decode_config"]  # the latter: whole replicas
         engine = config["engine_kwargs"]
         on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
-        sizes = [cpu_block] if on_cpu else [int(size) for size in gpu_block_sizes.split(",")]
+        sizes = [cpu_block] if on_cpu else _GPU_BLOCK_SIZES
         shape = shape_of(config["model_loading_config"]["model_source"])
         ranks, dtype_bytes = int(engine.get("tensor_parallel_size", 1)), _DTYPE_BYTES[engine["dtype"]]
         variables = config.get("runtime_env", {}).get("env_vars", {}) if on_cpu else {}

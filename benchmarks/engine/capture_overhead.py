@@ -228,8 +228,6 @@ def capture_overhead(
     wide_requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on wide layers; or 0.")] = 200,
     wide_layers: Annotated[int, typer.Option(min=1, help="Number of these layers; all 48 take 61 GB.")] = 2,
     wide_vocabulary: Annotated[int, typer.Option(min=_VOCABULARY, help="Its vocabulary.")] = _VOCABULARY,
-    wide_hidden: Annotated[int, typer.Option(min=32, help="Hidden size of the wide engine.")] = HIDDEN,
-    wide_intermediate: Annotated[int, typer.Option(min=32, help="Its expert neurons.")] = INTERMEDIATE,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = _MODEL,
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,
@@ -243,12 +241,8 @@ def capture_overhead(
     job["max_tokens"] = engine_tokens
     if requests:
         rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
-    wide = {
-        "layers": wide_layers,
-        "vocabulary": wide_vocabulary,
-        "hidden": wide_hidden,
-        "intermediate": wide_intermediate,
-    }
+    wide = {"layers": wide_layers, "vocabulary": wide_vocabulary}
+    wide |= {"hidden": HIDDEN, "intermediate": INTERMEDIATE}
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
             model_folder = write_config(Path(folder), **wide)
