@@ -155,7 +155,7 @@ def test_shared_experts_in_the_same_kernel_are_not_counted(
 )
 def test_calls_that_would_wait_are_detected(waits: Callable[[Tensor], Any]) -> None:
     operators = Operators()
-    operators.around(waits)(torch.ones((LAYERS, 4, K), dtype=torch.int16))
+    operators.record_calls(waits)(torch.ones((LAYERS, 4, K), dtype=torch.int16))
     assert operators.names & WAITING
     with (
         FakeTensorMode(),

@@ -31,7 +31,7 @@ from eldr_serve.errors import UserInputError
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
 from tests.fuzz.cases import Case, by_hand, known_cases
-from tests.fuzz.connections import occupied, slow_request
+from tests.fuzz.connections import occupy, slow_request
 from tests.fuzz.generated_cases import from_openapi, mutations
 
 _SLOW_TOKENS = 1000
@@ -178,7 +178,7 @@ def hostile(
         host_and_port = address.hostname, address.port or 80
 
         async def send_while_occupied() -> list[Outcome]:
-            async with occupied(
+            async with occupy(
                 *host_and_port, idle=idle, slow=slow, request=slow_request(served, _SLOW_TOKENS)
             ):
                 return await send_all(todo, *host_and_port, in_flight=in_flight, limit_s=limit_s)

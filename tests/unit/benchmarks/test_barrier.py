@@ -201,12 +201,12 @@ def test_the_simulator_predicts_that_balance_route_balances_and_is_faster() -> N
     cost = StepCost(fixed_s=0.02, per_request_s=0.0, per_kv_token_s=2e-6, per_expert_s=0.0)
     cluster = Cluster(decode=Decode(workers=2, max_batch=8, barrier=True, cost=cost), handover_fixed_s=0.05)
 
-    def predicted(text: str) -> Prediction:
+    def predict_policy(text: str) -> Prediction:
         name, parameters = policy_and_parameters(text, 8)
         make = partial(make_policy, name, **parameters)
         return predict(make, lengths, load, cluster, requests=600, seed=0)
 
-    queue, route = predicted("shortest-queue"), predicted("balance-route")
+    queue, route = predict_policy("shortest-queue"), predict_policy("balance-route")
     assert min(len(queue.tpot_ms), len(route.tpot_ms)) > 200
     assert np.quantile(route.tpot_ms, 0.99) < np.quantile(queue.tpot_ms, 0.99)
     assert route.spread < queue.spread / 2

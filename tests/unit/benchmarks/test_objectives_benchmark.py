@@ -50,11 +50,11 @@ async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_object
     headers_sent: list[dict[str, str] | None] = []
     complete = objectives.complete
 
-    async def recorded(*args: object, headers: dict[str, str] | None) -> Answer:
+    async def record_headers(*args: object, headers: dict[str, str] | None) -> Answer:
         headers_sent.append(headers)
         return await complete(*args, headers=headers)
 
-    monkeypatch.setattr(objectives, "complete", recorded)
+    monkeypatch.setattr(objectives, "complete", record_headers)
     with fake_service() as service:
         service.first_s = 1.0
         arrivals = Arrivals(service.url, [{"max_tokens": 2, "ignore_eos": True}], OBJECTIVE, limit=2)

@@ -96,17 +96,17 @@ def call_on(experts: LiveExperts) -> Any:
     return call
 
 
-def held_up(call: Any, begun: asyncio.Event, go_on: asyncio.Event | None = None) -> Any:
+def hold_move(call: Any, begun: asyncio.Event, go_on: asyncio.Event | None = None) -> Any:
     """Return `call`, but let the first move wait for `go_on`; None: for ever."""
 
-    async def held(method: str, args: tuple[Any, ...]) -> list[Any]:
+    async def wait_in_first_move(method: str, args: tuple[Any, ...]) -> list[Any]:
         answers = await call(method, args)
         if args[0] == "move":
             begun.set()
             await (go_on or asyncio.Event()).wait()
         return answers
 
-    return held
+    return wait_in_first_move
 
 
 def placement_of(rows: np.ndarray, ranks: int = 1) -> ExpertPlacement:
@@ -164,7 +164,7 @@ async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) 
 async def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(single_rank: None) -> None:
     experts, moved = live_experts(), asyncio.Event()
     call = call_on(experts)
-    first = asyncio.create_task(swap_placement(held_up(call, moved), placement_of(placements(5)[0])))
+    first = asyncio.create_task(swap_placement(hold_move(call, moved), placement_of(placements(5)[0])))
     await moved.wait()
     under_way = experts.status()
     assert under_way["slices_left"]
@@ -209,7 +209,7 @@ async def test_a_swap_that_is_cancelled_during_planning_leaves_no_swap_running(s
 
 async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(single_rank: None) -> None:
     experts, began, go_on = live_experts(), asyncio.Event(), asyncio.Event()
-    engine, target = EngineExperts(held_up(call_on(experts), began, go_on)), placement_of(placements(5)[0])
+    engine, target = EngineExperts(hold_move(call_on(experts), began, go_on)), placement_of(placements(5)[0])
     await engine.refresh()
     before = engine.status
     assert before["placement"] == placement_id(experts.placement(), 1) != target.id
@@ -232,7 +232,7 @@ async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(
 
 async def test_an_engine_reports_its_experts_after_a_cancelled_swap(single_rank: None) -> None:
     experts, moved = live_experts(), asyncio.Event()
-    engine, target = EngineExperts(held_up(call_on(experts), moved)), placement_of(placements(5)[0])
+    engine, target = EngineExperts(hold_move(call_on(experts), moved)), placement_of(placements(5)[0])
     await engine.refresh()
     before = engine.status["placement"]
     swap = asyncio.create_task(engine.place(target))

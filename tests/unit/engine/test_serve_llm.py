@@ -42,11 +42,11 @@ def test_another_engine_is_refused_when_it_starts(method: str) -> None:
 def test_the_connector_may_be_registered_by_another_replica_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def taken(name: str, backend: object) -> None:
+    def refuse_name(name: str, backend: object) -> None:
         raise ValueError(f"'{name}' is already registered")
 
     factory = serve_llm.KVConnectorBackendFactory
-    monkeypatch.setattr(factory, "register_backend", taken)
+    monkeypatch.setattr(factory, "register_backend", refuse_name)
     monkeypatch.setattr(factory, "is_registered", lambda name: name == "EldrConnector")
     serve_llm.register_connector()
     monkeypatch.setattr(factory, "is_registered", lambda name: False)

@@ -92,11 +92,11 @@ class Ingress:
             return self.queues.retry_s(["p"], tokens, key)
         ticket = self.queues.enter("p", tokens, key)
 
-        def done(at_s: float) -> None:
+        def finish(at_s: float) -> None:
             began(at_s)
             self.queues.leave(ticket, tokens)
 
-        self.server.add(tokens, done)
+        self.server.add(tokens, finish)
         return None
 
 

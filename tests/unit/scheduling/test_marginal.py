@@ -206,11 +206,11 @@ def test_a_cost_of_nothing_has_no_slow_worker() -> None:
 def test_all_workers_are_priced_together(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, seconds = [], StepCost.seconds
 
-    def counted(self: StepCost, *parts: Any) -> Any:
+    def count_and_price(self: StepCost, *parts: Any) -> Any:
         calls.append(parts)
         return seconds(self, *parts)
 
-    monkeypatch.setattr(StepCost, "seconds", counted)
+    monkeypatch.setattr(StepCost, "seconds", count_and_price)
     policy = make_policy("marginal-cost")
     policy.on_assigned(request_like("there", 1), 0)
     for workers in (2, 300):
