@@ -105,7 +105,7 @@ class Engine:
         self._all_sent = asyncio.Event()
 
     async def stream(self, request: Json, send: Send) -> None:
-        """Send one chunk at each step until cancelled; the handler of a stream in all ways."""
+        """Send one chunk at each step until cancelled. All ways use this handler of a stream."""
         number = request["stream"]
         stream = self._streams[number] = _Stream()
         try:

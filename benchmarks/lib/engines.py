@@ -108,7 +108,7 @@ def plain_engine_kwargs(
 
 @contextmanager
 def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command; at the end, stop it and all its children.
+    """Run a command. Stop it and all its children at the end.
 
     The command stays in the session, which Linux schedules as one group (`sched_autogroup_enabled`): in
     its own session it would get as much CPU time as our whole application, including its engines.

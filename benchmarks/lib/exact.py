@@ -45,7 +45,7 @@ class Cells:
         self.differ: dict[str, int] = {}
 
     def add(self, kind: str, counts: ArrayLike, other_counts: ArrayLike) -> None:
-        """Compare two arrays; if their shapes differ, all cells count as different."""
+        """Compare two arrays. If their shapes differ, all cells count as different."""
         a, b = np.asarray(counts), np.asarray(other_counts)
         differ = int((a != b).sum()) if a.shape == b.shape else max(a.size, b.size, 1)
         self.compared[kind] = self.compared.get(kind, 0) + b.size

@@ -76,7 +76,7 @@ def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[P
 
 @contextmanager
 def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[Client]:
-    """Run the application with these `args`, ready at `port`; Serve's proxy listens on the next port."""
+    """Run the application with these `args`, ready at `port`. Serve's proxy listens on the next port."""
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 

@@ -24,7 +24,7 @@ class NormalisedTime:
     One of its seconds is a second at the mean speed of the records.
 
     Args:
-        records: float64[n, 4] of each core: Unix and CPU time of the probe in seconds, stolen and all ticks
+        records: float64[n, 4] of each core: Unix and CPU time of the probe in seconds, stolen and all ticks.
         sensitivity: exponent s of `fit_sensitivity`. Where the probe takes x times as long, the work takes
             x**s times as long.
     """

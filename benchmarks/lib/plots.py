@@ -2,8 +2,8 @@
 
     python -m benchmarks.lib.plots
 
-The title of a plot is its one message; p50 stands beside p99. A policy keeps its colour: ours in colour, load
-balancers in grey, the paper's figure dashed.
+The title of a plot is its one message, and p50 stands beside p99. A policy has the same colour in all plots.
+Load balancers are grey, and the paper's figure is dashed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ MODEL = "eldr-demo"
 
 
 def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> list[Prompt]:
-    """Return the prompts of at most `tokens` tokens; with `chat`, including those of the chat template."""
+    """Return the prompts of at most `tokens` tokens, which include the chat template's with `chat`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)

@@ -108,7 +108,7 @@ def has_result(name: str) -> bool:
 
 
 def _claims(name: str) -> str:
-    """Return one line per claim; a cell with fields repeats for each row of the claim's result."""
+    """Return one line per claim. A cell with fields repeats for each row of the claim's result."""
     claims = itertools.chain.from_iterable(map(_each, CLAIMS[name]["lines"]))
     lines = [[_cell(cell, claim) for cell in claim["cells"]] for claim in claims]
     return _markdown(CLAIMS[name]["columns"], lines)

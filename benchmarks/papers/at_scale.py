@@ -1,4 +1,4 @@
-"""Compare policies on 16 to 1,024 workers: a GPU's step cost, real routes, recorded arrivals; simulated.
+"""Compare policies in simulation on 16 to 1,024 workers, with a GPU's step cost and recorded arrivals.
 
     python -m benchmarks.papers.at_scale --routes trace.safetensors --cost cost.json \
         --arrivals azure_llm_2023_conv.csv.gz --arrivals mooncake_conversation.jsonl.gz
@@ -12,7 +12,7 @@ alike, so with `--simulated-routers 2` only two of them are simulated, with thei
 A router makes one placement after the other. `router_us` is the time of a placement: the CPU time of the
 placer for the placement and its release, measured here with all requests of the router in flight, and the
 rest as `router_actor` measured it. `router_load_pct` is the share of the time that a router is busy with
-placements; above 100 % its queue grows.
+placements. Above 100 % its queue grows.
 
 Changes are against shortest-queue on as many routers, with 95 % intervals over the seeds (paired).
 `saved_p99_pct` says how many workers fewer give the policy the p99 of shortest-queue on all workers, at the

@@ -127,7 +127,7 @@ def route_table(fit: Prompts, test: Prompts) -> Floats:
 
 
 def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
-    """Predict with a network: mean of learnt embeddings, one hidden layer; early stopping on a fifth."""
+    """Predict with one hidden layer on mean embeddings, stopped early by a fifth of the prompts."""
     import torch
     from torch import nn
 

@@ -35,7 +35,7 @@ from loadgen.results import publish
 
 
 def report(run: Replayed) -> None:
-    """Report simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
+    """Report simulated and measured TPOT of every policy, with error, correlation, ranking and regret."""
     cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
     rows = [row for case in cases for row in policy_rows(case, run.bench.regret(case))]
     path = publish(

@@ -123,7 +123,7 @@ class _Readers:
 
 
 async def _pace(link: Link, readers: _Readers, seconds: float, gap_s: float) -> dict[str, float]:
-    """Return throughput, CPU time a token and the time of a step; without a pace if `gap_s` is 0."""
+    """Return throughput, CPU time per token and the time of a step. There is no pace if `gap_s` is 0."""
     before, cpu_s = await link.command("stats", {}), time.process_time()
     began_s, read_s = await readers.of_steps(link, seconds, gap_s)
     cpu_s = time.process_time() - cpu_s

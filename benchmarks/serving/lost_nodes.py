@@ -113,7 +113,7 @@ def _is_complete(url: str) -> bool:
 async def _drive(
     nodes: _Nodes, urls: tuple[str, str], in_flight: int
 ) -> tuple[list[tuple[bool, Answer]], list[dict[str, Any]]]:
-    """Return the answers, each with whether a proxy served it; and each loss with its times."""
+    """Return the answers, each with whether a proxy served it, and each loss with its times."""
     answers: list[tuple[bool, Answer]] = []
     over = asyncio.Event()
     body = request_body(_TOKENS, _GAP_MS)

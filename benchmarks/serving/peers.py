@@ -295,7 +295,7 @@ def _measure_round(
     trial: Callable[[client.Send], Coroutine[Any, Any, dict[str, Any]]],
     keep: Callable[[str, dict[str, Any]], None],
 ) -> None:
-    """Start each group alone, or all of them together if their systems take turns; keep each trial."""
+    """Start each group alone, or all of them if their systems take turns, and keep each trial."""
     shuffled = order.sample(groups, k=len(groups))
     for groups_to_start in [shuffled] if turns > 1 else [[group] for group in shuffled]:
         with start(groups_to_start) as sends:

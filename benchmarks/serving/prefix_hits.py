@@ -45,7 +45,7 @@ _TIMEOUT_S = 120.0
 
 
 def first_prompt(turn: TraceRequest, seed: int) -> list[int]:
-    """Return the token ids of a prompt; those of a prefix block depend only on its id in the trace."""
+    """Return the token ids of a prompt. Ids of a prefix block depend only on the block's id in the trace."""
     ids: list[int] = []
     for block in turn.hash_ids:
         rng = np.random.default_rng((seed, block))

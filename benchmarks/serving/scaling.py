@@ -123,7 +123,7 @@ def scaling(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Scale engines up and down under load; exit with status 1 if a request failed or its text differs."""
+    """Scale engines up and down under load. Exit with status 1 if a request failed or its text differs."""
     unwind_on_sigterm()
     allow_open_files(8192)
     application.check_port(port)

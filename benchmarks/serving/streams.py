@@ -65,7 +65,7 @@ def _measure(
     port: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return one row per count and load. Needs its own process: Ray Serve reads its mode at import."""
+    """Return one row per count and load. A call needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []

@@ -334,7 +334,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="Resume from OUT.ckpt.")] = False,
     float32: Annotated[bool, typer.Option(help="Compute in float32, for a CPU without bfloat16.")] = False,
 ) -> None:
-    """Train from random weights and write the model; 6,000 tokens per second on one core."""
+    """Train from random weights and write the model, at 6,000 tokens per second on one core."""
     if not (corpus / "manifest.json").exists():
         raise UserInputError(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
     torch.set_num_threads(threads)

@@ -113,7 +113,7 @@ class Load:
 
     @asynccontextmanager
     async def run_clients(self, clients: int) -> AsyncIterator[None]:
-        """Run this many clients during the block; then each finishes its current answer."""
+        """Run this many clients during the block. Then each finishes its current answer."""
         ended = asyncio.Event()
 
         async def client(number: int) -> None:

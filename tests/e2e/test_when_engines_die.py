@@ -116,7 +116,7 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
 
 
 async def read_answer(service: Service, body: dict[str, Any], received: list[str]) -> dict[str, Any]:
-    """Return an answer's text and usage; append a stream's events to `received` as they arrive."""
+    """Return an answer's text and usage. Append a stream's events to `received` as they arrive."""
     chat = "messages" in body
     async with service.post(body, "chat/completions" if chat else "completions") as response:
         assert response.status_code == 200

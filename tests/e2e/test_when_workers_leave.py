@@ -15,7 +15,7 @@ LONG = {"model": "eldr-demo", "temperature": 0, "max_tokens": 300, "ignore_eos":
 
 
 async def read_stream(service: Service, prompt: str, received: list[str]) -> str:
-    """Return the text of a stream; append its events to `received` as they arrive."""
+    """Return the text of a stream. Append its events to `received` as they arrive."""
     async with service.post(LONG | {"prompt": prompt}) as response:
         assert response.status_code == 200
         async for event in events(response):

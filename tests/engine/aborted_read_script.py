@@ -123,7 +123,7 @@ def begin(decoder: Any, name: str, prompt: list[int], params: Any) -> None:
 
 
 def settle(decoder: Any, ask: Any) -> tuple[int, int]:
-    """Run steps until no engine holds blocks; return the numbers of warnings and of held prompts."""
+    """Run steps until no engine holds blocks. Return the numbers of warnings and of held prompts."""
     end = time.monotonic() + PATIENCE_S / 4
     core = decoder.engine_core.engine_core
     while True:

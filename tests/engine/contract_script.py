@@ -86,7 +86,7 @@ class RemoteEngineError(RuntimeError):
 
 
 class RemoteEngine:
-    """The engine of `serve`; supports one call at a time."""
+    """The engine of `serve`, which supports one call at a time."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

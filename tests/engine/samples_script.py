@@ -62,7 +62,7 @@ class Client:
         return EngineRequest("completions", json.dumps(body).encode(), name, domain="d", **more)
 
     async def send(self, name: str, prompt: list[int], *, sampled: bool, leaves: bool = False) -> None:
-        """Generate an answer; if `leaves`, disconnect early."""
+        """Generate an answer. Disconnect early if `leaves`."""
         more: dict[str, Any] = {"sampled": sampled}
         if self._prefills is not None:
             async with self._one_prefill:

@@ -29,7 +29,7 @@ _FORKED.set_forkserver_preload(["vllm.v1.engine.llm_engine"])  # imported once, 
 
 
 def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", **env: str) -> None:
-    """Run a script of this folder; on failure, raise an error with the end of its output.
+    """Run a script of this folder. On failure, raise an error with the end of its output.
 
     Args:
         name: file name of the script.

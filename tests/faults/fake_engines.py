@@ -64,7 +64,7 @@ class BlockEngine(InProcess):
         self._steps: list[tuple[int, int, int, float]] = []  # requests, KV tokens, experts, s
 
     def fail_if_sick(self, request: EngineRequest) -> None:
-        """Raise RuntimeError if the engine is sick; warm-up calls fail too, but are not counted."""
+        """Raise RuntimeError if the engine is sick. Warm-up calls fail too, but are not counted."""
         if self.sick:
             self.failed += not request.id.startswith("warm-")
             raise RuntimeError("the engine is sick")

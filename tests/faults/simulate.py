@@ -180,7 +180,7 @@ class _Simulation:
         await asyncio.sleep(_RECONNECT_S + 0.5)
 
     def _begin_long_at_each(self, number: int) -> None:
-        """Begin a long stream at each ingress; `number` distinguishes the prompts."""
+        """Begin a long stream at each ingress. `number` distinguishes the prompts."""
         for process in self.world.live["ingress"]:
             plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
             self._long.append(self.world.loop.create_task(ask(self.world, plan, process)))

@@ -254,6 +254,6 @@ async def references(url: str, requests: list[tuple[str, Any]]) -> list[Prompt]:
 
 
 def _middle(text: str) -> str:
-    """Return some characters from the middle of a text; they usually span two tokens."""
+    """Return some characters from the middle of a text. They usually span two tokens."""
     half = len(text) // 2
     return text[half : half + 8] or "\n"

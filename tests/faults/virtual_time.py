@@ -241,7 +241,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- running ---------------------------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Run `main` in its own process and return its result; at its end all processes end."""
+        """Run `main` in its own process and return its result. At its end all processes end."""
         process = self.process("harness")
         hooks = sys.get_asyncgen_hooks()
         running = events._get_running_loop()

@@ -166,7 +166,7 @@ def hostile(
     replay: Annotated[Path | None, typer.Option(help="Send the requests of this file instead.")] = None,
     out: Annotated[Path, typer.Option(help="JSON-lines file of the violations.")] = Path("out/hostile.jsonl"),
 ) -> None:
-    """Send hostile requests; exit status 1 if one breaks the service, 2 for bad input."""
+    """Send hostile requests. The exit status is 1 if one breaks the service, and 2 for bad input."""
     url = url.rstrip("/")
     address = urlsplit(url)
     if address.scheme != "http" or not address.hostname:

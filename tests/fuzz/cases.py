@@ -1,4 +1,4 @@
-"""Hostile requests written by hand; generated_cases.py makes others.
+"""Hostile requests written by hand, beside those that generated_cases.py makes.
 
 A case is the bytes of one HTTP request, so that it can also violate HTTP, be stored and be sent again. All
 cases are made before the first one is sent. Odd values and bodies are in cases.json.
@@ -38,7 +38,7 @@ def case(
     length: int | None = None,
     complete: bool = True,
 ) -> Case:
-    """Return a request with a body of bytes, text or JSON; `length` overrides its content-length."""
+    """Return a request with a body of bytes, text or JSON. `length` overrides its content-length."""
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
         body = text.encode(errors="surrogatepass")

@@ -138,7 +138,7 @@ def refusal(status: int, message: str = "no") -> RequestRefusedError:
 
 
 def in_turn(*answers: Callable[[Sent], AsyncIterator[Any]]) -> Callable[[Sent], AsyncIterator[Any]]:
-    """Return an engine whose calls have these answers in turn; the last one repeats."""
+    """Return an engine whose calls have these answers in turn. The last one repeats."""
     calls = iter(answers)
     return lambda sent: next(calls, answers[-1])(sent)
 

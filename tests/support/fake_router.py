@@ -81,7 +81,7 @@ def loads(state: RouterState) -> dict[str, tuple[int, int]]:
 
 
 class _End(asyncio.Transport):
-    """One end of a connection in this process; data arrives in order, after the actor's delay."""
+    """One end of a connection in this process. Data arrives in order, after the actor's delay."""
 
     other: _End
 
@@ -250,7 +250,7 @@ class FakeActor(RouterCalls):
 async def connected_client(
     actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
 ) -> AsyncIterator[RouterClient]:
-    """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
+    """Run a client of the actor. At the end release its leases, and wait until both sides are idle."""
     directory = ReplicaDirectory()
     directory.publish({replica: {} for replica in replicas})
     client = RouterClient(actor.calls(), directory, timeout_s=timeout_s)

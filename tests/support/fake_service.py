@@ -1,4 +1,4 @@
-"""A service that answers like ours, with delays that a test knows; real HTTP, no engines."""
+"""A service that answers like ours over real HTTP without engines, with delays that a test knows."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ class FakeService:
         self.steps = 0
 
     async def status(self, request: web.Request) -> web.Response:
-        """Report 2 requests, 20 active experts and 10 ms for each step; the shadow prices 11 and 10 ms."""
+        """Report 2 requests, 20 active experts and 10 ms for each step. The shadow prices 11 and 10 ms."""
         n = self.steps
         totals = {"steps": n, "requests": 2 * n, "active_experts": 20 * n, "seconds": 0.01 * n}
         totals["token_seconds"] = 2 * totals["seconds"]

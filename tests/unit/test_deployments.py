@@ -43,7 +43,7 @@ def engines(app: Any) -> tuple[Any, Any]:
 
 
 def most(deployment: Any) -> int:
-    """Return the number of replicas of a deployment; with autoscaling, the maximum, which it starts with."""
+    """Return the number of replicas of a deployment. Autoscaling starts with its maximum."""
     options = deployment._deployment_config
     if options.autoscaling_config is None:
         return int(options.num_replicas)

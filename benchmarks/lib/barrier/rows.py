@@ -29,10 +29,10 @@ def policy_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each policy.
 
-    `spread` is the largest less the smallest number of KV tokens of a rank, `imbalance` the number of ranks
-    times the largest less the sum, both as means over steps. `*_below` is how many times less they are than
-    those of BASE, and `*_change_pct` the change against BASE. Intervals resample rounds if there are four or
-    more, else requests within rounds, and parts of trials.
+    `spread` is the difference between the largest and the smallest number of KV tokens of a rank. `imbalance`
+    is the number of ranks times the largest number, less the sum. Both are means over steps. `*_below` says
+    how many times smaller they are than BASE's, and `*_change_pct` is the change against BASE. Intervals
+    resample rounds if there are four or more, else requests within rounds, and parts of trials.
 
     Args:
         trials, predictions: those of all rounds, by policy. A round has equal requests for all policies.
@@ -73,7 +73,7 @@ def _counts(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def _figures(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
-    """Return the quantiles of TPOT and the means of MEASURES; no trial sent more than `sent` requests."""
+    """Return the quantiles of TPOT and the means of MEASURES. No trial sent more than `sent` requests."""
     return _times(trials, sent, seed) | _imbalances(trials, seed)
 
 

@@ -74,7 +74,7 @@ class Plan:
 
 
 class _Experts:
-    """All layers' experts in this process's memory; the slots of a placement point to them."""
+    """All layers' experts in this process's memory, to which the slots of a placement point."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

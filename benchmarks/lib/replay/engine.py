@@ -69,7 +69,7 @@ def pad_to_blocks(tokens: list[int]) -> list[int]:
 
 
 class ReplayEngine:
-    """A decode engine of this package on "cpu", "cuda" or "cuda-eager"; one at a time in a process."""
+    """A decode engine of this package on "cpu", "cuda" or "cuda-eager". A process has one at a time."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ReplayEngine:
         self._clock = perf_counter if self._cuda else thread_time
 
     def probe_s(self) -> float:
-        """Return the present seconds of CpuSpeed's product on this core; a GPU needs no probe and gives 1."""
+        """Return the present seconds of CpuSpeed's product on this core. A GPU needs no probe and gives 1."""
         return 1.0 if self._cuda else self._cpu_speed.typical()
 
     def slowdown(self, probe_s: float) -> float:

@@ -61,7 +61,7 @@ _FIT_BATCHES = (2, 10, 24, 40)
 
 
 def fit_batches(requests: int) -> list[int]:
-    """Return the batch sizes of a quarter of the requests; with few requests, smaller and fewer batches."""
+    """Return the batch sizes of a quarter of the requests. Few requests give smaller and fewer batches."""
     ends = np.rint(np.cumsum(_FIT_BATCHES) / sum(_FIT_BATCHES) * (requests // 4))
     return [int(size) for size in np.diff(ends, prepend=0) if size]
 
@@ -196,7 +196,7 @@ class Bench:
         }
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
-        """Place and replay every load in every arm; arms alternate, so that all meet the same machine speeds.
+        """Place and replay every load in every arm. Arms alternate, so that all meet the same machine speeds.
 
         A request's times are the medians of its `repeats` replays. Steps are those of all replays.
         """
@@ -383,7 +383,7 @@ def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Loa
 
 
 def widen_model(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
-    """Return the demo model with experts of `intermediate` neurons and `heads` heads; make it if needed."""
+    """Return the demo model with experts of `intermediate` neurons and `heads` heads. Make it if needed."""
     if intermediate == 32 and heads is None:
         return WEIGHTS
     path = work / f"model_{intermediate}_{weights_name()}{'' if heads is None else f'_{heads}_heads'}"

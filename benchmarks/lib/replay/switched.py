@@ -18,7 +18,7 @@ _BOTH = ("__init__", "get_kv_connector_stats")
 
 
 class Switch:
-    """A switch for capture in the engine of this process; change it only between requests."""
+    """A switch for capture in the engine of this process. It may change only between requests."""
 
     on = True
     _hooks: ClassVar[dict[int, Callable[..., None]]] = {}

@@ -35,7 +35,7 @@ class Options:
     seeds: tuple[int, ...] = (0,)
 
     def trace(self, what: str) -> Path:
-        """Return the single trace; otherwise raise UserInputError that says `what` it must be."""
+        """Return the single trace. Otherwise raise UserInputError that says `what` it must be."""
         if len(self.traces) != 1:
             raise UserInputError(f"give one --trace: {what}")
         return self.traces[0]
@@ -132,7 +132,7 @@ def change_pct(value: float, reference: float) -> float:
 
 
 def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
-    """Return a plot of bars of `value` by `label`, a format of columns; one panel per value of `panels`."""
+    """Return a plot of bars of `value` by `label`, a format of columns, a panel per value of `panels`."""
 
     def name_of(row: dict[str, Any]) -> str:
         return label.format(**row) if "{" in label else str(row[label])
@@ -143,7 +143,7 @@ def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
 
 
 def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
-    """Return a plot of the values over x, or of one value by `by`; one panel per value of `panels`."""
+    """Return a plot of the values over x, or of one value by `by`, with one panel per value of `panels`."""
     return lambda rows, path: lines(_with_panel_names(rows, panels), x, values, path, by=by)
 
 

@@ -148,7 +148,7 @@ def concentration(options: Options) -> Rows:
 
 
 def ratios(options: Options) -> Rows:
-    """Measure affinity within groups and deviation of sizes by non-uniformity ratio; the knee (Eq. 1)."""
+    """Measure affinity in groups and deviation of sizes by non-uniformity ratio, and the knee (Eq. 1)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []

@@ -63,7 +63,7 @@ def members_by_domain(trace: CalibrationTrace, among: Index) -> list[Index]:
 
 
 def gptoss_prompts(path: Path) -> Prompts:
-    """Read the records that have a prompt; their first steps replace prefill.
+    """Read the records that have a prompt. Their first steps replace prefill.
 
     The demo model's tokenizer replaces GPT-OSS's, which is not available.
     """

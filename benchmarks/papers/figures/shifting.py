@@ -248,6 +248,6 @@ def serve_adaptively(
 
 
 def reactive_forecast(batches: list[Batch], first: NDArray[np.float64]) -> Forecast:
-    """Forecast the true workload of the previous batch; `first` for the first batch."""
+    """Forecast the true workload of the previous batch, or `first` for the first batch."""
     before = {id(later): earlier.workload for earlier, later in itertools.pairwise(batches)}
     return lambda batch: before.get(id(batch), first)

@@ -1,4 +1,4 @@
-"""Rows of benchmarks of EP engines; tests/engine has the engines."""
+"""Rows of benchmarks of EP engines, which tests/engine runs."""
 
 from __future__ import annotations
 

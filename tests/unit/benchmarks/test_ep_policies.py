@@ -1,4 +1,4 @@
-"""Placements of requests and experts before measurements, and rows of the times; without engines."""
+"""Placements of requests and experts before measurements, and rows of the times, without engines."""
 
 from typing import Any
 

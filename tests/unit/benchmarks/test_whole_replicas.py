@@ -99,7 +99,7 @@ def test_a_trial_counts_the_same_requests_of_each_system() -> None:
 
 
 def test_a_trial_waits_for_its_slowest_measured_request() -> None:
-    """The third request outlasts all others; only its time counts."""
+    """The third request outlasts all others. Only its time counts."""
     ended: list[int] = []
 
     async def send(http: Any, body: dict[str, Any]) -> Answer:

@@ -71,7 +71,7 @@ def reference_output(x: Tensor) -> Tensor:
 
 
 def torch_products(w13: Tensor, w2: Tensor) -> Products:
-    """Compute experts one after the other with plain torch; w13 [S, 2I, H] (gate over up), w2 [S, H, I]."""
+    """Compute experts in turn with plain torch, from w13 [S, 2I, H] (gate over up) and w2 [S, H, I]."""
 
     def products(rows: Tensor, slot: Tensor) -> Tensor:
         out = torch.empty_like(rows)

@@ -1,4 +1,4 @@
-"""More prompts than the engines can compute within the bound on waiting; fake engines, virtual time."""
+"""More prompts than fake engines can compute within the bound on waiting, on virtual time."""
 
 from __future__ import annotations
 

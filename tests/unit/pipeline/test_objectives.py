@@ -1,4 +1,4 @@
-"""Admission by predicted latency; fake engines, virtual time."""
+"""Admission by predicted latency, with fake engines on virtual time."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_the_deadline_travels_with_the_placement() -> None:
 
 
 def test_admitted_requests_meet_their_objective_under_overload() -> None:
-    """Engines are slower than measured before and vary; the errors of the first requests correct that."""
+    """Engines are slower than measured before and vary. The errors of the first requests correct that."""
     rng, service = random.Random(0), Service()
     outcomes: list[bool | None] = []
 

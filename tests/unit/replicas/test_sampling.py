@@ -34,7 +34,7 @@ def samples(*names: str) -> list[ExpertSample]:
 
 
 class Pool:
-    """A pool's actors by name; the next calls raise `errors` in turn."""
+    """A pool's actors by name. The next calls raise `errors` in turn."""
 
     def __init__(self, *names: str, share: float = 1.0) -> None:
         self.shares = dict.fromkeys(names, share)

@@ -339,7 +339,7 @@ def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
 
 @pytest.mark.parametrize(("affinity", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
 def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float, most: float) -> None:
-    """Place four kinds of requests on four workers, ideally one kind on each; then the kinds change."""
+    """Place four kinds of requests on four workers, ideally one kind on each. Then the kinds change."""
     cost = StepCost(2e-3, 1e-4, 0.0, 2e-5).as_dict()
     policy, rng = make_policy("marginal-cost", cost=cost, affinity=affinity), np.random.default_rng(5)
     placement: list[list[PlacementRequest]] = [[] for _ in range(4)]
