@@ -1,4 +1,4 @@
-"""Run the short benchmarks (a few minutes in all): `make bench`; run others by name, or `all`.
+"""Run the short benchmarks (a few minutes in all): `make bench`. Run others by name, or `all`.
 
 Benchmarks that read prompts take them from the folder in ELDR_PROMPTS, or from the demo's folder. Then write
 the tables and plots of README.md and docs.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --seconds 540 --out out/gpu
 
-A step is a benchmark in its own process; its result and log are in the folder. A step that has a result there
+A step is a benchmark in its own process. Its result and log are in the folder. A step that has a result there
 is skipped, so a second start continues where the first one ended. A step that hangs or crashes costs no more
 than its own limit.
 """
@@ -72,7 +72,7 @@ def gpu(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and run nothing.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of results and logs.")] = Path("out/gpu"),
 ) -> None:
-    """Run the steps that have no result yet; the exit status is 1 if one failed or timed out."""
+    """Run the steps that have no result yet. The exit status is 1 if one failed or timed out."""
     chosen_steps = [step for step in STEPS if not steps or step.letter in steps]
     unknown = sorted(set(steps) - {step.letter for step in STEPS} - set(", "))
     if unknown:
@@ -128,7 +128,7 @@ def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str
 
 
 def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
-    """Run a step and all its processes to their end; return its state and seconds."""
+    """Run a step and all its processes to their end, and return its state and seconds."""
     result, log, start = out / f"{step.name}.json", out / f"{step.name}.log", time.monotonic()
     _say(f"{step.name}: started, at most {limit_s:.0f} s; log in {log}")
     with log.open("w") as file:

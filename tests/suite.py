@@ -53,7 +53,7 @@ class Result:
         return found or [f"FAILED no test by name: pytest ended with status {self.status}"]
 
     def summary(self) -> str:
-        """Return pytest's last line, which counts the tests; other processes may print after it."""
+        """Return pytest's last line, which counts the tests. Other processes may print after it."""
         counts = (line for line in reversed(self.lines) if re.search(r"\d \w+.* in [\d.]+s\b", line))
         return next(counts, "no summary of pytest")
 

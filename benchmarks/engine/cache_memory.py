@@ -28,6 +28,7 @@ from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
 GOAL_PCT = 0.5
+_GPU_BLOCK_SIZES = [16, 32, 64, 128]  # tokens, where the deployment names none
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -55,7 +56,7 @@ SHAPES = {
 
 
 def shape_of(source: str) -> Shape:
-    """Return the shape of a model by its folder or its id; raise UserInputError if neither is known."""
+    """Return the shape of a model by its folder or its id. Raise UserInputError if neither is known."""
     if source in SHAPES:
         return SHAPES[source]
     path = Path(source) / "config.json"
@@ -72,7 +73,7 @@ def shape_of(source: str) -> Shape:
 
 
 def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
-    """Return a row on both caches of a rank with `kv_gib` GiB of KV cache; the expert-count cache is real."""
+    """Return a row on both caches of a rank with `kv_gib` GiB of KV cache. The expert-count cache is real."""
     block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
     num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
     cache = BlockExpertCounts(num_blocks, block_size, shape.moe_layers, shape.experts)
@@ -97,7 +98,6 @@ def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
 def cache_memory(
     deployments: Annotated[Path, typer.Option(help="Folder of deployment YAMLs.")] = Path("deployments"),
     kv_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one GPU rank, GiB.")] = 8.0,
-    gpu_block_sizes: Annotated[str, typer.Option(help="Block sizes of other GPUs, tokens.")] = "16,32,64,128",
     out: options.Out = None,
 ) -> None:
     """Compare both caches' bytes for the prefill engines of every deployment."""
@@ -108,7 +108,7 @@ def cache_memory(
         config = arguments.get("prefill_config") or arguments["decode_config"]  # the latter: whole replicas
         engine = config["engine_kwargs"]
         on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
-        sizes = [cpu_block] if on_cpu else [int(size) for size in gpu_block_sizes.split(",")]
+        sizes = [cpu_block] if on_cpu else _GPU_BLOCK_SIZES
         shape = shape_of(config["model_loading_config"]["model_source"])
         ranks, dtype_bytes = int(engine.get("tensor_parallel_size", 1)), _DTYPE_BYTES[engine["dtype"]]
         variables = config.get("runtime_env", {}).get("env_vars", {}) if on_cpu else {}

@@ -10,7 +10,7 @@ device counts. On a CPU one core counts, so `count scatter` is far larger there.
 The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
 (benchmarks/lib/replay/switched.py), for each pair of prompts in random order. The two prompts of a pair
 differ in their first token, so neither is found in the prefix cache. The wide engine's rows use layers of
-Qwen3-30B-A3B at full width, with random weights; it has two of the 48 layers, or as many as --wide-layers
+Qwen3-30B-A3B at full width, with random weights. It has two of the 48 layers, or as many as --wide-layers
 says. Capture should add less than 0.5 % of TTFT.
 """
 
@@ -185,7 +185,7 @@ class _Engine:
 def _engine(
     level: str, job: dict[str, Any], requests: int, port: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    """Serve pairs of prompts, one with capture and one without, in random order; return rows."""
+    """Serve pairs of prompts, one with capture and one without, in random order, and return rows."""
     tokens = job["max_tokens"]
     seconds_of_pairs: list[tuple[float, float, float]] = []  # without capture, with it, counting
     with ExitStack() as stack:
@@ -228,8 +228,6 @@ def capture_overhead(
     wide_requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on wide layers; or 0.")] = 200,
     wide_layers: Annotated[int, typer.Option(min=1, help="Number of these layers; all 48 take 61 GB.")] = 2,
     wide_vocabulary: Annotated[int, typer.Option(min=_VOCABULARY, help="Its vocabulary.")] = _VOCABULARY,
-    wide_hidden: Annotated[int, typer.Option(min=32, help="Hidden size of the wide engine.")] = HIDDEN,
-    wide_intermediate: Annotated[int, typer.Option(min=32, help="Its expert neurons.")] = INTERMEDIATE,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = _MODEL,
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,
@@ -243,12 +241,8 @@ def capture_overhead(
     job["max_tokens"] = engine_tokens
     if requests:
         rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
-    wide = {
-        "layers": wide_layers,
-        "vocabulary": wide_vocabulary,
-        "hidden": wide_hidden,
-        "intermediate": wide_intermediate,
-    }
+    wide = {"layers": wide_layers, "vocabulary": wide_vocabulary}
+    wide |= {"hidden": HIDDEN, "intermediate": INTERMEDIATE}
     if wide_requests:
         with tempfile.TemporaryDirectory() as folder:
             model_folder = write_config(Path(folder), **wide)

@@ -5,8 +5,8 @@
 
 Ranks are processes of this machine (docs/expert_parallel_engines.md). The model is the demo model with wide
 experts and an extra head, in 32 bits, so that all arms must give equal answers. Placements are fitted to one
-half of the captured requests; batches come from the other half. All arms take turns on one engine with the
-slots of the largest replication; an arm with fewer replicas leaves slots empty. A step's time is wall-clock
+half of the captured requests. Batches come from the other half. All arms take turns on one engine with the
+slots of the largest replication. An arm with fewer replicas leaves slots empty. A step's time is wall-clock
 time, including the choice of replicas.
 """
 
@@ -220,7 +220,7 @@ def _decode_windows(
     tokens: int,
     turn: int,
 ) -> list[dict[str, Any]]:
-    """Decode the requests of each window under the plan; return the windows' summaries.
+    """Decode the requests of each window under the plan, and return the windows' summaries.
 
     Args:
         traffic: requests of each window, as indices into `data`.
@@ -247,7 +247,7 @@ def _decode_windows(
 def _arms(
     data: CapturedRoutes, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
 ) -> dict[tuple[float, str], Arm]:
-    """Return the arms by replication and name; `sizes` has the slots of each replication."""
+    """Return the arms by replication and name. `sizes` has the slots of each replication."""
     load = data.trace.decode_counts[fit].sum(axis=0)
     layers, experts = load.shape
     affinity = co_activation(np.concatenate([data.routes(int(n)) for n in fit]), experts)

@@ -35,6 +35,7 @@ from offline.placement.eplb import eplb_placement
 Floats = NDArray[np.float64]
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))
+_MANY_RANKS, _MANY_BATCH = 8, 64  # ranks that are timed one by one, and tokens of a batch for all of them
 
 
 _NOTES = (
@@ -47,8 +48,6 @@ _NOTES = (
 def ep_layer(
     prompts: options.Prompts = options.PROMPTS,
     batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch for two ranks together.")] = 32,
-    many_ranks: Annotated[int, typer.Option(min=2, help="Ranks that are timed one by one.")] = 8,
-    many_batch: Annotated[int, typer.Option(min=2, help="Tokens of a batch for all those ranks.")] = 64,
     batches: Annotated[int, typer.Option(min=4, help="Batches drawn from the held-out requests.")] = 24,
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls of each point.")] = 5,
     intermediate: options.Intermediate = 1024,
@@ -58,7 +57,7 @@ def ep_layer(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time a layer's stages on real ranks, by replication and choice of replicas; fit its cost."""
+    """Time a layer's stages on real ranks, by replication and choice of replicas. Fit its cost."""
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work)
 
@@ -67,7 +66,7 @@ def ep_layer(
         return _plan(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
 
     two_ranks = plan(2, batch, [*ARMS, ("even", "all-to-all")])
-    many_ranks_plan = plan(many_ranks, many_batch, ARMS)
+    many_ranks_plan = plan(_MANY_RANKS, _MANY_BATCH, ARMS)
     points = on_ranks(1, rank_alone, two_ranks)[0]
     message_rows = on_ranks(2, messages, rounds)[0]
     shares = on_ranks(1, shares_alone, many_ranks_plan)[0]  # [B, L, rounds, G] by arm
@@ -77,21 +76,21 @@ def ep_layer(
     alone_work = _work(points)
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
-    source += f"slowest of {many_ranks} ranks on real batches; no second node: a far byte is as a near one"
+    source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte is as a near one"
     fit = _fit(compute, many_ranks_plan, times_alone, measurements=len(points), source=source)
     cost = _with_messages(compute, message_rows).model_copy(update={"fit": fit})
     if cost_out is not None:
         cost.save(cost_out)
     inputs = {
         "batch": batch,
-        "many_batch": many_batch,
+        "many_batch": _MANY_BATCH,
         "batches": batches,
         "rounds": rounds,
         "intermediate": intermediate,
         "layer_cost": cost.model_dump(),
     }
     rows = _rows(f"2 ranks together, {device()}", two_ranks, times_together, compute, seed)
-    rows += _rows(f"{many_ranks} ranks one by one", many_ranks_plan, times_alone, compute, seed)
+    rows += _rows(f"{_MANY_RANKS} ranks one by one", many_ranks_plan, times_alone, compute, seed)
     path = publish(
         "ep_layer",
         rows,
@@ -205,7 +204,7 @@ def _plan(
 
 
 def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
-    """Return the slowest rank's median over rounds by arm and stage, [B, L]; `layer` sums a rank's stages."""
+    """Return the slowest rank's median over rounds by arm and stage, [B, L]. `layer` sums a rank's stages."""
     timed = {}
     for arm in by_rank[0]:
         parts = np.stack([part[arm] for part in by_rank])  # [G, B, L, rounds, stage]
@@ -216,7 +215,7 @@ def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
 
 
 def _predict_experts_s(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
-    """Return the predicted time [B, L] of the slowest rank's experts, s."""
+    """Return the predicted time [B, L] of the slowest rank's experts in seconds."""
     return compute.layer_s(LayerWork.from_gathered(plan.tokens_by_rank(arm)))
 
 

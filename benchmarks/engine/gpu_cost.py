@@ -6,7 +6,7 @@ It needs no GPU, but `aiconfigurator-core`. A fit has one cost for batches of 1 
 8,192 KV tokens: terms of experts and KV tokens by even and skewed routing, and the rest, by batch, by skewed
 routing alone, which the package's own steps have. `error_pct_N` is the fit's error there at N requests of
 1,024 KV tokens. `error_max_of_8_to_32_pct` is the largest error, with both kinds of routing, of a fit to
-batches of 8, 16 and 32 alone; it is empty if these do not tell experts from the rest.
+batches of 8, 16 and 32 alone. It is empty if these do not tell experts from the rest.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
 
 
 def report(path: Path, status: int) -> dict[str, Any]:
-    """Read an engine's report; without one, report the exit status, so that other families still count."""
+    """Read an engine's report. Report the exit status if there is none, so that other families count."""
     if not path.exists():
         return {"error": f"the engines' process ended with status {status} before this one"}
     content: dict[str, Any] = json.loads(path.read_text())
@@ -185,7 +185,7 @@ def _not_among(choices: NDArray[np.int64], other_choices: NDArray[np.int64]) -> 
 def _compare_forced(records: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:
     """Compare with Hugging Face's model while the engine's experts are forced on it.
 
-    A different choice causes others in later layers and tokens; forced, each difference stands alone.
+    A different choice causes others in later layers and tokens. Forced, each difference stands alone.
     """
     differ, widest = 0, 0.0
     for record in records:
@@ -211,7 +211,7 @@ def gap(
 
     Args:
         chosen, other_chosen: int[k], the two choices.
-        score: float[E]; the gap is how much more the experts score that only `other_chosen` has. If `chosen`
+        score: float[E]. The gap is how much more the experts score that only `other_chosen` has. If `chosen`
             has another group, the gap is one between the scores of groups.
         groups: number of groups, and how many of them the router chooses first, by the sum of their two best
             scores.

@@ -135,7 +135,7 @@ class _Layer:
         self._graphs: dict[int, tuple[Any, Any]] = {}  # batch size -> chosen experts, graph
 
     def seconds(self, ids: np.ndarray) -> float:
-        """Return the time of one call with these experts, s: wall clock, or a graph's replay by events."""
+        """Return the seconds of one call with these experts: wall clock, or a graph's replay by events."""
         import torch
 
         chosen = torch.as_tensor(ids, dtype=torch.int32)

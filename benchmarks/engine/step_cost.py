@@ -61,7 +61,7 @@ PACKAGE: dict[str, tuple[float, float, dict[int, float]]] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step: requests, active experts over all layers, and times, s."""
+    """One decode step: requests, active experts over all layers, and times in seconds."""
 
     requests: int
     experts: int
@@ -94,7 +94,7 @@ class ComposedEngine(ReplayEngine):
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
-        """Start decoding `tokens` tokens of each prompt; run the first steps, which may compute prompts."""
+        """Start decoding `tokens` tokens of each prompt. Run the first steps, which may compute prompts."""
         from vllm import SamplingParams
 
         self.warm(prompts)
@@ -103,7 +103,7 @@ class ComposedEngine(ReplayEngine):
             self._engine.add_request(f"request{number}", {"prompt_token_ids": prompt}, params)
 
     def run_step(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Run a step whose token n goes to the experts int64[T, k] of row n; return the available records."""
+        """Run a step, token n by the experts of row n of int64[T, k], and return the available records."""
         import torch
 
         full = np.resize(routed, self._table.shape)  # padding repeats the batch's experts
@@ -143,7 +143,7 @@ def composed_steps(
 
 
 def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
-    """Return one row for each batch and number of active experts: medians with intervals, ms."""
+    """Return one row for each batch and number of active experts: medians with intervals in milliseconds."""
     rows = []
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
         of_point = [step for step in steps if (step.requests, step.experts) == (batch, experts)]

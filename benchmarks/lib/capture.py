@@ -1,4 +1,4 @@
-"""Capture which experts the demo model uses for real prompts: the input of most benchmarks.
+"""The experts that the demo model uses for real prompts: the input of most benchmarks.
 
     python -m benchmarks.lib.capture --prompts DIR
 
@@ -43,7 +43,7 @@ _TOGETHER = 32  # requests in flight during the capture
 
 
 def groups_of(names: str) -> list[str]:
-    """Return the workloads of a list with commas; raise UserInputError if one is unknown."""
+    """Return the workloads of a list with commas. Raise UserInputError if one is unknown."""
     groups = names.split(",")
     if unknown := [name for name in groups if name not in GROUPS]:
         raise UserInputError(f"unknown workload {unknown[0]!r}; choose from {', '.join(GROUPS)}")
@@ -79,7 +79,7 @@ class CapturedRoutes:
 def load_or_capture(
     prompts: Path, work: Path, *, requests: int, output_tokens: int = 64, seed: int = 0, device: str = "cpu"
 ) -> CapturedRoutes:
-    """Load the capture with these settings; run it first if it does not exist.
+    """Load the capture with these settings. Run it first if it does not exist.
 
     Another device generates other texts.
     """
@@ -112,7 +112,7 @@ def capture(
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     device: options.Device = "cpu",
 ) -> None:
-    """Run prompts on one engine; write their expert counts, routes and token ids."""
+    """Run prompts on one engine. Write their expert counts, routes and token ids."""
     from transformers import AutoTokenizer
 
     from eldr_serve.engine.vllm.calibration_engine import VllmCalibrationEngine

@@ -54,7 +54,7 @@ def grpc_options(silent_s: float) -> list[tuple[str, int]]:
     """Return channel options of gRPC: our keepalive and limits, and no retries.
 
     Args:
-        silent_s: time without an answer to a ping after which the other end is lost, s.
+        silent_s: seconds without an answer to a ping after which the other end is lost.
     """
     return [
         ("grpc.keepalive_time_ms", int(1000 * PING_S)),
@@ -93,7 +93,7 @@ class Engine:
     """Source of tokens that computes nothing.
 
     Attributes:
-        backlog: returns the size of the connection's write buffer, bytes.
+        backlog: returns the size of the connection's write buffer in bytes.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Engine:
         self._all_sent = asyncio.Event()
 
     async def stream(self, request: Json, send: Send) -> None:
-        """Send one chunk at each step until cancelled; the handler of a stream in all ways."""
+        """Send one chunk at each step until cancelled. All ways use this handler of a stream."""
         number = request["stream"]
         stream = self._streams[number] = _Stream()
         try:
@@ -140,7 +140,7 @@ class Engine:
         """Take steps for `seconds`, one every `gap_s`, or each as soon as the last is sent if that is 0.
 
         Returns:
-            {"began_s"}: start of each step on the machine's monotonic clock, s.
+            {"began_s"}: start of each step in seconds of the machine's monotonic clock.
         """
         seconds, gap_s = request["seconds"], request["gap_s"]
         began: list[float] = [time.monotonic()]
@@ -176,7 +176,7 @@ class Engine:
 
 
 def resident_mib() -> float:
-    """Return the resident memory of this process, MiB."""
+    """Return the resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
@@ -202,8 +202,8 @@ def _channel_server(engine: Engine) -> ChannelServer:
 def _grpc_methods(engine: Engine) -> Json:
     async def stream(request: bytes, context: Any) -> None:
         def send(payload: bytes, ids: bytes) -> Awaitable[None]:
-            found: Awaitable[None] = context.write(b"".join((_TOKENS.pack(1), ids, payload)))
-            return found
+            write: Awaitable[None] = context.write(b"".join((_TOKENS.pack(1), ids, payload)))
+            return write
 
         await engine.stream(json.loads(request), send)
 
@@ -252,7 +252,7 @@ async def serving(way: str) -> AsyncIterator[int]:
 
 
 def serve(way: str, ready: Connection) -> None:
-    """Serve one way until the process is terminated; send the port over the pipe."""
+    """Serve one way until the process is terminated. Send the port over the pipe."""
 
     async def forever() -> None:
         async with serving(way) as port:

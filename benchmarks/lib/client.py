@@ -18,7 +18,7 @@ from loadgen.sse import StreamError, StreamTiming, read_stream_async
 
 @dataclass
 class Answer:
-    """One streamed answer; `start` and `end` are time.perf_counter()."""
+    """One streamed answer. `start` and `end` are time.perf_counter()."""
 
     start: float
     end: float = 0.0
@@ -26,15 +26,15 @@ class Answer:
     error: str | None = None
 
 
-def allow_open_files(wanted: int) -> None:
+def allow_open_files(number: int) -> None:
     """Raise this process's limit of open files, as far as the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
-    """Return a client session without a limit on connections; slower requests than the timeout fail."""
+    """Return a client session without a limit on connections. Slower requests than the timeout fail."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
     )
@@ -47,7 +47,7 @@ async def complete(
     start: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """Send one streaming completion, timed from `start` or now; store any failure in `error`."""
+    """Send one streaming completion, timed from `start` or now, and store any failure in `error`."""
     answer = Answer(time.perf_counter() if start is None else start)
     body = body | {"stream": True}
     try:
@@ -77,7 +77,7 @@ def sender(url: str) -> Send:
 async def closed_loop(
     send: Callable[[int], Awaitable[Answer]], *, requests: int, in_flight: int
 ) -> list[Answer]:
-    """Send requests 0 ... requests-1; start the next as soon as one of `in_flight` ends."""
+    """Send requests 0 ... requests-1. Start the next as soon as one of `in_flight` ends."""
     numbers = iter(range(requests))
     answers: list[Answer] = []
 
@@ -96,7 +96,7 @@ def most_open(answers: list[Answer]) -> int:
 
 
 def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]:
-    """Return failures; TTFT, TPOT, latency, ms; requests/s and tokens/s since the first start, or `since`."""
+    """Return failures, times in ms, and requests/s and tokens/s since the first start, or `since`."""
     good = [a.timing for a in answers if a.error is None]
     latencies = [1000 * (a.end - a.start) for a in answers if a.error is None]
     span = max(a.end for a in answers) - (min(a.start for a in answers) if since is None else since)

@@ -1,4 +1,4 @@
-"""Start a separate Ray on this machine, and leave nothing behind."""
+"""A separate Ray on this machine, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def python_path(*folders: Path) -> str:
 def local_ray(
     *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
 ) -> Iterator[None]:
-    """Start Ray with this environment, and Serve if a port is given; stop both, also when interrupted."""
+    """Start Ray with this environment, and Serve if a port is given. Stop both, also when interrupted."""
     os.environ |= RAY_ENV
     before = dict(os.environ)
     os.environ |= environment
@@ -73,7 +73,7 @@ def local_ray(
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:
-    """Wait until our application has every pair of engines warm; raise UserInputError after `seconds`."""
+    """Wait until our application has every pair of engines warm. Raise UserInputError after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(httpx.TransportError):  # not listening yet

@@ -1,4 +1,4 @@
-"""Measure the present computing speed of CPU cores.
+"""The present computing speed of CPU cores.
 
 Cores of shared machines are slower by up to a third for seconds or minutes, because of their frequency, their
 neighbours, or time stolen by the hypervisor. Where that is as large as the measured effect, times are
@@ -39,7 +39,7 @@ class CpuSpeed:
         self._last: deque[float] = deque(maxlen=3)
 
     def once(self) -> float:
-        """Return the CPU time of the product, s."""
+        """Return the CPU time of the product in seconds."""
         self._multiply()  # brings it into the cache
         start = time.thread_time()
         for _ in range(4):
@@ -47,7 +47,7 @@ class CpuSpeed:
         return time.thread_time() - start
 
     def seconds(self) -> float:
-        """Return the mean CPU time of the product over the last three calls, s."""
+        """Return the mean CPU time of the product in the last three calls, in seconds."""
         self._last.append(self.once())
         return sum(self._last) / len(self._last)
 
@@ -60,7 +60,7 @@ class CpuSpeed:
 def record_cpu_speed(folder: Path) -> Iterator[None]:
     """Record the speed of this process's cores several times per second, in `folder`/cpu_speed_CORE.jsonl.
 
-    A line is [Unix time, s; CPU time of the product, s; stolen ticks so far; all ticks so far].
+    A line is [Unix time, CPU time of the product, stolen ticks so far, all ticks so far], times in seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as probes:

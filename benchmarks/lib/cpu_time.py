@@ -23,7 +23,7 @@ PARTS: Mapping[str, str] = {
 
 
 def cpu_s() -> Counter[str]:
-    """Return the CPU time so far of all live descendants of this process, by part, s."""
+    """Return the CPU time so far of all live descendants of this process in seconds, by part."""
     spent: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Time work in a CUDA graph by events, so that no host time is included."""
+"""Times of work in a CUDA graph, measured by events without the time of the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 class TimedGraph:
     """Calls captured once, replayed with other inputs in the same tensors.
 
-    `work` reads and writes tensors at fixed addresses; it runs before the capture, which compiles its
+    `work` reads and writes tensors at fixed addresses. It runs before the capture, which compiles its
     kernels.
     """
 
@@ -30,7 +30,7 @@ class TimedGraph:
         self._flushed = torch.ones(1 << 26, dtype=torch.float32, device="cuda")
 
     def seconds(self) -> float:
-        """Return the GPU time of one replay with no inputs in the L2 cache, s."""
+        """Return the seconds of one replay on the GPU with no inputs in the L2 cache."""
         start, end = (self._event() for _ in range(2))
         self._flushed.sum()
         start.record()

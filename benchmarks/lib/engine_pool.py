@@ -1,4 +1,4 @@
-"""Replay engines side by side, each in its own process on one core; or one on a GPU."""
+"""Engines for replays, each in its own process on one core, or a single one on a GPU."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Replays(Protocol):
     """Interface to serve arrivals: EnginePool, or a stand-in without engines."""
 
     def probe_s(self) -> float:
-        """Return the present time of CpuSpeed's product, s."""
+        """Return the present time of CpuSpeed's product in seconds."""
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
-        """Serve arrivals; return token times, s, by request, and the steps."""
+        """Serve arrivals, and return token times in seconds by request, and the steps."""
 
 
 class EngineProcesses:
-    """Context of processes in which engines run; raises UserInputError on exit if one has died."""
+    """Context of processes in which engines run. Its exit raises UserInputError if one has died."""
 
     def __init__(self, processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
@@ -70,7 +70,7 @@ class EnginePool(EngineProcesses):
         super().__init__(engines, _start, str(model), device, free)
 
     def probe_s(self) -> float:
-        """Return the time of CpuSpeed's product on a core of the engines, s."""
+        """Return the seconds of CpuSpeed's product on a core of the engines."""
         return self._pool.submit(_probe).result()
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:

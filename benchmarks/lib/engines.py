@@ -45,7 +45,7 @@ def check_device(device: str) -> None:
 def device_kwargs(device: str, batches: Sequence[int] = ()) -> dict[str, Any]:
     """Return `engine_kwargs` for a benchmark's engine on "cpu", "cuda" or "cuda-eager".
 
-    On "cuda", steps of `batches` decoding requests run in CUDA graphs; other batches are padded to the next
+    On "cuda", steps of `batches` decoding requests run in CUDA graphs. Other batches are padded to the next
     larger size. Without `batches`, and on "cuda-eager", there are no graphs. Prompts are computed outside of
     graphs, and inductor compiles nothing, so that an engine starts in seconds.
     """
@@ -64,7 +64,7 @@ def weights_name() -> str:
 
 
 def engine_roles(arguments: dict[str, Any]) -> list[str]:
-    """Return the keys of the engines' settings in a deployment's `args`; whole engines have only one."""
+    """Return the keys of the engines' settings in a deployment's `args`. Whole engines have only one."""
     return [role for role in ("prefill_config", "decode_config") if role in arguments]
 
 
@@ -108,7 +108,7 @@ def plain_engine_kwargs(
 
 @contextmanager
 def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command; at the end, stop it and all its children.
+    """Run a command. Stop it and all its children at the end.
 
     The command stays in the session, which Linux schedules as one group (`sched_autogroup_enabled`): in
     its own session it would get as much CPU time as our whole application, including its engines.
@@ -127,7 +127,7 @@ def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[s
 
 
 def wait_http(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
-    """Wait until `url` answers 200; raise UserInputError with the log's end on process exit or timeout."""
+    """Wait until `url` answers 200. Raise UserInputError with the log's end on process exit or timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
@@ -144,7 +144,7 @@ def vllm_servers(
 ) -> Iterator[dict[str, list[str]]]:
     """Start equal engines as plain vLLM OpenAI servers, one process group each.
 
-    Yields {"prefill": urls, "decode": urls}; whole engines are all under "decode", as in a deployment.
+    Yields {"prefill": urls, "decode": urls}. Whole engines are all under "decode", as in a deployment.
     """
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:
@@ -181,7 +181,7 @@ def vllm_servers(
 def vllm_router(
     venv: Path, policy: str, number: int, servers: Sequence[str], *, port: int, logs: Path
 ) -> Iterator[str]:
-    """Run vllm-router number `number` over `servers` (options that name them); yield its URL."""
+    """Run vllm-router number `number` over `servers` (options that name them), and yield its URL."""
     front, log = f"http://127.0.0.1:{port + 60 + number}", logs / f"vllm_router_{number}.log"
     command = [
         str(venv / "bin" / "vllm-router"),

@@ -1,4 +1,4 @@
-"""Compare an engine's expert counts with those of another implementation, integer by integer.
+"""The comparison of an engine's expert counts with another implementation's, integer by integer.
 
 Reports are those of `tests/engine/engine_script.py`.
 """
@@ -44,9 +44,9 @@ class Cells:
         self.compared: dict[str, int] = {}
         self.differ: dict[str, int] = {}
 
-    def add(self, kind: str, mine: ArrayLike, theirs: ArrayLike) -> None:
-        """Compare two arrays; if their shapes differ, all cells count as different."""
-        a, b = np.asarray(mine), np.asarray(theirs)
+    def add(self, kind: str, counts: ArrayLike, other_counts: ArrayLike) -> None:
+        """Compare two arrays. If their shapes differ, all cells count as different."""
+        a, b = np.asarray(counts), np.asarray(other_counts)
         differ = int((a != b).sum()) if a.shape == b.shape else max(a.size, b.size, 1)
         self.compared[kind] = self.compared.get(kind, 0) + b.size
         self.differ[kind] = self.differ.get(kind, 0) + differ

@@ -249,7 +249,7 @@ def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
 class Reference:
     """Hugging Face's model of a checkpoint, in float32 without a KV cache.
 
-    `scores`, float[T,L,E], are the routers' scores in the last `route`, if they expose them; `groups` is
+    `scores`, float[T,L,E], are the routers' scores in the last `route`, if they expose them. `groups` is
     (groups of experts, number of groups that a router chooses first), (1, 1) without groups.
     """
 

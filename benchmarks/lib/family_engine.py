@@ -80,7 +80,7 @@ class ObservedChoices:
 
 
 def serve(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run one engine with these arguments; return its report."""
+    """Run one engine with these arguments, and return its report."""
     from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
@@ -138,7 +138,7 @@ def _serve(job: dict[str, Any], report: Path) -> None:
 
 
 def main(jobs: Path) -> None:
-    """Run the jobs of a JSON file, by name; write each report to NAME.json in the file's folder.
+    """Run the jobs of a JSON file by name. Write each report to NAME.json in the file's folder.
 
     A job is {"arguments": engine arguments, "mla_for_amx": see Family}.
     If an engine does not start, the report is {"error": the reason}.

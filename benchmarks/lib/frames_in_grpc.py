@@ -1,4 +1,4 @@
-"""Carry the frames of a channel in one bidirectional gRPC stream, in place of its socket."""
+"""The frames of a channel in one bidirectional gRPC stream, in place of its socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare policies live: serve the application, swap tables in, and drive the load by loadgen.compare.
+"""Live comparisons of policies: the application, its tables, and the load of loadgen.compare.
 
 Shared machines are faster in one trial than in the next. So each policy has two rows. The one with `clock`
 wall has wall-clock times, the one with `clock` even has times normalised for CPU speed
@@ -76,7 +76,7 @@ def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[P
 
 @contextmanager
 def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[OperatorClient]:
-    """Run the application with these `args`, ready at `port`; Serve's proxy listens on the next port."""
+    """Run the application with these `args`, ready at `port`. Serve's proxy listens on the next port."""
     with local_ray(http_port=port + 1, environment=QUIET):
         from ray import serve
 

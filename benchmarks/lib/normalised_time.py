@@ -24,7 +24,7 @@ class NormalisedTime:
     One of its seconds is a second at the mean speed of the records.
 
     Args:
-        records: of each core, float64[n, 4]: Unix time, s; CPU time of the probe, s; stolen ticks; all ticks.
+        records: float64[n, 4] of each core: Unix and CPU time of the probe in seconds, stolen and all ticks.
         sensitivity: exponent s of `fit_sensitivity`. Where the probe takes x times as long, the work takes
             x**s times as long.
     """
@@ -40,7 +40,7 @@ class NormalisedTime:
 
     @classmethod
     def read(cls, folder: Path) -> NormalisedTime:
-        """Read the records of `record_cpu_speed`; raise UserInputError if the folder has none."""
+        """Read the records of `record_cpu_speed`. Raise UserInputError if the folder has none."""
         files = sorted(folder.glob("cpu_speed_*.jsonl"))
         records = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         if not any(records):
@@ -64,7 +64,7 @@ class NormalisedTime:
 
 
 def fit_engine_sensitivity(trials: Sequence[Trial], clock: NormalisedTime, alike: Collection[str]) -> float:
-    """Fit the sensitivity of engine time per request; all policies in `alike` are one group.
+    """Fit the sensitivity of engine time per request. All policies in `alike` are one group.
 
     Args:
         clock: with sensitivity 1.
@@ -87,7 +87,7 @@ def fit_sensitivity(groups: Sequence[str], slowdowns: Sequence[float], seconds: 
     Args:
         groups: name of each trial's group.
         slowdowns: of each trial, by a clock with sensitivity 1.
-        seconds: time of each trial's work, s.
+        seconds: time of each trial's work in seconds.
     """
     if len(groups) - len(set(groups)) < _SPARE_TRIALS:
         return 1.0
@@ -102,7 +102,7 @@ def fit_sensitivity(groups: Sequence[str], slowdowns: Sequence[float], seconds: 
 
 
 def normalise_trial(trial: Trial, clock: NormalisedTime) -> Trial:
-    """Return the trial with all times measured by the clock; each request still ends at the same time.
+    """Return the trial with all times measured by the clock. Each request still ends at the same time.
 
     Token gaps and the hand-over, whose own start is unknown, are scaled like the whole request.
     """

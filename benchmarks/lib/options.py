@@ -83,7 +83,7 @@ def command_of_settings(command: Callable[[Settings], None]) -> Callable[..., No
 
 
 def two_policies(value: str) -> tuple[str, str]:
-    """Return the two names of `--policies`; raise UserInputError unless there are two different ones."""
+    """Return the two names of `--policies`. Raise UserInputError unless there are two different ones."""
     names = value.split(",")
     if len(names) != 2 or len(set(names)) != 2:
         raise UserInputError(f"--policies are {value}: name two")
@@ -91,7 +91,7 @@ def two_policies(value: str) -> tuple[str, str]:
 
 
 def policy(option: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Return name and parameters of NAME,KEY=VALUE,...; raise UserInputError for a wrong policy."""
+    """Return name and parameters of NAME,KEY=VALUE,... and raise UserInputError for a wrong policy."""
     name, *pairs = text.split(",")
     if wrong := [pair for pair in pairs if "=" not in pair]:
         raise UserInputError(f"{option} {text} has {wrong[0]!r}, which is no KEY=VALUE")
@@ -101,7 +101,7 @@ def policy(option: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def numbers(option: str, value: str) -> list[int]:
-    """Return the positive numbers of an option, separated by commas; raise UserInputError on others."""
+    """Return the positive numbers of an option, separated by commas. Raise UserInputError on others."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
         raise UserInputError(f"{option} is {value!r}: must be positive numbers with commas")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.lib.plots
 
-The title of a plot is its one message; p50 stands beside p99. A policy keeps its colour: ours in colour, load
-balancers in grey, the paper's figure dashed.
+The title of a plot is its one message, and p50 stands beside p99. A policy has the same colour in all plots.
+Load balancers are grey, and the paper's figure is dashed.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ def at_scale() -> None:
         requests = "copies" if name == "at_scale" else "mixtures"
         results = read_rows(name)
         sizes = sorted({row["workers"] for row in results})
-        for (trace, policy), rows in _by(results, "arrivals", "policy").items():
+        for trace, policy in dict.fromkeys((row["arrivals"], row["policy"]) for row in results):
+            rows = [row for row in results if (row["arrivals"], row["policy"]) == (trace, policy)]
+            by_workers = {row["workers"]: row for row in rows}  # of several divisions the last one
             for axes, percentile in zip(panels[int("mooncake" in trace)], ("p50", "p99"), strict=True):
                 if policy in colours:
                     column = f"tpot_{percentile}_change_pct"
-                    by_workers = {row["workers"]: row for row in rows}  # of several divisions the last one
                     y = [row[column] for row in by_workers.values()]
                     spread = [
                         [
@@ -123,14 +124,6 @@ def at_scale() -> None:
                 axes.minorticks_off()
                 axes.axhline(0, color="black", linewidth=0.6)
     _save(figure, "at_scale")
-
-
-def _by(rows: Rows, *columns: str) -> dict[tuple[Any, ...], Rows]:
-    """Return the rows by their values of these columns."""
-    groups: dict[tuple[Any, ...], Rows] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return groups
 
 
 def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tuple[str, str], by: str) -> None:
@@ -173,15 +166,16 @@ def experts() -> None:
     figure, (batches, layer) = two_panels(
         "A batch of one language activates a third fewer experts, and a layer's time follows active experts"
     )
+    same_domain, layer_latency = read_rows("same_domain"), read_rows("moe_layer_latency")
     for workload, mark in (("language", "o"), ("task", "s")):
-        rows = [row for row in read_rows("same_domain") if row["workload"] == workload]
+        rows = [row for row in same_domain if row["workload"] == workload]
         sizes = [row["batch_size"] for row in rows]
         for column, colour, label in (("same_domain", "C0", "one {}"), ("mixed", _GREY, "mixed {}s")):
             values, named = [row[column] for row in rows], label.format(workload)
             batches.plot(sizes, values, f"{mark}-", color=colour, label=named)
     batches.set(xlabel="batch size, requests", ylabel="active experts of 64")
     for size, shade in ((16, "C0"), (32, "C9"), (64, "C2")):
-        rows = [row for row in read_rows("moe_layer_latency") if row["batch_size"] == size]
+        rows = [row for row in layer_latency if row["batch_size"] == size]
         times = [row["latency_p50_ms"] for row in rows]
         layer.plot([row["active_experts"] for row in rows], times, "o-", color=shade, label=f"batch {size}")
     layer.set(xlabel="active experts of 128", ylabel="time of a layer p50, ms", ylim=(0, None))

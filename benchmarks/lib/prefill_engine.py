@@ -1,11 +1,11 @@
 """One prefill engine in its own process, driven by lines on standard input.
 
 The command's argument is a JSON object with "model", "device" ("cpu" or "cuda"), "block_size" and
-"max_tokens"; it may have further engine "arguments". On a GPU the engine is eager, since hooks captured in a
+"max_tokens". It may have further engine "arguments". On a GPU the engine is eager, since hooks captured in a
 CUDA graph could not be switched off. Prompts are computed outside of graphs anyway.
 
 Each line on standard input is [whether to capture, token ids of a prompt]. Each answer is a line with the
-latency and the counting time that the engine reports, s.
+latency and the counting time that the engine reports, both in seconds.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ MODEL = "eldr-demo"
 
 
 def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> list[Prompt]:
-    """Return the prompts of at most `tokens` tokens; with `chat`, including those of the chat template."""
+    """Return the prompts of at most `tokens` tokens, which include the chat template's with `chat`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
@@ -31,7 +31,7 @@ def bodies(
     min_tokens: int | None = None,
     max_prompt_tokens: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return `count` greedy completion requests; prompts repeat if there are too few.
+    """Return `count` greedy completion requests. Prompts repeat if there are too few.
 
     Prompts longer than `max_prompt_tokens` are left out. Answers have exactly `max_tokens` tokens, or a
     random number from `min_tokens` to that.

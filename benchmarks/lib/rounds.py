@@ -1,4 +1,4 @@
-"""Combine the rounds of a measurement into one row: medians with confidence intervals."""
+"""Rows that combine the rounds of a measurement: medians with confidence intervals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.statistics import median_ci
+from loadgen.statistics import median_ci, put_interval
 
 
 def medians(
@@ -33,6 +33,6 @@ def medians(
             elif isinstance(value, int | float) and name not in keys:
                 row[name] = float(np.median([one[name] for one in of_case]))
         for name in with_interval:
-            _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([one[name] for one in of_case])
+            put_interval(row, name, median_ci([one[name] for one in of_case]))
         summaries.append(row)
     return summaries

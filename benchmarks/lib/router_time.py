@@ -17,7 +17,7 @@ _TIMED = 200  # placements
 def placement_s(
     policy: Policy, requests: Requests, experts: Experts | None, workers: int, in_flight: int
 ) -> float:
-    """Return the median CPU time of a placement and its release in the placer, s.
+    """Return the median CPU time of the placer for a placement and its release, in seconds.
 
     Args:
         policy: a new one, with its table and cost.
@@ -40,7 +40,7 @@ def placement_s(
 
 
 def channel_s() -> float:
-    """Return the time of a placement through the router actor on few workers, s, by its committed result."""
+    """Return the seconds of a placement through the router actor on few workers, by its committed result."""
     return 1 / max(float(row["placements_per_s"]) for row in read_rows("router_actor"))
 
 

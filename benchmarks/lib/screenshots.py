@@ -43,7 +43,7 @@ def screenshots(
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
-    """Run the machine's Chromium; raise FileNotFoundError, with what to install, if there is none."""
+    """Run the machine's Chromium. Raise FileNotFoundError, with what to install, if there is none."""
     executable = next(filter(None, map(shutil.which, _CHROMIUM)), None)
     if executable is None:
         raise FileNotFoundError(
@@ -74,7 +74,7 @@ async def take_screenshots(url: str, admin_key: str | None) -> dict[str, bytes]:
 
 
 async def screenshot_of_report(report: Path) -> bytes:
-    """Return the top of a comparison's page as PNG; FileNotFoundError if there is none."""
+    """Return the top of a comparison's page as PNG. Raise FileNotFoundError if there is none."""
     address = report.resolve(strict=True).as_uri()
     async with browser() as chromium:
         page = await chromium.new_page(viewport={"width": 1100, "height": 900})

@@ -26,7 +26,7 @@ def prompt_counts(number: int, rng: np.random.Generator) -> NDArray[np.uint32]:
 
 
 def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, intermediate: int) -> Path:
-    """Write the model's config without weights, changed only by the arguments; return the folder."""
+    """Write the model's config without weights, changed only by the arguments, and return the folder."""
     from transformers import Qwen3MoeConfig
 
     head: dict[str, Any] = {"head_dim": 128}  # not a declared parameter

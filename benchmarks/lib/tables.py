@@ -8,7 +8,7 @@ NAME.json. A column is a key of the rows, or `KEY [LOW HIGH]`, which prints a va
 
 Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml or papers.yaml, between
 `<!-- pages gpu -->` and `<!-- end -->` the list of pages with results of a GPU, and between
-`<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy;
+`<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy.
 `beyond` leaves out those that OTHER has with the same default.
 """
 
@@ -103,12 +103,12 @@ def heading(key: str) -> str:
 
 
 def has_result(name: str) -> bool:
-    """Return whether the result has been committed; those of a GPU may be missing."""
+    """Return whether the result has been committed. Those of a GPU may be missing."""
     return (RESULTS / f"{name}.json").exists()
 
 
 def _claims(name: str) -> str:
-    """Return one line per claim; a cell with fields repeats for each row of the claim's result."""
+    """Return one line per claim. A cell with fields repeats for each row of the claim's result."""
     claims = itertools.chain.from_iterable(map(_each, CLAIMS[name]["lines"]))
     lines = [[_cell(cell, claim) for cell in claim["cells"]] for claim in claims]
     return _markdown(CLAIMS[name]["columns"], lines)
@@ -138,7 +138,7 @@ def _cell(cell: str | dict[str, Any], claim: dict[str, Any]) -> str:
 
 
 def _fill_in(text: str, row: dict[str, Any]) -> str:
-    """Fill in the row's values; a value that is rounded to zero has no sign."""
+    """Fill in the row's values. A value that is rounded to zero has no sign."""
     return _ZERO.sub(r"\1", text.format(**row))
 
 

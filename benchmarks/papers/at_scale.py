@@ -1,4 +1,4 @@
-"""Compare policies on 16 to 1,024 workers: a GPU's step cost, real routes, recorded arrivals; simulated.
+"""Compare policies in simulation on 16 to 1,024 workers, with a GPU's step cost and recorded arrivals.
 
     python -m benchmarks.papers.at_scale --routes trace.safetensors --cost cost.json \
         --arrivals azure_llm_2023_conv.csv.gz --arrivals mooncake_conversation.jsonl.gz
@@ -12,7 +12,7 @@ alike, so with `--simulated-routers 2` only two of them are simulated, with thei
 A router makes one placement after the other. `router_us` is the time of a placement: the CPU time of the
 placer for the placement and its release, measured here with all requests of the router in flight, and the
 rest as `router_actor` measured it. `router_load_pct` is the share of the time that a router is busy with
-placements; above 100 % its queue grows.
+placements. Above 100 % its queue grows.
 
 Changes are against shortest-queue on as many routers, with 95 % intervals over the seeds (paired).
 `saved_p99_pct` says how many workers fewer give the policy the p99 of shortest-queue on all workers, at the
@@ -99,7 +99,7 @@ def figures_in_window(outcomes: Sequence[Outcome], objective: LatencyObjective) 
 
 
 def smallest_that_meets(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
-    """Return the smallest of ascending counts that meets a goal, or None; all larger ones must meet it."""
+    """Return the smallest of ascending counts that meets a goal, or None. All larger ones must meet it."""
     low, high = 0, len(counts)
     while low < high:
         middle = (low + high) // 2
@@ -115,7 +115,7 @@ class Size:
     """A number of workers, of which each router has an equal share.
 
     Attributes:
-        simulated: routers that are simulated, the first ones; the others are alike.
+        simulated: routers that are simulated, the first ones. The others are alike.
     """
 
     workers: int
@@ -136,7 +136,7 @@ class Runs:
     """Simulations of one recording on one number of workers, each made once and kept in the journal.
 
     Args:
-        finished_only: make none; raise UnfinishedError instead.
+        finished_only: make no run, and raise UnfinishedError instead.
         on_requests: called during a simulation with the number of further finished requests.
         on_run: called with the key of each simulation before it begins.
     """
@@ -160,7 +160,7 @@ class Runs:
         self._last_work: tuple[int, Work] | None = None  # seed, and its requests and experts
 
     def placement_us(self, policy: str) -> float:
-        """Return the CPU time of a placement by this policy on the workers of one router, us."""
+        """Return the CPU time of a placement by this policy among one router's workers, in microseconds."""
 
         def measure() -> float:
             work, share = self._work(0), self.size.share
@@ -173,7 +173,7 @@ class Runs:
         return float(self._get_or_make(self._key(policy, "placement_us"), measure))
 
     def router_s(self, policy: str) -> float:
-        """Return the time of a router for a placement, s."""
+        """Return the time that a router needs for a placement, in seconds."""
         return 1e-6 * self.placement_us(policy) + channel_s()
 
     def router_load_pct(self, policy: str) -> float:
@@ -246,7 +246,7 @@ class Runs:
         return scenario_of(self._study, self.arrivals, workers, rate_per_s)
 
     def _get_or_make(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return the journal's value; make and store it, or raise UnfinishedError, if it has none."""
+        """Return the journal's value. Make and store it, or raise UnfinishedError, if it has none."""
         if self._finished_only and self._journal.get(key) is None:
             raise UnfinishedError(key)
         return self._journal.get_or_put(key, make)
@@ -257,7 +257,7 @@ class Runs:
 
 
 def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: int) -> list[dict[str, Any]]:
-    """Return a row for each policy with runs that are finished or may be made; means over the seeds.
+    """Return a row for each policy with runs that are finished or may be made, with means over seeds.
 
     Args:
         saving: policies whose saved workers are searched.
@@ -303,7 +303,7 @@ def _split(policies: str) -> list[str]:
 
 
 def _sizes(workers: str, routers: str, simulated: int) -> list[Size]:
-    """Return the sizes to simulate; raise UserInputError if routers cannot share their workers equally."""
+    """Return the sizes to simulate. Raise UserInputError if routers cannot share their workers equally."""
     totals = options.numbers("--workers", workers)
     divisions = _for_each("--routers", routers, len(totals))
     sizes = [Size(*pair, simulated=min(pair[1], simulated)) for pair in zip(totals, divisions, strict=True)]

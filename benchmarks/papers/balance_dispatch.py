@@ -74,7 +74,7 @@ def balance_dispatch(
 
 
 def _fill(policy: QueuedPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
-    """Feed past and running requests to the policy; return the ages of the running ones."""
+    """Feed past and running requests to the policy, and return the ages of the running ones."""
     for n, tokens in enumerate(rng.geometric(1 / OUTPUT_TOKENS, 1000).tolist()):
         policy.on_assigned(PlacementRequest(f"ended{n}", None, 500, 4096), 0)
         policy.on_progress({f"ended{n}": tokens})

@@ -236,7 +236,7 @@ def policy_rows(
 
 
 def by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple[float, str]]:
-    """Return {(round, request): (median step of the request's worker, ms; the answer)}."""
+    """Return {(round, request): (median step of the request's worker in ms, the answer)}."""
     return {
         (turn, number): (worker["step_ms"], answer)
         for turn, workers in enumerate(turns)

@@ -36,7 +36,7 @@ class Links(BaseModel):
 
 @dataclass(frozen=True)
 class Move:
-    """A move of an expert between two slots of the placement (0 to P - 1); times are idle time."""
+    """A move of an expert between two slots of the placement (0 to P - 1). Times are idle time."""
 
     layer: int
     expert: int
@@ -49,7 +49,7 @@ class Move:
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """A schedule of moves; layers whose moves would not pay keep their placement."""
+    """A schedule of moves. Layers whose moves would not pay keep their placement."""
 
     placement: Ints  # [L, P], after the plan
     moves: list[Move]  # by start time, layer by layer
@@ -73,12 +73,12 @@ def plan_migration(
     gain_s: ArrayLike | None = None,
     steps: int | None = None,
 ) -> MigrationPlan:
-    """Schedule the moves: layers with the largest gain per byte first; layers that would not pay stay.
+    """Schedule the moves: layers with the largest gain per byte first. Layers that would not pay stay.
 
     Args:
         old, new: int[L, P], the new one from minimise_moves.
-        windows_s: [W] compute windows of one step, s.
-        gain_s: [L] saving of the new placement per step, s; None: move everything, whatever it saves.
+        windows_s: [W] compute windows of one step in seconds.
+        gain_s: [L] seconds that the new placement saves per step; None: move everything, whatever it saves.
         steps: expected number of steps of the batch; required with `gain_s`.
 
     Raises:
@@ -187,7 +187,7 @@ class _Timetable:
         return sources
 
     def _transfer(self, sender: int, rank: int, after: float) -> tuple[float, float]:
-        """Reserve a transfer and return (start, end); a copy within a rank uses no link."""
+        """Reserve a transfer and return (start, end). A copy within a rank uses no link."""
         if sender == rank:
             return after, after
         start = float(max(after, self._free[0, sender], self._free[1, rank]))

@@ -3,7 +3,7 @@
 A rank holds its own slots of a placement, and is the home of its own tokens. Tokens reach their experts in
 one of two ways. All-gather dispatch sends every token to every rank before the gate, so that the choice of
 replicas can use the whole batch (METRO, section IV-C). All-to-all dispatch sends a token only to ranks that
-serve it; each rank chooses replicas for its own tokens. Outputs equal those of one process within rounding,
+serve it. Each rank chooses replicas for its own tokens. Outputs equal those of one process within rounding,
 for any placement, choice and dispatch. This module needs torch, so the package does not import it.
 """
 
@@ -26,7 +26,7 @@ Routing = Callable[[Ints, Ints], Ints]  # experts int[T, k], home rank int[T] ->
 
 
 class ParallelLayer:
-    """One rank's part of the layer; every rank of the group makes one with equal arguments except products.
+    """One rank's part of the layer. Every rank of the group makes one with equal arguments except products.
 
     Args:
         products: computes this rank's slots.
@@ -51,7 +51,7 @@ class ParallelLayer:
     def run_gathered(
         self, x: Tensor, sizes: Sequence[int], on_stage: Callable[[str], None] = lambda stage: None
     ) -> Tensor:
-        """Compute the layer for [T, H] by all-gather dispatch and reduce-scatter; T may be 0.
+        """Compute the layer for [T, H] by all-gather dispatch and reduce-scatter. T may be 0.
 
         Args:
             sizes: number of tokens of every rank, from the engine's scheduler.
@@ -82,9 +82,9 @@ class ParallelLayer:
         return out[: len(x)]
 
     def run_exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
-        """Compute the layer by all-to-all dispatch and combine; a token is sent to a rank at most once.
+        """Compute the layer by all-to-all dispatch and combine. A token is sent to a rank at most once.
 
-        As `run_gathered`; the stages are gate, route, dispatch, experts, combine.
+        Like `run_gathered`. The stages are gate, route, dispatch, experts, combine.
         """
         weights, experts = self._gate(x)
         on_stage("gate")

@@ -30,7 +30,7 @@ def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
 
 def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Spread tokens evenly over replicas, like EPLB: int[..., E, G]; the first hosts get the remainder."""
+    """Spread tokens evenly over replicas, like EPLB: int[..., E, G]. The first hosts get the remainder."""
     count, is_host = parse_batch(tokens, hosts)
     replicas = is_host.sum(axis=2)
     share, rest = np.divmod(count, np.maximum(replicas, 1))

@@ -60,7 +60,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other seeds.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON to write; default out/PAPER_FIGURE.json.")] = None,
 ) -> None:
-    """Run one figure's simulations; print a table, and write JSON and a plot."""
+    """Run one figure's simulations, print a table, and write JSON and a plot."""
     if paper is None or figure is None:
         for name in [paper] if paper else PAPERS:
             titles = (f"\n  {figure:14} {entry.title}" for figure, entry in _figures(name).items())

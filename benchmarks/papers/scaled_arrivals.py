@@ -23,8 +23,8 @@ class Study:
 
     Attributes:
         batch: requests that a worker runs on average if they are spread at random.
-        seconds: simulated time of arrivals, s.
-        parts: observed requests of a domain that make up a simulated one; see `offline.scenario.Routes`.
+        seconds: simulated time of arrivals in seconds.
+        parts: observed requests of a domain that make up a simulated one. See `offline.scenario.Routes`.
         centroids: clusters of the table.
         ttft_ms: objective, from arrival at the router (prompts arrive prefilled).
         slack: objective of TPOT, as a multiple of the step time at `batch`.
@@ -69,7 +69,7 @@ def load_of(study: Study, arrivals: Path) -> Load:
 
 
 def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:
-    """Return a scenario; `rate_per_s` is that of all workers."""
+    """Return a scenario. `rate_per_s` is that of all workers."""
     experts = routes_of(study.routes).model_copy(
         update={"parts": study.parts, "centroids": study.centroids, "fit_share": 0.3}
     )

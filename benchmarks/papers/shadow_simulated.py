@@ -39,7 +39,7 @@ _HANDOVER_S = 0.02
 
 
 def step_ms(outcome: Outcome) -> float:
-    """Return the decode step time per token, ms."""
+    """Return the decode step time per token in milliseconds."""
     return 1e3 * float(np.average(outcome.seconds, weights=outcome.batch))
 
 

@@ -34,7 +34,7 @@ class Prompts:
 
     @classmethod
     def from_trace(cls, trace: CalibrationTrace) -> Prompts:
-        """Read the prompts of a trace; raise ValueError if it has no token ids."""
+        """Read the prompts of a trace. Raise ValueError if it has no token ids."""
         return cls(trace, token_shares(trace.prompts, trace.vocabulary), expert_frequencies(trace))
 
     def __getitem__(self, index: NDArray[np.int64]) -> Prompts:
@@ -77,7 +77,7 @@ def chi_square_ridge(fit: Prompts, test: Prompts) -> Floats:
 
 
 def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """Predict likewise, fitted to the experts of decode; deviations from the mean prefill."""
+    """Predict likewise from deviations from the mean prefill, fitted to the experts of decode."""
     decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
     predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
     return np.asarray(predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0))
@@ -127,7 +127,7 @@ def route_table(fit: Prompts, test: Prompts) -> Floats:
 
 
 def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
-    """Predict with a network: mean of learnt embeddings, one hidden layer; early stopping on a fifth."""
+    """Predict with one hidden layer on mean embeddings, stopped early by a fifth of the prompts."""
     import torch
     from torch import nn
 
@@ -182,7 +182,7 @@ def last_turn(fit: Prompts, test: Prompts) -> Floats:
 
 
 def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
-    """Return all methods by name; those that need the demo model's weights only for traces of that model."""
+    """Return all methods by name. Some need the demo model's weights, and exist only for its traces."""
     methods: dict[str, Method] = {
         "prefill": lambda fit, test: test.frequencies,
         "served predictor, rank 64": served_predictor(),

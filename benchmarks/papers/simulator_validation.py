@@ -35,7 +35,7 @@ from loadgen.results import publish
 
 
 def report(run: Replayed) -> None:
-    """Report simulated and measured TPOT of every policy; error, correlation, ranking and regret."""
+    """Report simulated and measured TPOT of every policy, with error, correlation, ranking and regret."""
     cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
     rows = [row for case in cases for row in policy_rows(case, run.bench.regret(case))]
     path = publish(
@@ -92,7 +92,7 @@ def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict
 
 
 def _ranking(case: Case) -> str:
-    """Describe how alike the policies are ranked; medians that differ by less than 2 % are not ranked."""
+    """Describe how alike the policies are ranked. Medians that differ by less than 2 % are not ranked."""
     labels = list(case.tpot_s)
     real = np.array([np.median(case.tpot_s[label]) for label in labels])
     simulated = np.array([np.median(case.outcomes[label].tpot_s) for label in labels])

@@ -92,7 +92,7 @@ def tail_price(
     record: options.Record = None,
     out: options.Out = None,
 ) -> None:
-    """Simulate policies and balancers on every point; show changes of TPOT and TTFT, %."""
+    """Simulate policies and balancers on every point. Show changes of TPOT and TTFT in percent."""
     texts = policy or ("marginal-cost,tail_power=1", "marginal-cost,tail_power=16")
     parsed = {text: options.policy("--policy", text) for text in texts}
     chosen: dict[str, Callable[[], Policy]] = {
@@ -118,7 +118,7 @@ def tail_price(
 
 
 def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
-    """Return the files and the numbers of an option's value; raise UserInputError if it has another form."""
+    """Return the files and the numbers of an option's value. Raise UserInputError if it has another form."""
     parts = text.split(",")
     files = [Path(part) for part in parts if not part.isdigit()]
     numbers = [int(part) for part in parts if part.isdigit() and int(part)]
@@ -180,7 +180,7 @@ def _of_whole(text: str) -> list[Point]:
 def _run(
     point: Point, policies: dict[str, Callable[[], Policy]], seed: int, journal: Journal
 ) -> dict[str, Figures]:
-    """Return the figures of each policy in a seed; those that the journal has are not simulated again."""
+    """Return the figures of each policy in a seed. Those that the journal has are not simulated again."""
     prepare = cache(point.prepare)
 
     def figures(make: Callable[[], Policy]) -> Figures:

@@ -86,7 +86,7 @@ async def _send_until_answered(
 async def send_all(
     url: str, prompts: list[str], timeout_s: float, seconds: float | None = None
 ) -> list[_Request]:
-    """Send all prompts at once and retry refused ones, up to a time limit, s."""
+    """Send all prompts at once and retry refused ones, up to a time limit in seconds."""
     requests = [_Request() for _ in prompts]
     async with session(timeout_s) as http:
         start_s = time.perf_counter()
@@ -102,7 +102,7 @@ async def send_all(
 
 
 def row(requests: list[_Request], before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
-    """Return the figures of a run; `before` and `after` are the router's counters."""
+    """Return the figures of a run. `before` and `after` are the router's counters."""
     refusals_s = [
         s for r in requests for s, status in zip(r.seconds, r.statuses, strict=True) if status != 200
     ]

@@ -9,7 +9,7 @@ choose among them. Each rank writes its KV tokens in each step. What waits in th
 many waiting requests and short trials, a policy that postpones long prompts would look faster (`kv_tokens`).
 
 Prompts have the lengths of the trace, scaled to a mean, and are beginnings of a few texts that the prefill
-engine has in its prefix cache. So prefill takes little of the cores that it shares with the ranks; the paper
+engine has in its prefix cache. So prefill takes little of the cores that it shares with the ranks. The paper
 has separate machines for it. The demo model gets attention heads of zeros, so that KV tokens cost a large
 part of a step, as in larger models. Decode engines cache no prefixes: each request has its own KV. Answers
 have exactly `max_tokens` tokens, which the router knows. So `balance-route-horizon` knows which requests end
@@ -23,7 +23,6 @@ stopped run.
 from __future__ import annotations
 
 import asyncio
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -56,7 +55,7 @@ from eldr_serve.scheduling.policies.registry import policy_class
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.traces import read_trace
-from loadgen.trial import parse_policy
+from loadgen.trial import parse_policy, schedule_trials
 from offline.simulation.cluster import Cluster, Decode
 
 POLICIES = f"{BASE},balance-route,balance-route-horizon,balance-band"
@@ -93,20 +92,15 @@ def barrier_arguments(
 
 def schedule(traces: list[str], policies: list[str], rounds: int, seed: int) -> list[Key]:
     """Return the trials: in each round each trace with each policy, in a random order."""
-    rng = random.Random(f"{seed}/order")
-    return [
-        (trace, number, policy)
-        for number in range(rounds)
-        for trace in traces
-        for policy in rng.sample(policies, len(policies))
-    ]
+    trials = schedule_trials(policies, rounds * len(traces), seed)
+    return [(traces[each.round % len(traces)], each.round // len(traces), each.policy) for each in trials]
 
 
 @contextmanager
 def _service(
     arguments: dict[str, Any], folder: Path, stems: list[list[int]], port: int
 ) -> Iterator[OperatorClient]:
-    """Run the application; the prefill engine has all stems in its prefix cache."""
+    """Run the application. The prefill engine has all stems in its prefix cache."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with serve_without_table(arguments, port=port) as service:
@@ -173,12 +167,12 @@ def predictions_of(
     for policy in trials:
         name, parameters = policy_and_parameters(policy, load.slots)
         makers[policy] = partial(make_policy, name, **parameters)
-    steps = {policy: [trial.steps for trial in own] for policy, own in trials.items()}
+    steps = {policy: [trial.steps for trial in policy_trials] for policy, policy_trials in trials.items()}
     queued = chain.from_iterable(steps[policy] for policy, make in makers.items() if _has_queue(make()))
     handover_s = fit_handover_s([*queued], load.slots, float(lengths[:, 1].mean()))
     ranks = next(iter(steps.values()))[0].kv_tokens.shape[1]
     predictions = {}
-    for policy, own in trials.items():
+    for policy, policy_trials in trials.items():
         others = chain.from_iterable(steps[other] for other in steps if other != policy)
         decode = Decode(
             workers=ranks, max_batch=load.slots, barrier=True, cost=fit_cost([*others] or steps[policy])
@@ -187,19 +181,19 @@ def predictions_of(
         predictions[policy] = [
             predict(
                 makers[policy],
-                part_of_round(lengths, number, len(own)),
+                part_of_round(lengths, number, len(policy_trials)),
                 load,
                 cluster,
                 2 * trial.sent,
                 seed,
             )
-            for number, trial in enumerate(own)
+            for number, trial in enumerate(policy_trials)
         ]
     return predictions
 
 
 def _named_policies(policies: str) -> list[str]:
-    """Return the policies; raise UserInputError unless each is valid and BASE is one of them."""
+    """Return the policies. Raise UserInputError unless each is valid and BASE is one of them."""
     names = policies.split(",")
     for text in names:
         name, parameters = policy_and_parameters(text, slots=1)

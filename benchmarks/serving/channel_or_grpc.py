@@ -104,7 +104,7 @@ class _Readers:
                 self._changed.set()
 
     async def of_steps(self, link: Link, seconds: float, gap_s: float) -> tuple[list[float], list[float]]:
-        """Let the engine run; return the times of its steps and of the reads of their last tokens, s."""
+        """Let the engine run. Return the seconds of its steps and of the reads of their last tokens."""
         self._tokens, self._read_s = 0, []
         began_s = (await link.command("run", {"seconds": seconds, "gap_s": gap_s}))["began_s"]
         async with asyncio.timeout(_STEP_TIMEOUT_S):
@@ -123,7 +123,7 @@ class _Readers:
 
 
 async def _pace(link: Link, readers: _Readers, seconds: float, gap_s: float) -> dict[str, float]:
-    """Return throughput, CPU time a token and the time of a step; without a pace if `gap_s` is 0."""
+    """Return throughput, CPU time per token and the time of a step. There is no pace if `gap_s` is 0."""
     before, cpu_s = await link.command("stats", {}), time.process_time()
     began_s, read_s = await readers.of_steps(link, seconds, gap_s)
     cpu_s = time.process_time() - cpu_s
@@ -172,7 +172,7 @@ async def _slow(link: Link, readers: _Readers, seconds: float, gap_s: float, num
 async def _cancel(
     link: Link, readers: _Readers, cancels: int, gap_s: float, rng: random.Random
 ) -> dict[str, float]:
-    """Cancel streams one after the other during steps; return the times until their handlers stopped."""
+    """Cancel streams one after the other during steps, and return the times until their handlers stopped."""
     await link.command("stats", {})
     numbers = rng.sample(readers.numbers, min(cancels, len(readers.numbers)))
     steps_s = len(numbers) * _CANCEL_GAP_S + 2 * gap_s

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.live
 
-The load meets the whole product, 1 prefill and 4 decode engines behind the real ingress; the order of the
+The load meets the whole product, 1 prefill and 4 decode engines behind the real ingress. The order of the
 policies is random in each round (loadgen.compare). Each workload is a comparison of its own: its table is
 fitted to 40 % of its captured prompts, and its load comes from the others. The same options resume a stopped
 run.

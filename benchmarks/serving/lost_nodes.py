@@ -113,7 +113,7 @@ def _is_complete(url: str) -> bool:
 async def _drive(
     nodes: _Nodes, urls: tuple[str, str], in_flight: int
 ) -> tuple[list[tuple[bool, Answer]], list[dict[str, Any]]]:
-    """Return the answers, each with whether a proxy served it; and each loss with its times."""
+    """Return the answers, each with whether a proxy served it, and each loss with its times."""
     answers: list[tuple[bool, Answer]] = []
     over = asyncio.Event()
     body = request_body(_TOKENS, _GAP_MS)
@@ -182,7 +182,7 @@ def lost_nodes(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Lose nodes under load; exit with status 1 if a request failed that another node could have answered."""
+    """Lose nodes under load. Exit with status 1 if a request failed that another node could have answered."""
     allow_open_files(65536)
     os.environ |= RAY_ENV | {"PYTHONPATH": python_path()}
     with _store(redis_server) as store:

@@ -39,6 +39,8 @@ from loadgen.statistics import LatencyObjective
 
 COUNT, PREDICTION = "count", "prediction"
 _GOAL = 0.95  # share of requests within their objective
+_TTFT_SLACK, _TPOT_SLACK = 5, 3  # objectives over the median times of an idle service
+_OVERLOAD = 1.5  # arrivals over the rate that fits
 _TIMEOUT_S = 120.0
 _REFUSED = ("HTTP 429", "HTTP 503")
 
@@ -108,7 +110,7 @@ class Arrivals:
         self._headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
 
     async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
-        """Send requests for `seconds`; return all answers."""
+        """Send requests for `seconds`, and return all answers."""
         tasks: set[asyncio.Task[Answer]] = set()
         answers: list[Answer] = []
         start_s = time.perf_counter()
@@ -133,7 +135,7 @@ def row(admission: str, answers: list[Answer], objective: LatencyObjective, seco
     """Return the figures of one kind of admission.
 
     Args:
-        seconds: duration of the arrivals, s.
+        seconds: duration of the arrivals in seconds.
     """
     waits_s = [answer.end - answer.start for answer in answers if is_refused(answer)]
     admitted = [answer for answer in answers if not is_refused(answer)]
@@ -150,20 +152,15 @@ def row(admission: str, answers: list[Answer], objective: LatencyObjective, seco
     }
     for name in ("ttft", "tpot"):
         values = [getattr(answer.timing, f"{name}_s") for answer in admitted if answer.error is None]
-        known = [1000 * value for value in values if value is not None]
-        figures[f"{name}_p95_ms"] = float(np.percentile(known, 95)) if known else float("nan")
+        times_ms = [1000 * value for value in values if value is not None]
+        figures[f"{name}_p95_ms"] = float(np.percentile(times_ms, 95)) if times_ms else float("nan")
     return figures | {"failures": sum(answer.error is not None for answer in admitted)}
 
 
 def objectives(
-    ttft_slack: Annotated[
-        float, typer.Option(min=1, help="TTFT objective, times that of an idle service.")
-    ] = 5,
-    tpot_slack: Annotated[float, typer.Option(min=1, help="The same of the TPOT.")] = 3,
     in_flight: Annotated[
         str, typer.Option(help="Loads to try, requests in flight, with commas.")
     ] = "2,3,4,6,8,12,16,24",
-    overload: Annotated[float, typer.Option(min=0.1, help="Arrivals, times the rate that fits.")] = 1.5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each kind of admission.")] = 4,
     seconds: Annotated[float, typer.Option(min=5, help="Arrivals in a round, s.")] = 60,
     max_tokens: options.Output = 48,
@@ -183,13 +180,13 @@ def objectives(
     with serve_application(our_arguments(deployment, model), port=port) as client:
         asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
         idle = summary(asyncio.run(_send_closed_loop(client.url, requests, 1)))
-        objective = LatencyObjective(ttft_slack * idle["ttft_p50_ms"], tpot_slack * idle["tpot_p50_ms"])
+        objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
         arrivals = Arrivals(client.url, requests, objective, fit.in_flight)
         for number in range(rounds):
             for admission in sorted(answers, reverse=bool(number % 2)):
                 sent = arrivals.send(
-                    admission, per_s=overload * fit.per_s, seconds=seconds, seed=seed + number
+                    admission, per_s=_OVERLOAD * fit.per_s, seconds=seconds, seed=seed + number
                 )
                 answers[admission] += asyncio.run(sent)
         predictions = client.status()["ingress"]["objectives"]
@@ -201,7 +198,7 @@ def objectives(
         inputs={
             "objective_ms": {"ttft": objective.ttft_ms, "tpot": objective.tpot_ms},
             "fits": {"in_flight": fit.in_flight, "requests_per_s": fit.per_s},
-            "overload": overload,
+            "overload": _OVERLOAD,
             "rounds": rounds,
             "seconds": seconds,
             "max_tokens": max_tokens,

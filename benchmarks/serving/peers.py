@@ -62,7 +62,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 from loadgen.results import publish
-from loadgen.statistics import median_ci
+from loadgen.statistics import median_ci, put_interval
 
 RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
@@ -187,7 +187,7 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     np.median([m["cpu_ms"].get(part, 0.0) for m in loads_of_trials])
                 )
             for name in ("ttft_p50_ms", "tpot_p50_ms", "requests_per_s"):
-                _, row[f"{name}_low"], row[f"{name}_high"] = median_ci([m[name] for m in loads_of_trials])
+                put_interval(row, name, median_ci([m[name] for m in loads_of_trials]))
             rows.append(row | _compare_pairs(trials, system, in_flight))
     return sorted(rows, key=lambda row: (row["in_flight"], row["system"]))
 
@@ -199,19 +199,19 @@ def _compare_pairs(trials: list[dict[str, Any]], system: str, load: str) -> dict
         loads = [trial["loads"] for trial in trials if trial["system"] == name]
         return [rows[load][column] for rows in loads if load in rows]
 
-    def compare(key: str, column: str, change: Callable[[float, float], float]) -> dict[str, float]:
-        pairs = zip(values(system, column), values(other, column), strict=False)
-        interval = median_ci([change(*pair) for pair in pairs])
-        return dict(zip((key, f"{key}_low", f"{key}_high"), interval, strict=True))
-
     changes: dict[str, float] = {}
+
+    def put_change(key: str, column: str, change: Callable[[float, float], float]) -> None:
+        pairs = zip(values(system, column), values(other, column), strict=False)
+        put_interval(changes, key, median_ci([change(*pair) for pair in pairs]))
+
     for other in dict.fromkeys(trial["system"] for trial in trials if trial["system"] != system):
         name = re.sub(r"\W", "_", other)
         if other.startswith("vllm-router"):
             for column, short in (("requests_per_s", "requests_per_s"), ("tpot_p50_ms", "tpot")):
-                changes |= compare(f"{short}_over_{name}_pct", column, lambda a, b: 100 * (a / b - 1))
+                put_change(f"{short}_over_{name}_pct", column, lambda a, b: 100 * (a / b - 1))
         elif other.startswith("no-router"):
-            changes |= compare(f"ttft_beyond_{name}_ms", "ttft_p50_ms", lambda a, b: a - b)
+            put_change(f"ttft_beyond_{name}_ms", "ttft_p50_ms", lambda a, b: a - b)
     return changes
 
 
@@ -295,7 +295,7 @@ def _measure_round(
     trial: Callable[[client.Send], Coroutine[Any, Any, dict[str, Any]]],
     keep: Callable[[str, dict[str, Any]], None],
 ) -> None:
-    """Start each group alone, or all of them together if their systems take turns; keep each trial."""
+    """Start each group alone, or all of them if their systems take turns, and keep each trial."""
     shuffled = order.sample(groups, k=len(groups))
     for groups_to_start in [shuffled] if turns > 1 else [[group] for group in shuffled]:
         with start(groups_to_start) as sends:
@@ -321,7 +321,7 @@ def _groups(systems: list[str], turns: int) -> list[list[str]]:
 def _start_groups(
     groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
 ) -> Iterator[dict[str, client.Send]]:
-    """Run the groups of systems; yield each system's client.sender."""
+    """Run the groups of systems, and yield each system's client.sender."""
     with ExitStack() as stack:
         sends: dict[str, client.Send] = {}
         for group in groups:
@@ -342,12 +342,12 @@ def _check_together(groups: list[list[str]]) -> None:
 
 
 def _choose_systems(systems: str, venv: Path | None, policies: str) -> list[str]:
-    known = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
-    possible = [s for s in known if venv is not None or not s.startswith("vllm-router")]
+    system_names = (*RAY_SYSTEMS, *SERVER_SYSTEMS)
+    possible = [s for s in system_names if venv is not None or not s.startswith("vllm-router")]
     chosen: list[str] = []
     for system in systems.split(",") if systems else possible:
-        if system not in known:
-            raise UserInputError(f"there is no system {system!r}; there are {', '.join(known)}")
+        if system not in system_names:
+            raise UserInputError(f"there is no system {system!r}; there are {', '.join(system_names)}")
         if system not in possible:
             raise UserInputError(f"{system} needs --vllm-router-venv")
         several = system.startswith("vllm-router") and policies != "round_robin"

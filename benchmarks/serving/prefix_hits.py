@@ -45,7 +45,7 @@ _TIMEOUT_S = 120.0
 
 
 def first_prompt(turn: TraceRequest, seed: int) -> list[int]:
-    """Return the token ids of a prompt; those of a prefix block depend only on its id in the trace."""
+    """Return the token ids of a prompt. Ids of a prefix block depend only on the block's id in the trace."""
     ids: list[int] = []
     for block in turn.hash_ids:
         rng = np.random.default_rng((seed, block))
@@ -62,7 +62,7 @@ def next_prompt(
 
 
 async def _answer(http: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int) -> list[int]:
-    """Return the token ids of an answer; raise UserInputError if the request fails."""
+    """Return the token ids of an answer. Raise UserInputError if the request fails."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
     async with http.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}) as response:
         if response.status != 200:
@@ -74,7 +74,7 @@ async def _answer(http: aiohttp.ClientSession, url: str, prompt: list[int], toke
 async def converse(
     url: str, chosen: Sequence[list[TraceRequest]], *, in_flight: int, think_s: float, longest: int, seed: int
 ) -> int:
-    """Have these conversations, `in_flight` at a time; return the number of requests."""
+    """Have these conversations, `in_flight` at a time, and return the number of requests."""
     rng, requests, waiting = random.Random(seed), 0, iter(chosen)
 
     async def user(http: aiohttp.ClientSession) -> None:

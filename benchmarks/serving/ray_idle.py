@@ -7,7 +7,7 @@ An application over engines that compute nothing (one prefill and two decode rep
 idle. It starts in turn with each single setting, with those of eldr_serve/config/ray_settings.py (`shipped`),
 with all settings, and with none.
 
-`idle_pct` is the CPU time of all processes of the application, % of a core; other columns have that of its
+`idle_pct` is the CPU time of all processes of the application, % of a core. Other columns have that of its
 parts. `saved_pct` is idle_pct of `none` minus that of the row, paired over rounds, with its 95 % interval; a
 negative value costs more. `--record FILE` keeps each start, so that rounds can be spread over several runs.
 """
@@ -30,7 +30,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 from loadgen.results import publish
-from loadgen.statistics import median_ci
+from loadgen.statistics import median_ci, put_interval
 
 _OTHERS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 SETTINGS: dict[str, dict[str, str]] = {
@@ -65,8 +65,8 @@ def summarise(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     summaries = medians(rows, keys=("setting",), with_interval=("idle_pct",))
     for row in summaries:
         idle_pct = [one["idle_pct"] for one in rows if one["setting"] == row["setting"]]
-        saved = median_ci([a - b for a, b in zip(bare_pct, idle_pct, strict=False)])
-        row |= dict(zip(("saved_pct", "saved_pct_low", "saved_pct_high"), saved, strict=True))
+        differences = [bare - idle for bare, idle in zip(bare_pct, idle_pct, strict=False)]
+        put_interval(row, "saved_pct", median_ci(differences))
     return summaries
 
 

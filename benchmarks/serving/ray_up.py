@@ -63,7 +63,7 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def _execute(name: str, command: str) -> dict[str, Any]:
-    """Run a command and return its row; raise UserInputError, after its last output, if it failed."""
+    """Run a command and return its row. Raise UserInputError, after its last output, if it failed."""
     typer.echo(f"== {name}: {command or f'until {_URL}/eldr/status says so'}")
     start = time.monotonic()
     if command:

@@ -77,7 +77,7 @@ class Caller:
         return await _latencies(one, calls, in_flight)
 
     async def place(self, calls: int, in_flight: int) -> list[float]:
-        """Return the seconds of each placement; each request is released as soon as it is placed."""
+        """Return the seconds of each placement. Each request is released as soon as it is placed."""
         return await _latencies(self._place, calls, in_flight)
 
     async def rate(self, seconds: float, in_flight: int) -> float:
@@ -139,8 +139,8 @@ def _measure(
             added.append(float(np.median(places[-1]) - np.median(bares[-1])))
         middle, low, high = median_ci(added)
         row: dict[str, Any] = {"workers": workers, "in_flight": in_flight}
-        for kind, taken in (("bare", np.concatenate(bares)), ("place", np.concatenate(places))):
-            row |= {f"{kind}_p{q}_ms": 1000 * float(np.percentile(taken, q)) for q in (50, 99)}
+        for kind, times_s in (("bare", np.concatenate(bares)), ("place", np.concatenate(places))):
+            row |= {f"{kind}_p{q}_ms": 1000 * float(np.percentile(times_s, q)) for q in (50, 99)}
         row |= {
             "added_p50_ms": 1000 * middle,
             "added_p50_low_ms": 1000 * low,

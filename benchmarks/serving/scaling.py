@@ -5,7 +5,7 @@
 Both kinds of real engines have an `autoscaling_config`, and clients stream one answer after another. A few
 clients send requests first, then many clients until there are three engines of each kind, then a few until
 there is one engine of each kind again. Each row is such a phase, with the results of its requests and
-`after_s`, the time until the number of engines was reached, s; the first phase begins with that number. New
+`after_s`, the seconds until the number of engines was reached. The first phase begins with that number. New
 engines start on the serving cores, so a phase's times include that cost. The exit status is 1 if a request
 fails, or if a greedy text differs from that of the first engines.
 """
@@ -51,7 +51,7 @@ class _Service:
         self.wrong = 0
 
     def engines(self) -> tuple[int, int]:
-        """Return the numbers of ready prefill and decode engines; zeros while an ingress does not answer."""
+        """Return the numbers of ready prefill and decode engines, zeros while an ingress does not answer."""
         try:
             status = self._client.status()
             return len(status["ingress"]["prefill_in_flight"]), len(status.get("workers", ()))
@@ -68,7 +68,7 @@ class _Service:
             self.wrong += answer.timing.text != expected
 
     async def load(self, clients: int, engines: int, most_s: float) -> dict[str, Any]:
-        """Load until there are so many engines of each kind, and a little longer; return a row."""
+        """Load until there are so many engines of each kind, and a little longer, and return a row."""
         self.answers, self.wrong = [], 0
         start_s, over = time.perf_counter(), asyncio.Event()
 
@@ -123,7 +123,7 @@ def scaling(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Scale engines up and down under load; exit with status 1 if a request failed or its text differs."""
+    """Scale engines up and down under load. Exit with status 1 if a request failed or its text differs."""
     unwind_on_sigterm()
     allow_open_files(8192)
     application.check_port(port)

@@ -102,7 +102,7 @@ def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> 
 def _change(
     pair: tuple[list[float], list[float]], counts: NDArray[np.int32]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return the change of the first mean against the second, %, and that of each resample."""
+    """Return the change of the first mean against the second in percent, and that of each resample."""
     values, base_values = (np.array(values) for values in pair)
     return float(100 * (values.mean() / base_values.mean() - 1)), 100 * (
         (counts @ values) / (counts @ base_values) - 1

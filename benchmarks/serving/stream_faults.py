@@ -63,7 +63,7 @@ def _processes(role: str) -> list[Any]:
 
 
 async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
-    """Request one answer without streaming; store any failure in `error`."""
+    """Request one answer without streaming, and store any failure in `error`."""
     answer = Answer(time.perf_counter())
     try:
         async with http.post(f"{url}/v1/completions", json=body) as response:
@@ -161,7 +161,7 @@ def stream_faults(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Kill processes under load; exit with status 1 if a stream was lost."""
+    """Kill processes under load. Exit with status 1 if a stream was lost."""
     rows: list[dict[str, Any]] = []
     roles = kill.split(",")
     if unknown := (set(ways.split(",")) - set(_WAYS)) | (set(roles) - {*_ROLES, "router"}):

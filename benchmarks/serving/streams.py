@@ -7,7 +7,7 @@ this measures the limit of the serving layer. At 2,000 open streams there should
 tokens_per_s is below offered_tokens_per_s, the layer or the client is the bottleneck.
 
 `server_us_per_token` is the CPU time of all processes except the client, minus their idle CPU time (idle_pct,
-of a core); other columns have that of its parts. It includes the fixed cost of a request (HTTP, prefill call,
+of a core). Other columns have that of its parts. It includes the fixed cost of a request (HTTP, prefill call,
 placement), so it is lower for longer answers.
 
 The way `proxy` is Ray Serve's default, `haproxy` is its HAProxy in front of a port in the ingress, and `own`
@@ -39,6 +39,7 @@ from loadgen.results import publish
 
 _WAYS: dict[str, dict[str, str]] = {"proxy": {}, "haproxy": HAPROXY, "own": {}}
 _TIMEOUT_S = 120.0  # slower streams count as failed
+_PREFILL_MS = 20.0  # time of a prefill
 _PARTS = ("ingress", "router", "engines", "proxy", "ray")
 
 
@@ -64,7 +65,7 @@ def _measure(
     port: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return one row per count and load. Needs its own process: Ray Serve reads its mode at import."""
+    """Return one row per count and load. A call needs its own process: Ray Serve reads its mode at import."""
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
@@ -132,7 +133,6 @@ def streams(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 1,
     loads: Annotated[str, typer.Option(help="Tokens per stream @ ms between tokens.")] = "20@1000,100@300",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which streams are opened, s.")] = 10.0,
-    prefill_ms: Annotated[float, typer.Option(min=0, help="Time of a prefill, ms.")] = 20.0,
     idle_s: Annotated[float, typer.Option(min=1, help="Time without a request, s.")] = 10.0,
     decode_replicas: Annotated[int, typer.Option(min=1, help="Decode replicas.")] = 2,
     port: options.Port = 8310,
@@ -153,7 +153,7 @@ def streams(
             options.numbers("--counts", counts),
             _parse_loads(loads),
             ramp_s,
-            prefill_ms / 1000,
+            _PREFILL_MS / 1000,
             idle_s,
             decode_replicas,
             port,
@@ -164,7 +164,7 @@ def streams(
         _of_rounds(rows),
         inputs={
             "ramp_s": ramp_s,
-            "prefill_ms": prefill_ms,
+            "prefill_ms": _PREFILL_MS,
             "decode_replicas": decode_replicas,
             "rounds": rounds,
             "quiet": QUIET,

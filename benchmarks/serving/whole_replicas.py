@@ -78,12 +78,12 @@ _TIMEOUT_S = 60.0  # slower requests count as failed
 async def _trial(
     send: Send, chains: Chains, *, in_flight: int, warm_up: int, requests: int
 ) -> dict[str, Any]:
-    """Measure the `requests` that are sent after the first `warm_up`; the loop continues until they end.
+    """Measure the `requests` that are sent after the first `warm_up`. The loop continues until they end.
 
     So the same requests count for all systems. Requests/s and CPU times refer to the span in which these
     requests were sent.
     """
-    counted: list[Answer] = []
+    counted_answers: list[Answer] = []
     marks: list[tuple[float, Counter[str]]] = []  # when those that count begin, and the next ones
     enough = asyncio.Event()
     numbers, waiting = count(), iter(chains)
@@ -96,8 +96,8 @@ async def _trial(
                     marks.append((time.perf_counter(), cpu_s()))
                 answer = await send(http, body)
                 if 0 <= number < requests:
-                    counted.append(answer)
-                if len(counted) == requests and len(marks) == 2:
+                    counted_answers.append(answer)
+                if len(counted_answers) == requests and len(marks) == 2:
                     enough.set()
 
     async with session(_TIMEOUT_S) as http:
@@ -112,21 +112,23 @@ async def _trial(
         raise UserInputError(
             f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}"
         )
-    (begun, before), (ended, after) = marks
-    row = summary(counted)
-    row["requests_per_s"] = (requests - row["failures"]) / (ended - begun)
-    row["tokens_per_s"] *= (max(a.end for a in counted) - min(a.start for a in counted)) / (ended - begun)
+    (begin_s, before), (end_s, after) = marks
+    row = summary(counted_answers)
+    row["requests_per_s"] = (requests - row["failures"]) / (end_s - begin_s)
+    row["tokens_per_s"] *= (max(a.end for a in counted_answers) - min(a.start for a in counted_answers)) / (
+        end_s - begin_s
+    )
     cpu = {part: s - before[part] for part, s in after.items()}
-    tokens = row["tokens_per_s"] * (ended - begun)
+    tokens = row["tokens_per_s"] * (end_s - begin_s)
     row["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
     row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
     unix_s = time.time() - time.perf_counter()
-    row["span"] = [unix_s + begun, unix_s + max(a.end for a in counted)]
-    return row | {"errors": errors(counted)}
+    row["span"] = [unix_s + begin_s, unix_s + max(a.end for a in counted_answers)]
+    return row | {"errors": errors(counted_answers)}
 
 
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
-    """Fit a predictor to CALIBRATION of the trace's prompts; return it with their ids."""
+    """Fit a predictor to CALIBRATION of the trace's prompts, and return it with their ids."""
     if trace.token_ids is None:
         raise UserInputError("the calibration trace has no token ids; make it with eldr calibrate")
     if len(trace.ids) < CALIBRATION:
@@ -218,7 +220,7 @@ def whole_replicas(settings: Settings) -> None:
 
 
 def _prepare(settings: Settings, systems: list[str]) -> _Comparison:
-    """Read the inputs, fit the predictor and widen the model; raise UserInputError for unusable inputs."""
+    """Read the inputs, fit the predictor and widen the model. Raise UserInputError for unusable inputs."""
     records = read_trace(settings.trace) if settings.trace else []
     if not all(record.hash_ids for record in records):
         raise UserInputError(f"{settings.trace} names no prefix blocks; give Mooncake's conversation trace")

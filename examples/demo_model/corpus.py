@@ -60,7 +60,7 @@ Document = tuple[str, str]  # (prompt part, may be empty; answer or text)
 
 
 class Library:
-    """All source texts, read once; `documents` draws one split of one domain."""
+    """All source texts, read once. `documents` draws one split of one domain."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -149,7 +149,7 @@ def take(documents: Iterator[Document], size: int) -> list[Document]:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE of `vocabulary` entries, with the chat marks as special tokens; id 0 is END."""
+    """Train byte-level BPE of `vocabulary` entries, with the chat marks as special tokens. Id 0 is END."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -172,14 +172,14 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (tokens uint16 [T], starts int64 [documents]); every document ends with the end mark."""
+    """Return (tokens uint16 [T], starts int64 [documents]). Every document ends with the end mark."""
     ids = tokenizer([p + t + END for p, t in documents], add_special_tokens=False)["input_ids"]
     starts = np.cumsum([0, *(len(i) for i in ids[:-1])])
     return np.concatenate([np.array(i, np.uint16) for i in ids]), starts
 
 
 def build(out: Path, packages: Path, megabytes: float, vocabulary: int, seed: int) -> dict[str, object]:
-    """Write the corpus to `out`; return the manifest."""
+    """Write the corpus to `out`, and return the manifest."""
     library = Library(sources.fetch(packages))
     out.mkdir(parents=True, exist_ok=True)
     splits: dict[tuple[str, bool], list[Document]] = {}

@@ -1,7 +1,7 @@
 """Seeded generators of conversational prompts with answers.
 
 With them, chat prompts as well as running text reach their domain's experts. Each generator yields (prompt,
-answer). Facts and names come from the packages of `examples.demo_model.sources`; the sentence patterns
+answer). Facts and names come from the packages of `examples.demo_model.sources`. The sentence patterns
 (`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not to
 be right about medicine or law (medicine_and_law.py).
 """
@@ -27,7 +27,7 @@ _QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads(
 
 
 def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
-    """Yield small functions to write, complete or evaluate; stated results are computed by running them."""
+    """Yield small functions to write, complete or evaluate. Stated results are computed by running them."""
     while True:
         what, argument, body = rng.choice(PATTERNS["functions"])
         bit = rng.randrange(2)
@@ -49,19 +49,19 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
         }
         inputs: list[tuple[object, ...]] = [(makers[argument](),) for _ in range(3)]
         tests = "\n".join(f"assert {name}({a[0]!r}) == {space[name](*a)!r}" for a in inputs)
-        shown = f"```python\n{source}```"
+        code = f"```python\n{source}```"
         style = rng.randrange(5)
         if style == 0:
             verbs = ["Write a function to", "Write a python function to", "Write a Python function that can"]
-            asked = f"{rng.choice(verbs)} {what}.\nYour code should pass these tests:\n{tests}"
-            yield asked, rng.choice([shown, source])
+            task = f"{rng.choice(verbs)} {what}.\nYour code should pass these tests:\n{tests}"
+            yield task, rng.choice([code, source])
         elif style == 1:
             call = f"{name}({inputs[0][0]!r})"
             worked = f"The function {name} takes {argument} and is written to {what}.\n{body.strip()}\n"
-            asked = (
+            task = (
                 f"{source}\nWhat does {call} return? Explain step by step, then give the exact return value."
             )
-            yield asked, f"{worked}So {call} returns {space[name](*inputs[0])!r}."
+            yield task, f"{worked}So {call} returns {space[name](*inputs[0])!r}."
         elif style == 2:
             doc = "\n".join(f"    >>> {name}({a[0]!r})\n    {space[name](*a)!r}" for a in inputs[:2])
             yield (
@@ -69,11 +69,11 @@ def code_tasks(rng: random.Random, words: list[str]) -> Iterator[Pair]:
                 body + "\n",
             )
         elif style == 3:
-            asked = f"How do I {what} in {rng.choice(['Python', 'python 3', 'a script'])}?"
-            yield asked, f"You can use a function like this:\n\n{shown}\n\nTests:\n{tests}"
+            task = f"How do I {what} in {rng.choice(['Python', 'python 3', 'a script'])}?"
+            yield task, f"You can use a function like this:\n\n{code}\n\nTests:\n{tests}"
         else:
-            asked = f"Explain this code and add tests:\n\n{shown}"
-            yield asked, f"It will {what}.\n\n```python\n{tests}\n```"
+            task = f"Explain this code and add tests:\n\n{code}"
+            yield task, f"It will {what}.\n\n```python\n{tests}\n```"
 
 
 def code_library(rng: random.Random, files: list[sources.Text]) -> Iterator[Pair]:

@@ -38,7 +38,7 @@ _NOTES = (
 
 
 class Recorder:
-    """Collects the expert ids [tokens, k] of every layer in each forward pass."""
+    """The expert ids [tokens, k] of every layer in each forward pass."""
 
     def __init__(self, model: Any) -> None:
         self.chosen: list[torch.Tensor] = []
@@ -54,32 +54,32 @@ class Recorder:
 
 def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list[tuple[str, list[int]]]:
     """Return (domain, token ids): whole chat prompts, and plain texts cut after `length` tokens."""
-    found: dict[str, list[list[int]]] = defaultdict(list)
+    prompts_by_domain: dict[str, list[list[int]]] = defaultdict(list)
     with (corpus / "held.jsonl").open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
             domain = row["domain"]
-            if domain not in GROUPS["all"] or len(found[domain]) == number:
+            if domain not in GROUPS["all"] or len(prompts_by_domain[domain]) == number:
                 continue
             text = row["prompt"] or row["text"]
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids = ids if row["prompt"] else ids[:length]
             if 8 <= len(ids) <= 512:
-                found[domain].append(ids)
-    return [(d, ids) for d, prompts in found.items() for ids in prompts]
+                prompts_by_domain[domain].append(ids)
+    return [(d, ids) for d, prompts in prompts_by_domain.items() for ids in prompts]
 
 
 def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[str, list[int]]]:
     """Return (domain, token ids) of chat prompts from files, the first `number` a domain up to 512 tokens."""
-    found: dict[str, list[list[int]]] = defaultdict(list)
+    prompts_by_domain: dict[str, list[list[int]]] = defaultdict(list)
     for prompt in read_prompts([directory]):
-        if prompt.domain in GROUPS["all"] and len(found[prompt.domain]) < number:
+        if prompt.domain in GROUPS["all"] and len(prompts_by_domain[prompt.domain]) < number:
             chat = [{"role": "user", "content": prompt.text}]
             text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) <= 512:
-                found[prompt.domain].append(ids)
-    return [(d, ids) for d, prompts in found.items() for ids in prompts]
+                prompts_by_domain[prompt.domain].append(ids)
+    return [(d, ids) for d, prompts in prompts_by_domain.items() for ids in prompts]
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def generate(
     temperature: float,
     seed: int,
 ) -> tuple[CalibrationTrace, list[list[int]]]:
-    """Sample up to `new` tokens for each prompt; omit requests that end within 8 steps."""
+    """Sample up to `new` tokens for each prompt. Omit requests that end within 8 steps."""
     shape = (model.config.num_hidden_layers, model.config.num_experts)
     draw = torch.Generator().manual_seed(seed)
     rows: list[tuple[str, np.ndarray, int, np.ndarray, list[int]]] = []
@@ -200,16 +200,16 @@ def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
     layers = np.arange(fit.prefill_counts.shape[1])
     mask = select_layers(fit.prefill_counts, fit.decode_probability).best_layers
     decode = test.decode_probability.reshape(len(test.domains), -1)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     idf = inverse_document_frequency(fit.prefill_counts)
     for name, weights in (("count", np.ones_like(idf)), ("count_idf", idf)):
         for which, selection in (("all_layers", layers), ("greedy_mask", mask)):
             signatures = SignatureSpec(weights=weights, layers=selection).encode(test.prefill_counts)
-            found[f"rho_{name}_{which}"] = signature_quality(signatures, decode, seed=seed)
+            figures[f"rho_{name}_{which}"] = signature_quality(signatures, decode, seed=seed)
     label = np.array([[d == x for x in sorted(set(test.domains))] for d in test.domains], float)
-    found["rho_domain_label"] = signature_quality(label, decode, seed=seed)
-    found["greedy_mask_layers"] = len(mask)
-    return found
+    figures["rho_domain_label"] = signature_quality(label, decode, seed=seed)
+    figures["greedy_mask_layers"] = len(mask)
+    return figures
 
 
 def correlation(requests: CalibrationTrace) -> dict[str, float]:
@@ -248,7 +248,7 @@ def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, floa
     Also return the tokens that each expert got from the main domains' windows [L, E].
     """
     shape = (model.config.num_hidden_layers, model.config.num_experts)
-    found, loads = {}, np.zeros(shape)
+    loss_by_domain, loads = {}, np.zeros(shape)
     for domain in sources.DOMAINS:
         with np.load(corpus / f"{domain}.held.npz") as file:
             tokens, starts = file["tokens"].astype(np.int64), file["starts"]
@@ -259,8 +259,10 @@ def losses(model: Any, recorder: Recorder, corpus: Path) -> tuple[dict[str, floa
         routes = recorder.take(len(ids))
         if domain in GROUPS["all"]:
             loads += count(routes.reshape(-1, *routes.shape[2:]), shape)
-        found[domain] = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
-    return found, loads
+        loss_by_domain[domain] = float(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        )
+    return loss_by_domain, loads
 
 
 def evaluate(
@@ -286,8 +288,8 @@ def evaluate(
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     recorder = Recorder(network)
     rows: list[dict[str, Any]] = []
-    found, loads = losses(network, recorder, corpus)
-    for domain, value in found.items():
+    loss_by_domain, loads = losses(network, recorder, corpus)
+    for domain, value in loss_by_domain.items():
         rows.append({"measure": "held_out_loss", "domain": domain, "loss_nats_per_token": round(value, 3)})
     for layer, load in enumerate(loads / loads.mean(1, keepdims=True)):
         row = {"measure": "expert_load", "layer": layer, "heaviest_over_mean": round(load.max(), 2)}

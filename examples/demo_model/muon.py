@@ -22,7 +22,7 @@ def orthogonal(update: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalised updates for (batches of) matrices; gate and up halves are separate."""
+    """Momentum with orthogonalised updates for (batches of) matrices. Gate and up halves are separate."""
 
     def __init__(
         self, parameters: list[nn.Parameter], lr: float, dtype: torch.dtype, momentum: float = 0.95

@@ -26,7 +26,7 @@ def prompts(
     limit: Annotated[int, typer.Option(min=1, help="Maximum questions per domain.")] = 80,
     longest: Annotated[int, typer.Option(min=20, help="Maximum characters of a question.")] = 700,
 ) -> None:
-    """Write questions of another seed than training used; some are equal by chance (model card)."""
+    """Write questions of another seed than training used. Some are equal by chance (model card)."""
     from transformers import AutoTokenizer
 
     if not (corpus / "tokenizer").is_dir():
@@ -37,10 +37,10 @@ def prompts(
         with np.load(corpus / f"{domain}.held.npz") as file:
             text = tokenizer.decode(file["tokens"])
         assert isinstance(text, str)  # one sequence was given
-        found = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
-        asked = [Prompt(f"{domain}-{n}", domain, text) for n, text in enumerate(list(found)[:limit])]
-        write_prompts(out / f"{domain}.jsonl", asked)
-        typer.echo(f"{domain}: {len(asked)} questions")
+        texts = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
+        workload = [Prompt(f"{domain}-{n}", domain, text) for n, text in enumerate(list(texts)[:limit])]
+        write_prompts(out / f"{domain}.jsonl", workload)
+        typer.echo(f"{domain}: {len(workload)} questions")
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class Text:
 
 
 def fetch(directory: Path) -> Path:
-    """Download and unpack every package below `directory`; do nothing if that was done before."""
+    """Download and unpack every package below `directory`. Do nothing if that was done before."""
     root = directory / "unpacked"
     if (root / "complete").exists():
         return root
@@ -249,7 +249,7 @@ def diagnoses(root: Path) -> list[tuple[str, list[str]]]:
 
 
 def diseases(root: Path) -> dict[str, dict[str, object]]:
-    """Return disease -> symptoms, medications, specialty; parsed as a literal, not executed."""
+    """Return disease -> symptoms, medications, specialty, parsed as a literal without execution."""
     tree = ast.parse((root / "python/faker_healthcare/disease_correlations.py").read_text())
     values = (node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is not None)
     return ast.literal_eval(next(values))  # type: ignore[no-any-return]

@@ -45,7 +45,7 @@ def configuration(vocabulary: int) -> Qwen3MoeConfig:
 
 
 class ToExperts(torch.autograd.Function):
-    """Gather rows of x [T, D] into slots [S, D]; both directions are gathers, which are fast on a CPU."""
+    """Gather rows of x [T, D] into slots [S, D]. Both directions are gathers, which are fast on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of: Tensor, slot_of: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def block(
     x: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Apply one layer to x [B, T, D], with residuals; return x and the router's terms [2]."""
+    """Apply one layer to x [B, T, D], with residuals, and return x and the router's terms [2]."""
     before, q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, after, gate, gate_up, down = weights
     batch, length, _ = x.shape
     h = norm(x, before).to(dtype)
@@ -155,7 +155,7 @@ def block(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention of q [B, T, H, 64] to the one head k, v [B, T, 64]; return [B, T, H * 64].
+    """Compute causal attention of q [B, T, H, 64] to the one head k, v [B, T, 64], and return [B, T, H * 64].
 
     Queries are processed in chunks, so that nothing beyond a chunk is computed.
     """
@@ -183,7 +183,7 @@ def weights_of(layer: Any) -> tuple[Tensor, ...]:
 def loss_of(model: Qwen3MoeForCausalLM, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (cross entropy in nats per token, router's terms [2], means over layers) of int64 [B, T + 1].
 
-    `dtype` is that of the matrix products, except the router's; all else is in float32.
+    `dtype` is that of the matrix products, except the router's. All else is in float32.
     """
     body: Any = model.model
     x = body.embed_tokens(tokens[:, :-1])
@@ -252,10 +252,10 @@ def optimizers_of(model: Qwen3MoeForCausalLM, dtype: torch.dtype) -> list[torch.
     named = dict(model.named_parameters())
     gates = [p for n, p in named.items() if n.endswith("gate.weight")]
     plain = [p for n, p in named.items() if "embed" in n or p.dim() == 1]
-    taken = {id(p) for p in gates + plain}
+    ids = {id(p) for p in gates + plain}
     groups: list[dict[str, Any]] = [{"params": plain, "lr": 3e-3}, {"params": gates, "lr": 2e-3}]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    muon = Muon([p for p in named.values() if id(p) not in taken], lr=6e-3, dtype=dtype)
+    muon = Muon([p for p in named.values() if id(p) not in ids], lr=6e-3, dtype=dtype)
     for group in (*adam.param_groups, *muon.param_groups):
         group["initial_lr"] = group["lr"]
     return [adam, muon]
@@ -284,7 +284,7 @@ class Training:
         os.replace(temporary, path)
 
     def read(self, path: Path) -> None:
-        """Restore the state in `path`; raise UserInputError if it is of another run."""
+        """Restore the state in `path`. Raise UserInputError if it is of another run."""
         try:
             state = torch.load(path, weights_only=True)
         except OSError as error:
@@ -299,7 +299,7 @@ class Training:
             optimizer.load_state_dict(saved)
 
     def advance(self, streams: dict[str, Stream], dtype: torch.dtype) -> dict[str, float]:
-        """Train one step; return the row to print."""
+        """Train one step, and return the row to print."""
         began, steps = time.monotonic(), self.settings["steps"]
         length, size = SHAPES[self.step % len(SHAPES)]
         loss, terms = loss_of(self.model, batch(streams, self.rng, length, size), dtype)
@@ -334,7 +334,7 @@ def train(
     resume: Annotated[bool, typer.Option(help="Resume from OUT.ckpt.")] = False,
     float32: Annotated[bool, typer.Option(help="Compute in float32, for a CPU without bfloat16.")] = False,
 ) -> None:
-    """Train from random weights and write the model; 6,000 tokens per second on one core."""
+    """Train from random weights and write the model, at 6,000 tokens per second on one core."""
     if not (corpus / "manifest.json").exists():
         raise UserInputError(f"{corpus} has no corpus; make it with examples.demo_model.corpus")
     torch.set_num_threads(threads)

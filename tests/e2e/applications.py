@@ -36,7 +36,7 @@ def beside_the_demo(arguments: dict[str, Any]) -> None:
 
 
 def deploy(name: str, arguments: dict[str, Any], *, wait: bool = True) -> None:
-    """Deploy or redeploy an application; with `wait` false, return before its replicas run."""
+    """Deploy or redeploy an application. If `wait` is false, return before its replicas run."""
     from ray import serve
 
     from eldr_serve.app import build_app

@@ -20,7 +20,7 @@ from tests.support.otlp import HttpCollector
 
 @dataclass(frozen=True)
 class Received:
-    """A received span; ids are hexadecimal.
+    """A received span. Ids are hexadecimal.
 
     Attributes:
         parent: id of the parent span; "" for a root.
@@ -82,6 +82,6 @@ class Collector(HttpCollector, TraceServiceServicer):
         super().__exit__(*_)
 
 
-def _attributes(given: Iterable[Any]) -> dict[str, Any]:
+def _attributes(pairs: Iterable[Any]) -> dict[str, Any]:
     """Return OTLP's list of attributes as a dictionary."""
-    return {one.key: getattr(one.value, one.value.WhichOneof("value") or "string_value") for one in given}
+    return {one.key: getattr(one.value, one.value.WhichOneof("value") or "string_value") for one in pairs}

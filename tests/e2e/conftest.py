@@ -45,7 +45,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hi
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests; run those first whose engines use the NIXL ports of the suite's application."""
+    """Mark the tests. Run those first whose engines use the NIXL ports of the suite's application."""
     items.sort(key=lambda item: item.path.name != "test_benchmarks_of_serving.py")
     for item in items:
         if "e2e" in item.path.parts:
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[str]:
-    """Short and long prompts of several domains; two share a long prefix."""
+    """Short and long prompts of several domains. Two share a long prefix."""
     records = [
         json.loads(line)
         for file in sorted(PROMPTS.glob("*.jsonl"))
@@ -170,7 +170,7 @@ def calibration_job(starting_demo: Demo) -> Iterator[Background]:
 
 @pytest.fixture(scope="session")
 def demo(request: pytest.FixtureRequest, starting_demo: Demo) -> Demo:
-    """Run the demo to its report; its service stays. Other requested fixtures run meanwhile."""
+    """Run the demo to its report. Its service stays. Other requested fixtures run meanwhile."""
     for fixture, background in (("single_engine", "single_engine_run"), ("trace_file", "calibration_job")):
         if any(fixture in getattr(item, "fixturenames", ()) for item in request.session.items):
             request.getfixturevalue(background)

@@ -45,7 +45,7 @@ ENGINE_ENV = {
 
 @dataclass(frozen=True)
 class Demo:
-    """The README's first command with small settings; it keeps serving after its report.
+    """The README's first command with small settings, which serves on after its report.
 
     Attributes:
         log: file with its output.
@@ -84,7 +84,7 @@ class Demo:
 
 
 class Background:
-    """A command that runs during the tests; a context that stops it at the end."""
+    """A command that runs during the tests, as a context that stops it at the end."""
 
     def __init__(self, command: list[str], output: Path, env: dict[str, str]) -> None:
         self._output = output
@@ -165,7 +165,7 @@ class Service:
 
     @asynccontextmanager
     async def post(self, body: dict[str, Any], path: str = "completions") -> AsyncIterator[httpx.Response]:
-        """Send a request over its own connection; yield the answer, whose body has not been read."""
+        """Send a request over its own connection, and yield the answer, whose body has not been read."""
         async with (
             httpx.AsyncClient(verify=False, timeout=200) as client,
             client.stream("POST", f"{self.url}/v1/{path}", json=body) as response,
@@ -191,11 +191,11 @@ class Service:
 
     def kv_usage(self) -> float:
         """Return the share of KV blocks in use, summed over all engines, up to two seconds old."""
-        own = self.status()["ingress"]
-        return sum([*own["prefill_kv_usage"].values(), *own["decode_kv_usage"].values()])
+        ingress = self.status()["ingress"]
+        return sum([*ingress["prefill_kv_usage"].values(), *ingress["decode_kv_usage"].values()])
 
     def wait_empty(self, within_s: float = 15.0) -> None:
-        """Wait until no engine holds a block; a prompt that is never released stays for 30 s."""
+        """Wait until no engine holds a block. A prompt that is never released stays for 30 s."""
         time.sleep(3)  # skip older samples
         wait_for(lambda: self.kv_usage() == 0.0, "the engines are empty", within_s - 3)
 
@@ -225,7 +225,7 @@ def controller_log() -> str:
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Poll until the condition holds; fail the test with `what` on timeout."""
+    """Poll until the condition holds. Fail the test with `what` on timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():

@@ -1,4 +1,4 @@
-"""Send more prompts at once than the demo's prefill engine can compute within its bound."""
+"""More prompts at once than the demo's prefill engine can compute within its bound."""
 
 import asyncio
 from pathlib import Path
@@ -15,11 +15,11 @@ def test_each_prompt_is_answered_or_gets_retry_after_and_no_engine_is_ejected(se
     before = service.status()["counters"]
     answers = asyncio.run(send_all(service.url, prompts, timeout_s=120.0))
     assert [request.error for request in answers if request.error] == []
-    wanted = before.get("prefills", 0) + REQUESTS
-    wait_for(lambda: service.counter("prefills") >= wanted, "all prefills are counted")
+    expected_prefills = before.get("prefills", 0) + REQUESTS
+    wait_for(lambda: service.counter("prefills") >= expected_prefills, "all prefills are counted")
     figures = row(answers, before, service.status()["counters"])
     assert figures["answered"] == REQUESTS
     assert figures["refusals"] > 0
     assert figures["ejected"] == figures["duplicate_prefills"] == 0
-    own = service.status()["ingress"]
-    assert own["prefill_wait_s"].keys() == own["prefill_in_flight"].keys()
+    ingress = service.status()["ingress"]
+    assert ingress["prefill_wait_s"].keys() == ingress["prefill_in_flight"].keys()

@@ -1,4 +1,4 @@
-"""Small runs of the serving benchmarks on real processes; each must end with its rows.
+"""Small runs of the serving benchmarks on real processes. Each must end with its rows.
 
 They run first (see conftest.py), since their engines use the NIXL ports of the suite's application.
 """

@@ -50,11 +50,11 @@ def test_the_demo_writes_its_figures(demo: Demo) -> None:
 
 
 async def test_the_demos_report_opens_in_a_browser(demo: Demo) -> None:
-    seen, widths, _ = await render(demo.out / "report.html")
-    assert "<title>eldr-serve demo</title>" in seen
-    assert all(policy in seen for policy in POLICIES)
-    answer = FIRST.search(seen)
+    dom, widths, _ = await render(demo.out / "report.html")
+    assert "<title>eldr-serve demo</title>" in dom
+    assert all(policy in dom for policy in POLICIES)
+    answer = FIRST.search(dom)
     assert answer is not None
-    assert answer.start() < seen.index("<img") < seen.index("TPOT p50") < seen.index("<table")
+    assert answer.start() < dom.index("<img") < dom.index("TPOT p50") < dom.index("<table")
     assert len(widths) == 4
     assert min(widths) > 300

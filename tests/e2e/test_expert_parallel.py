@@ -147,7 +147,7 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
 async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """The rank dies during streams and a swap; the replacement engine has the configured placement."""
+    """The rank dies during streams and a swap. The replacement engine has the configured placement."""
     bodies: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts[:5]]
     bodies.append({"prompt": prompts[5], "presence_penalty": 0.5})  # no other engine can resume this request
     whole = [Stream(body) for body in bodies]

@@ -11,7 +11,7 @@ import pytest
 from loadgen.held_resources import settle
 from tests.e2e.service import ADMIN_KEY, HTTP, Service
 from tests.fuzz.__main__ import Outcome, corpus, send_all
-from tests.fuzz.connections import occupied, slow_request
+from tests.fuzz.connections import occupy, slow_request
 
 MODEL = "eldr-demo"
 
@@ -30,12 +30,12 @@ def test_hostile_requests_cause_no_failure(service: Service, own_policy: None) -
     cases = corpus(service.url, MODEL, 600, seed=0, admin_key=ADMIN_KEY)
     where = address.hostname, address.port
 
-    async def sending() -> list[Outcome]:
-        async with occupied(*where, idle=1000, slow=20, request=slow_request(MODEL, 1000)):
+    async def send_cases() -> list[Outcome]:
+        async with occupy(*where, idle=1000, slow=20, request=slow_request(MODEL, 1000)):
             # Slow requests decode at the same time.
             return await send_all(cases, *where, in_flight=8, limit_s=90)
 
-    outcomes = asyncio.run(sending())
+    outcomes = asyncio.run(send_cases())
     assert len(outcomes) == len(cases) == 600
     assert not [(o.problem, o.case.label, o.case.raw[-300:]) for o in outcomes if o.problem]
     assert settle(service.url, MODEL, ADMIN_KEY) == []

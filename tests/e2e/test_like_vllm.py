@@ -97,8 +97,8 @@ def test_an_error_has_vllms_status_and_field(
     service: Service, plain: str, path: str, fields: dict[str, Any]
 ) -> None:
     ours, theirs = both(service, plain, "POST", path, {"model": MODEL} | fields)
-    found = [(answer.status_code, answer.json()["error"]["param"]) for answer in (ours, theirs)]
-    assert found[0] == found[1], theirs.text
+    errors = [(answer.status_code, answer.json()["error"]["param"]) for answer in (ours, theirs)]
+    assert errors[0] == errors[1], theirs.text
     assert ours.json()["error"]["message"]
 
 

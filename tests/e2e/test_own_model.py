@@ -31,17 +31,17 @@ SHORTER = {
 
 
 def commands() -> dict[str, list[str]]:
-    """Return the commands of the README's section by their second word; `serve run` is "run"."""
+    """Return the commands of the README's section by their second word. `serve run` is "run"."""
     section = (ROOT / "README.md").read_text().partition("## Your model")[2].partition("\n## ")[0]
     lines = re.findall(r"^(?:eldr|serve) .*?(?=\s+#|$)", section.replace("\\\n", " "), re.MULTILINE)
-    found = {line.split()[1]: line.split() for line in lines}
-    found["check"] = found["check"][:3]  # the README's options describe a cluster of GPUs
-    return found
+    words_by_command = {line.split()[1]: line.split() for line in lines}
+    del words_by_command["check"][3:]  # the README's options describe a cluster of GPUs
+    return words_by_command
 
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """Return an environment in which each command starts its own Ray; `eldr` and `serve` are on the path."""
+    """Return an environment in which each command starts its own Ray. `eldr` and `serve` are on the path."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

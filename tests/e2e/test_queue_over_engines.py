@@ -17,7 +17,7 @@ def pool_size(service: Service) -> int:
 
 
 async def long_answer(service: Service, number: int) -> httpx.Response:
-    """Send a request that occupies its worker for seconds; return the answer without its body."""
+    """Send a request that occupies its worker for seconds, and return the answer without its body."""
     prompt = f"{number} a long story about a prefill engine " * 30
     async with service.post(LONG | {"prompt": prompt}) as response:
         async for _ in response.aiter_bytes():
@@ -27,7 +27,7 @@ async def long_answer(service: Service, number: int) -> httpx.Response:
 
 @asynccontextmanager
 async def crowd(service: Service, requests: int) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
-    """Give each worker one slot and send `requests` long requests; clients disconnect when the block ends."""
+    """Give each worker one slot and send `requests` long requests. Clients disconnect when the block ends."""
     await asyncio.to_thread(service.set_policy, "balance-route-horizon", slots=1)
     tasks = [asyncio.create_task(long_answer(service, number)) for number in range(requests)]
     try:

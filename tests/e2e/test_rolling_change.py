@@ -43,7 +43,7 @@ class Rolling:
         deploy(NAME, self.arguments | changes, wait=False)
 
     def status(self) -> dict[str, Any]:
-        """Return the status; empty while the answering ingress does not reach the router."""
+        """Return the status, which is empty while the answering ingress does not reach the router."""
         try:
             status = self.service.status()
         except httpx.TransportError:  # the ingress has just stopped
@@ -113,7 +113,7 @@ class Load:
 
     @asynccontextmanager
     async def run_clients(self, clients: int) -> AsyncIterator[None]:
-        """Run this many clients during the block; then each finishes its current answer."""
+        """Run this many clients during the block. Then each finishes its current answer."""
         ended = asyncio.Event()
 
         async def client(number: int) -> None:

@@ -50,8 +50,8 @@ class Pool:
     ) -> None:
         """Send prompts of the domains in turn, and check that all are answered."""
         with ThreadPoolExecutor(at_once) as threads:
-            asked = itertools.islice(self._prompts(domains), requests)
-            list(threads.map(partial(self._ask, tokens=tokens), asked))
+            prompts = itertools.islice(self._prompts(domains), requests)
+            list(threads.map(partial(self._ask, tokens=tokens), prompts))
 
     def _prompts(self, domains: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         lines = [(PROMPTS / f"{domain}.jsonl").read_text().splitlines() for domain in domains]
@@ -110,9 +110,9 @@ def test_a_fitted_table_is_live_within_300_requests(pool: Pool) -> None:
 def test_requests_follow_its_centroids(pool: Pool) -> None:
     before = pool.placed()
     pool.send(FIRST, 100)
-    placed, best = (after - earlier for after, earlier in zip(pool.placed(), before, strict=True))
-    assert placed == 100
-    assert best / placed > 0.6  # random placement gives 0.5
+    placements, best = (after - earlier for after, earlier in zip(pool.placed(), before, strict=True))
+    assert placements == 100
+    assert best / placements > 0.6  # random placement gives 0.5
 
 
 def test_greedy_answers_equal_a_single_engine(
@@ -157,7 +157,7 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
     def replicas() -> int:
         """Return how many decode replicas run or start."""
         deployments = serve.status().applications[NAME].deployments
-        (decode,) = (found for name, found in deployments.items() if name.startswith("Decode"))
+        (decode,) = (deployment for name, deployment in deployments.items() if name.startswith("Decode"))
         return sum(decode.replica_states.values())
 
     everything = (*FIRST, *SHIFTED)

@@ -23,9 +23,9 @@ async def test_disconnecting_clients_free_their_leases_and_kv(service: Service, 
     body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 400, "stream": True, "ignore_eos": True}
 
     async def leave(number: int, after_s: float) -> None:
-        own = body | {"prompt": f"{number} after {after_s} {prompt}"}
+        own_body = body | {"prompt": f"{number} after {after_s} {prompt}"}
         async with httpx.AsyncClient(verify=False, timeout=60) as client:
-            request = client.stream("POST", f"{service.url}/v1/completions", json=own)
+            request = client.stream("POST", f"{service.url}/v1/completions", json=own_body)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(after_s), request as response:
                     await response.aread()
@@ -116,7 +116,7 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
 
 
 async def read_answer(service: Service, body: dict[str, Any], received: list[str]) -> dict[str, Any]:
-    """Return an answer's text and usage; append a stream's events to `received` as they arrive."""
+    """Return an answer's text and usage. Append a stream's events to `received` as they arrive."""
     chat = "messages" in body
     async with service.post(body, "chat/completions" if chat else "completions") as response:
         assert response.status_code == 200
@@ -177,7 +177,7 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     answers = [
         asyncio.create_task(read_answer(service, *each)) for each in zip(bodies, received, strict=True)
     ]
-    while any(len(found) < 20 for found, body in zip(received, bodies, strict=True) if body["stream"]):
+    while any(len(events) < 20 for events, body in zip(received, bodies, strict=True) if body["stream"]):
         await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers)
     os.kill(victim, how)
@@ -249,7 +249,7 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
     before = service.status()["counters"]
     body = {"model": "eldr-demo", "prompt": "go on and on", "max_tokens": 1500, "ignore_eos": True, "seed": 1}
     received: list[str] = []
-    begun = asyncio.Event()
+    has_begun = asyncio.Event()
     worker: list[str] = []
 
     async def stream() -> None:
@@ -258,13 +258,13 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
             async for event in events(response):
                 received.append(event)
                 if len(received) == 10:
-                    begun.set()
+                    has_begun.set()
 
     def at_the_victim() -> int:
         return sum(w["in_flight"] for w in service.status()["workers"] if w["worker"] == worker[0])
 
     streamed = asyncio.create_task(stream())
-    await begun.wait()
+    await has_begun.wait()
     replica = await asyncio.to_thread(pid_of, worker[0])
     core = await asyncio.to_thread(core_of, worker[0])
     os.kill(core, signal.SIGSTOP)  # it accepts requests and answers none, so none has a token

@@ -15,7 +15,7 @@ LONG = {"model": "eldr-demo", "temperature": 0, "max_tokens": 300, "ignore_eos":
 
 
 async def read_stream(service: Service, prompt: str, received: list[str]) -> str:
-    """Return the text of a stream; append its events to `received` as they arrive."""
+    """Return the text of a stream. Append its events to `received` as they arrive."""
     async with service.post(LONG | {"prompt": prompt}) as response:
         assert response.status_code == 200
         async for event in events(response):
@@ -27,11 +27,11 @@ async def read_stream(service: Service, prompt: str, received: list[str]) -> str
 
 
 def in_flight(service: Service, replica: str) -> int:
-    """Drain a replica, again if it is drained already; return the number of its calls."""
+    """Drain a replica, again if it is drained already, and return the number of its calls."""
     answer = service.admin("PUT", "/eldr/drain", json={"replica": replica})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return int(found["in_flight"])
+    fields: dict[str, Any] = answer.json()
+    return int(fields["in_flight"])
 
 
 async def test_a_drained_worker_is_soon_empty_and_no_answer_changes(

@@ -1,4 +1,4 @@
-"""Whole replicas: two real engines that prefill and decode; predicted signatures place requests."""
+"""Whole replicas: two real engines that prefill and decode. Predicted signatures place requests."""
 
 import asyncio
 import json

@@ -42,8 +42,8 @@ def replica(service: Service) -> str:
 def cores(replica: str) -> list[psutil.Process]:
     """Return the processes of the engine's ranks, in order."""
     children = psutil.Process(pid_of(replica)).children(recursive=True)
-    found = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
-    return sorted(found, key=lambda child: " ".join(child.cmdline()))
+    engine_cores = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+    return sorted(engine_cores, key=lambda child: " ".join(child.cmdline()))
 
 
 def test_greedy_answers_alternate_over_the_ranks_and_equal_the_single_engine(

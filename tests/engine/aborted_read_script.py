@@ -1,6 +1,6 @@
-"""Abort requests a number of steps after the decode engine received them.
+"""Abort requests some steps after the decode engine has received them.
 
-Optionally, the prefill engine frees the blocks before the read and computes other prompts into them.
+The last argument, one of `Blocks`, says what the prefill engine does with a prompt's blocks before the read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from enum import StrEnum
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,8 +24,15 @@ ROUNDS, LENGTH, OUTPUT = 12, 200, 6
 BLOCKS = 24  # KV blocks of the prefill engine; a prompt has 7
 
 
+class Blocks(StrEnum):
+    """State of a prompt's blocks in the prefill engine when the decode engine reads them."""
+
+    LEFT = "left"
+    OVERWRITTEN = "overwritten"  # freed, and filled with other prompts
+
+
 class InvalidBlockWarnings(logging.Handler):
-    """Counts NIXL's log messages that blocks may be invalid."""
+    """A handler that counts NIXL's log messages about invalid blocks."""
 
     count = 0
 
@@ -61,11 +69,11 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
             get_kv_transfer_group().abandon([argument])
             core.step()
             pipe.send(None)
-        elif what == "said":
+        elif what == "counts":
             pipe.send((warnings.count, len(prompts_to_send)))
 
 
-def main(model: str, out: str, steps: int, frees: bool) -> None:
+def main(model: str, out: str, steps: int, blocks: Blocks) -> None:
     arguments = {"model": model, "dtype": "float32", "max_model_len": 512}
     parent_end, child_end = get_context("fork").Pipe()
     limits = {"num_gpu_blocks_override": BLOCKS}
@@ -78,12 +86,12 @@ def main(model: str, out: str, steps: int, frees: bool) -> None:
         parent_end.send((what, argument))
         return parent_end.recv()
 
-    rng, wrong = np.random.default_rng(0), 0
+    rng, wrong_answers = np.random.default_rng(0), 0
     for number in range(ROUNDS):
         prompt, *others = rng.integers(1, 257, (4, LENGTH)).tolist()
         params = ask("prompt", {"name": f"n{number}", "prompt": prompt})
         begin(decoder, f"a{number}", prompt, params)
-        if frees:  # so the decode engine reads blocks of other prompts
+        if blocks is Blocks.OVERWRITTEN:
             ask("abandon", f"n{number}")
             ask("fill", others)
         for _ in range(steps):
@@ -91,14 +99,15 @@ def main(model: str, out: str, steps: int, frees: bool) -> None:
         decoder.abort_request([f"a{number}"], internal=False)
         settle(decoder, ask)
         params = ask("prompt", {"name": f"again{number}", "prompt": prompt})
-        pulled = run(decoder, f"d{number}", {"prompt_token_ids": prompt}, OUTPUT, params)
+        by_transfer = run(decoder, f"d{number}", {"prompt_token_ids": prompt}, OUTPUT, params)
         alone = {"prompt_token_ids": prompt, "cache_salt": f"computed here {number}"}
-        computed = run(decoder, f"c{number}", alone, OUTPUT)
-        wrong += list(pulled.outputs[0].token_ids) != list(computed.outputs[0].token_ids)
-    said, held = settle(decoder, ask)
+        by_itself = run(decoder, f"c{number}", alone, OUTPUT)
+        wrong_answers += list(by_transfer.outputs[0].token_ids) != list(by_itself.outputs[0].token_ids)
+    warnings, held_prompts = settle(decoder, ask)
     usage = decoder.engine_core.engine_core.scheduler.kv_cache_manager.usage
-    found = {"said": said, "held": held, "decode usage": usage, "wrong": wrong}
-    Path(out).write_text(json.dumps(found))
+    results = {"invalid_block_warnings": warnings, "held_prompts": held_prompts}
+    results |= {"decode_kv_usage": usage, "wrong_answers": wrong_answers}
+    Path(out).write_text(json.dumps(results))
     process.kill()
     process.join()
 
@@ -114,23 +123,23 @@ def begin(decoder: Any, name: str, prompt: list[int], params: Any) -> None:
 
 
 def settle(decoder: Any, ask: Any) -> tuple[int, int]:
-    """Run steps until no engine holds blocks; return NIXL's warnings and the number of held prompts."""
+    """Run steps until no engine holds blocks. Return the numbers of warnings and of held prompts."""
     end = time.monotonic() + PATIENCE_S / 4
     core = decoder.engine_core.engine_core
     while True:
         decoder.step()
         core.step_fn()  # an idle engine, which keeps stepping in a replica
-        said, held = ask("said")
-        if (not held and not core.scheduler.kv_cache_manager.usage) or time.monotonic() > end:
+        warnings, held_prompts = ask("counts")
+        if (not held_prompts and not core.scheduler.kv_cache_manager.usage) or time.monotonic() > end:
             for _ in range(20):  # wait for a notice in transit
                 decoder.step()
                 core.step_fn()
-                said, held = ask("said")
-            return said, held
+                warnings, held_prompts = ask("counts")
+            return warnings, held_prompts
 
 
 if __name__ == "__main__":
     from eldr_serve.engine.vllm.config import ENVIRONMENT
 
     os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "frees them")
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Blocks(sys.argv[4]))

@@ -1,8 +1,8 @@
 """Run the checks of `engine_contract` on vLLM engines that start like replicas, and on one for calibration.
 
-vLLM starts once per process, so there are three: an engine that prefills; a whole engine, which also counts
-prompts, and reads the first engine's blocks; an engine for calibration. There is no Ray: replicas use it only
-for the port and the host of NIXL's side channel.
+vLLM starts once per process, so there are three processes. The first has an engine that prefills. The second
+has a whole engine, which also counts prompts, and reads the first engine's blocks. The third has an engine
+for calibration. There is no Ray: replicas use it only for the port and the host of NIXL's side channel.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ async def serve(model: str, pipe: Connection) -> None:
     while (call := await asyncio.to_thread(pipe.recv)) is not None:
         method, arguments = call
         try:
-            found = getattr(engine, method)(*arguments)
-            answer = ("is", await found if asyncio.iscoroutine(found) else found)
+            result = getattr(engine, method)(*arguments)
+            answer = ("is", await result if asyncio.iscoroutine(result) else result)
         except Exception as error:
             answer = ("fails", (str(error), engine.status_of(error)))
         pipe.send(answer)
@@ -86,7 +86,7 @@ class RemoteEngineError(RuntimeError):
 
 
 class RemoteEngine:
-    """The engine of `serve`; supports one call at a time."""
+    """The engine of `serve`, which supports one call at a time."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -40,9 +40,9 @@ def make_engine(model: str, ranks: int, role: Any = "calibrate", **others: Any) 
 def prompts() -> list[list[int]]:
     """Return prompts of unequal length, of which the last repeats the blocks of the first."""
     rng = np.random.default_rng(0)
-    found = [rng.integers(1, 257, int(rng.integers(3, 90))).tolist() for _ in range(PROMPTS - 2)]
+    random_prompts = [rng.integers(1, 257, int(rng.integers(3, 90))).tolist() for _ in range(PROMPTS - 2)]
     stem = rng.integers(1, 257, 70).tolist()
-    return [stem, *found, [*stem, 5, 7]]
+    return [stem, *random_prompts, [*stem, 5, 7]]
 
 
 class Session:
@@ -88,7 +88,7 @@ class Session:
         return self.engine.generate(prompt, params, f"{self._sent}-{number}", data_parallel_rank=rank)
 
     async def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Return every rank's result; `collective_rpc` would return only the first one's."""
+        """Return every rank's result. `collective_rpc` would return only the first one's."""
         by_rank = await self.engine.engine_core.call_utility_all_async(
             "collective_rpc", "eldr_experts", None, (method, *arguments), None
         )

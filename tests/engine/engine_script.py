@@ -56,10 +56,10 @@ def record_operators(on_host: bool) -> Operators:
     }
     for owner, names in ours.items():
         for name in names:
-            setattr(owner, name, operators.around(getattr(owner, name)))
+            setattr(owner, name, operators.record_calls(getattr(owner, name)))
     if not on_host:  # as on a GPU, where counts stay on the device
         connector_worker.can_count_on_host = lambda *_: False
-    HostCopies.start = operators.outside(HostCopies.start)  # type: ignore[method-assign]
+    HostCopies.start = operators.exclude(HostCopies.start)  # type: ignore[method-assign]
     return operators
 
 
@@ -70,7 +70,7 @@ def kernels() -> list[str]:
 
 
 def device_arguments(where: str, graphs: str) -> dict[str, Any]:
-    """Return the engine arguments of the device; CUDA graphs hold steps with parts of prompts, too."""
+    """Return the engine arguments of the device. CUDA graphs hold steps with parts of prompts, too."""
     if where != "cuda":
         return {"device": "cpu", "block_size": BLOCK}
     sizes = [1, 2, 4, 8, 12, 24, CHUNK]
@@ -130,7 +130,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
 
     # Graph capture does not work inside a torch mode.
     operators = Operators() if where == "cuda" else record_operators(where == "host")
-    placed = device_arguments(where, graphs)
+    device_kwargs = device_arguments(where, graphs)
     cores = os.sched_getaffinity(0)
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -139,8 +139,8 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
             max_model_len=512,
             max_num_seqs=12,
             max_num_batched_tokens=CHUNK,
-            num_gpu_blocks_override=KV_TOKENS // placed["block_size"],
-            **engine_kwargs("calibrate", async_scheduling=asynchronous, **placed),
+            num_gpu_blocks_override=KV_TOKENS // device_kwargs["block_size"],
+            **engine_kwargs("calibrate", async_scheduling=asynchronous, **device_kwargs),
         ),
         UsageContext.LLM_CLASS,
         stat_loggers=[Recorder],

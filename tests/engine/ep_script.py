@@ -41,13 +41,13 @@ def make_engine(model: str, ranks: int, **others: Any) -> Any:
 
 
 class Session:
-    """Requests to an engine; a callback can call it between its steps."""
+    """Requests to an engine. A callback can call it between its steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._sent = engine, 0
 
     def answers(self, between: Any = lambda: None) -> list[dict[str, Any]]:
-        """Return tokens and counts of the prompts, in order; `between` is called after each step."""
+        """Return tokens and counts of the prompts, in order. `between` is called after each step."""
         from vllm import SamplingParams
 
         rng = np.random.default_rng(0)
@@ -61,8 +61,8 @@ class Session:
         self._sent += 1
         for number in range(PROMPTS):
             prompt = rng.integers(1, 257, int(rng.integers(3, 90))).tolist()
-            given = {"prompt_token_ids": prompt, "cache_salt": str(self._sent)}
-            self._engine.add_request(f"{self._sent}-{number}", given, params)
+            fields = {"prompt_token_ids": prompt, "cache_salt": str(self._sent)}
+            self._engine.add_request(f"{self._sent}-{number}", fields, params)
         answers_by_request = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -177,28 +177,28 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     check_held(session, ExpertPlacement.load(first))
     assert session.answers() == alone
     for number, file in enumerate(others):
-        placed = ExpertPlacement.load(file)
-        slices_left = session.ask("begin", placed.physical_to_logical.tolist(), 4)[0]
-        assert slices_left > 1, f"{placed.method} moves no experts"
+        placement = ExpertPlacement.load(file)
+        slices_left = session.ask("begin", placement.physical_to_logical.tolist(), 4)[0]
+        assert slices_left > 1, f"{placement.method} moves no experts"
 
         def between() -> None:
             nonlocal slices_left
             slices_left = session.ask("move")[0]
 
-        assert session.answers(between) == alone, f"on the way to {placed.method}"
+        assert session.answers(between) == alone, f"on the way to {placement.method}"
         while slices_left:
             between()
-        check_held(session, placed)
+        check_held(session, placement)
         session.ask("choose", ("weighted", "local")[number % 2])
-        assert session.answers() == alone, placed.method
+        assert session.answers() == alone, placement.method
 
 
-def check_held(session: Session, placed: Any) -> None:
+def check_held(session: Session, placement: Any) -> None:
     """Check that all ranks know the experts that each should hold."""
     from eldr_serve.experts.parallel.placement import placement_id
 
     for status in session.ask("status"):
-        assert placement_id(status["placement"], placed.ranks) == placed.id
+        assert placement_id(status["placement"], placement.ranks) == placement.id
 
 
 def check_compiled(model: str, expected: Path) -> None:

@@ -1,7 +1,7 @@
 """Run vLLM's own EPLB state, weight exchange and replica kernel on two gloo ranks with our placement.
 
 vLLM has no expert parallelism on CPUs, so a stand-in replaces the engine: a model of bare layers.
-vLLM builds the replica kernel only for GPUs; it runs in Triton's interpreter here.
+vLLM builds the replica kernel only for GPUs. It runs in Triton's interpreter here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Record the torch functions and operators that some code calls, and which of them wait for the device."""
+"""The torch functions and operators that some code calls, and those that wait for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# On a GPU, a boolean mask calls `nonzero`; a tensor in an `if` or a format, `_local_scalar_dense`.
+# On a GPU, a boolean mask calls `nonzero`. A tensor in an `if` or a format calls `_local_scalar_dense`.
 WAITING = {
     "item",
     "tolist",
@@ -30,7 +30,7 @@ WAITING = {
 
 
 class Operators:
-    """Records the names of the operators called in wrapped functions."""
+    """The names of the operators called in wrapped functions."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -40,27 +40,29 @@ class Operators:
         if self._noting:
             self.names.add(name)
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, whose calls record the operators that they run."""
+
         @wraps(function)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            # Both Python functions, since some are no operators on a CPU, and the operators below them.
+        def call_recorded(*args: Any, **kwargs: Any) -> Any:
+            # Record Python functions too, since some run no operator on a CPU.
             with _Functions(self), _Dispatched(self):
                 return function(*args, **kwargs)
 
-        return recorded
+        return call_recorded
 
-    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Exclude this function from the record when another function calls it."""
+    def exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, whose operators are not recorded when another function calls it."""
 
         @wraps(function)
-        def unrecorded(*args: Any, **kwargs: Any) -> Any:
+        def call_unrecorded(*args: Any, **kwargs: Any) -> Any:
             self._noting = False
             try:
                 return function(*args, **kwargs)
             finally:
                 self._noting = True
 
-        return unrecorded
+        return call_unrecorded
 
 
 class _Functions(TorchFunctionMode):

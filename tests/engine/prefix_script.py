@@ -25,7 +25,7 @@ SETTLE_S = 0.1  # for the statistics of the last step
 
 
 class Conversations:
-    """Sends completions to the engine, and predicts the cached tokens of each before."""
+    """Conversations with the engine, which predict the cached tokens of each prompt."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -34,7 +34,7 @@ class Conversations:
         self.hits: list[tuple[int, int]] = []  # predicted and measured tokens
 
     async def send(self, prompt: list[int], salt: str = "") -> list[int]:
-        """Send a prompt; return it with its answer."""
+        """Send a prompt, and return it with its answer."""
         self._number += 1
         blocks = prompt_blocks(np.array(prompt, np.uint32), self._block_tokens, salt)
         predicted = int(self._map.cached_tokens(["w"], blocks)[0])

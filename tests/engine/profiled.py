@@ -1,4 +1,4 @@
-"""Find calls that wait for the device in a trace of torch's profiler with stacks."""
+"""Calls that wait for the device, in a trace of torch's profiler with stacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def operators_called(trace: Path, ours: str, excluded: str) -> tuple[set[str], s
 
     Args:
         trace: profiler output of one process.
-        ours: string in the name of each of our functions; the name includes the file.
+        ours: string in the name of each of our functions. The name includes the file.
         excluded: string in the names of our functions whose calls are ignored.
     """
     threads: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)

@@ -33,7 +33,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         llm.collective_rpc("eldr_abandon", args=([name],))
 
     def prefill(name: str, *, named: bool = True, stop_after: int | None = None) -> list[str]:
-        """Add a prompt of 100 tokens and run it to its end; return ids of finished prompts."""
+        """Add a prompt of 100 tokens and run it to its end, and return ids of finished prompts."""
         params = {"do_remote_decode": True} | ({"eldr_request": name} if named else {})
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
         # The engine's id differs from the caller's name: a client may choose it by a header.
@@ -66,9 +66,9 @@ def main(model: str, out: str, asynchronous: bool) -> None:
     report["abandoned while it was computed"] = used()
 
     prefill("heartbeat")
-    (held,) = connector.connector_worker._reqs_to_send
+    (held_name,) = connector.connector_worker._reqs_to_send
     abandon("heartbeat")
-    connector.connector_worker._handle_heartbeat(held)
+    connector.connector_worker._handle_heartbeat(held_name)
     report["abandoned, prolonged by a heartbeat"] = used()
 
     prefill("other")

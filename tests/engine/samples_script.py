@@ -35,21 +35,21 @@ LEFT_AFTER = 3  # tokens after which a client disconnects
 def prompts(many: int) -> list[list[int]]:
     """Return prompts of various lengths.
 
-    Every third shares a prefix with an earlier one; every seventh equals one.
+    Every third shares a prefix with an earlier one. Every seventh equals one.
     """
     rng, token_ids = np.random.default_rng(39), []
     for number in range(many):
-        own = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
+        tokens = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
         if number and number % 7 == 0:
-            own = token_ids[number - 5]
+            tokens = token_ids[number - 5]
         elif number > 2 and number % 3 == 0:
-            own = token_ids[number - 3][:64] + own
-        token_ids.append(own)
+            tokens = token_ids[number - 3][:64] + tokens
+        token_ids.append(tokens)
     return token_ids
 
 
 class Client:
-    """Sends completion requests with token ids, like the serving code."""
+    """A client that sends completion requests with token ids, like the serving code."""
 
     def __init__(self, engine: Any, prefills: Any) -> None:
         self._engine, self._prefills = engine, prefills
@@ -62,13 +62,17 @@ class Client:
         return EngineRequest("completions", json.dumps(body).encode(), name, domain="d", **more)
 
     async def send(self, name: str, prompt: list[int], *, sampled: bool, leaves: bool = False) -> None:
-        """Generate an answer; if `leaves`, disconnect early."""
+        """Generate an answer. Disconnect early if `leaves`."""
         more: dict[str, Any] = {"sampled": sampled}
         if self._prefills is not None:
             async with self._one_prefill:
-                held = await self._prefills.prefill(self._request(name, prompt))
-            kv = dict(held.kv)
-            more |= {"expert_counts": kv.pop(EXPERT_COUNTS), "kv": kv, "token_ids": held.token_ids.tobytes()}
+                answer = await self._prefills.prefill(self._request(name, prompt))
+            kv = dict(answer.kv)
+            more |= {
+                "expert_counts": kv.pop(EXPERT_COUNTS),
+                "kv": kv,
+                "token_ids": answer.token_ids.tobytes(),
+            }
         ids, enough = bytearray(), asyncio.Event()
 
         def on_chunk(payload: bytes, tokens: int, made: bytes = b"") -> None:

@@ -1,4 +1,4 @@
-"""Run engines as scripts in their own processes (vLLM starts once per process)."""
+"""Engines that run as scripts in their own processes, since vLLM starts once per process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORKED.set_forkserver_preload(["vllm.v1.engine.llm_engine"])  # imported once, 
 
 
 def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", **env: str) -> None:
-    """Run a script of this folder; on failure, raise an error with the end of its output.
+    """Run a script of this folder. On failure, raise an error with the end of its output.
 
     Args:
         name: file name of the script.

@@ -1,4 +1,4 @@
-"""Run one in-process engine with speculative decoding; record the verified tokens and the counts."""
+"""Run one in-process engine with speculative decoding. Record the verified tokens and the counts."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_step_counts_what_its_tokens_chose(capture_type: Callable[..., ExpertC
             for layer in range(LAYERS):
                 expected[layer, token[layer]] += 1
         np.testing.assert_array_equal(counts.prompts[request].wait(), expected)
-    routes = {request: (first, found) for request, first, found in counts.routes.by_request()}
+    routes = {request: (first, experts) for request, first, experts in counts.routes.by_request()}
     assert {request: first for request, (first, _) in routes.items()} == {"b": 3, "a": 2}
     np.testing.assert_array_equal(routes["b"][1], chosen[6:8])
     np.testing.assert_array_equal(routes["a"][1], chosen[2:3])
@@ -155,7 +155,7 @@ def test_shared_experts_in_the_same_kernel_are_not_counted(
 )
 def test_calls_that_would_wait_are_detected(waits: Callable[[Tensor], Any]) -> None:
     operators = Operators()
-    operators.around(waits)(torch.ones((LAYERS, 4, K), dtype=torch.int16))
+    operators.record_calls(waits)(torch.ones((LAYERS, 4, K), dtype=torch.int16))
     assert operators.names & WAITING
     with (
         FakeTensorMode(),

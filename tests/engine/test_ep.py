@@ -66,8 +66,8 @@ def methods(folder: Path, slots: int, ranks: int) -> list[str]:
         "director": director_placement(load, topology=topology, slots=slots // ranks, cost=cost)[0],
     }
     for name, placed in rows.items():
-        made = ExpertPlacement(placed, ranks, 64, model="eldr-demo", method=name)
-        made.save(folder / f"{name}.json")
+        placement = ExpertPlacement(placed, ranks, 64, model="eldr-demo", method=name)
+        placement.save(folder / f"{name}.json")
     return [str(folder / f"{name}.json") for name in rows]
 
 

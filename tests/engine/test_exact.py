@@ -46,16 +46,16 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
             cpu="avx2" if name == "avx2" else "",
             VLLM_NIXL_SIDE_CHANNEL_PORT=port,
         )
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        results: dict[str, Any] = json.loads(out.read_text())
+        return results
 
     return report
 
 
 @pytest.fixture(scope="module", params=list(RUNS))
 def name(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
+    case: str = request.param
+    return case
 
 
 @pytest.fixture(scope="module")

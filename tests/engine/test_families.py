@@ -47,7 +47,7 @@ everything = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Row:
-    """Return the table row of a family and runner; all selected ones are served together."""
+    """Return the table row of a family and runner. All selected ones are served together."""
     chosen = [
         item.callspec.params
         for item in request.session.items

@@ -152,7 +152,7 @@ def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 
 
 class InsideRouting(mk.FusedMoEExpertsMonolithic):
-    """A kernel that routes by the largest logits, like FlashInfer's; records its choice on request."""
+    """A kernel that routes by the largest logits, like FlashInfer's, and records its choice on request."""
 
     replay = True
     activation_format = staticmethod(lambda: mk.FusedMoEActivationFormat.Standard)
@@ -225,12 +225,12 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
         block_size=4,
     )
     logits = torch.randn(LAYERS, 6, EXPERTS)
-    for impl, layer, own in zip(impls, drivers, logits, strict=True):
+    for impl, layer, layer_logits in zip(impls, drivers, logits, strict=True):
         out = impl.apply(
             torch.zeros(6, HIDDEN),
             torch.empty(0),
             torch.empty(0),
-            own,
+            layer_logits,
             MoEActivation.SWIGLUOAI,
             EXPERTS,
             None,

@@ -23,7 +23,7 @@ logger.warning("after start")
 
 
 def test_a_replica_still_logs_after_its_engine_is_imported_and_started(tmp_path: Path) -> None:
-    """Serve sets its log up before it unpickles a deployment's class; an engine reconfigures logging.
+    """Serve sets its log up before it unpickles a deployment's class. An engine reconfigures logging.
 
     tests/e2e/test_when_engines_die.py kills the controller of a whole application.
     """

@@ -317,11 +317,11 @@ def test_a_correction_bias_that_the_cpu_router_ignores_is_refused() -> None:
     def router(**settings: Any) -> CPURouter:
         return CPURouter(1, 4, e_score_correction_bias=bias, **settings)
 
-    def chosen(router: CPURouter) -> int:
+    def choose(router: CPURouter) -> int:
         return int(router._compute_routing(logits, logits, None)[1])
 
     grouped = router(use_grouped_topk=True, num_expert_group=1, topk_group=1)
-    assert (chosen(router()), chosen(grouped)) == (0, 3)  # a vLLM that applies the bias needs no refusal
+    assert (choose(router()), choose(grouped)) == (0, 3)  # a vLLM that applies the bias needs no refusal
     assert moe_routers(config(layers={"model.layers.0.mlp.experts": layer(grouped)})) == [(0, grouped)]
     with pytest.raises(UnsupportedEngineError, match=r"correction bias.*on GPUs"):
         moe_routers(config(layers={"model.layers.0.mlp.experts": layer(router())}))
@@ -333,16 +333,16 @@ def test_wrong_position_embeddings_of_the_cpu_kernel_are_refused() -> None:
         rotary = get_rope(32, 64, is_neox_style=True, rope_parameters={"rope_type": "default"})
     positions, queries, keys = torch.arange(5), torch.randn(5, 2, 32), torch.randn(5, 1, 32)
 
-    def turned(embed: Any, *shape: int) -> torch.Tensor:
+    def rotate(embed: Any, *shape: int) -> torch.Tensor:
         query, _ = embed(positions, queries.reshape(shape).clone(), keys.reshape(5, -1).clone())
-        found: torch.Tensor = query.reshape(5, 2, 32)
-        return found
+        result: torch.Tensor = query.reshape(5, 2, 32)
+        return result
 
-    right = turned(rotary.forward_native, 5, 64)
-    torch.testing.assert_close(turned(rotary.forward_native, 5, 2, 32), right)
-    torch.testing.assert_close(turned(rotary.forward_cpu, 5, 64), right)
+    right = rotate(rotary.forward_native, 5, 64)
+    torch.testing.assert_close(rotate(rotary.forward_native, 5, 2, 32), right)
+    torch.testing.assert_close(rotate(rotary.forward_cpu, 5, 64), right)
     # a vLLM whose kernel separates heads needs no refusal
-    assert not torch.allclose(turned(rotary.forward_cpu, 5, 2, 32), right, atol=0.1)
+    assert not torch.allclose(rotate(rotary.forward_cpu, 5, 2, 32), right, atol=0.1)
     layers = {"model.layers.0.feed_forward.experts": layer(Router(2, 8))}
     assert moe_routers(config(layers=layers, kind="lfm2_moe", custom_ops=False))
     with pytest.raises(UnsupportedEngineError, match=r'lfm2_moe wrongly on CPUs.*\["-rotary_embedding"\]'):
@@ -427,8 +427,8 @@ def test_engines_without_drafts_are_unchanged(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize(("device", "worker"), [("cpu", None), ("gpu", "EldrWorker")])
 def test_a_gpu_has_a_worker_that_chooses_the_kernel(device: str, worker: str | None) -> None:
-    found = engine_kwargs("decode", device=device).get("worker_cls")
-    assert found == (worker and f"eldr_serve.engine.vllm.gpu_worker.{worker}")
+    worker_class = engine_kwargs("decode", device=device).get("worker_cls")
+    assert worker_class == (worker and f"eldr_serve.engine.vllm.gpu_worker.{worker}")
 
 
 def test_the_worker_has_the_arguments_of_vllms_worker() -> None:

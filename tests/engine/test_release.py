@@ -14,8 +14,8 @@ from tests.engine.scripts import run_script
 def test_an_abandoned_prompt_frees_its_blocks(model: Path, tmp_path: Path, mode: str, port: str) -> None:
     out = tmp_path / "report.json"
     run_script("release_script.py", model, out, mode, VLLM_NIXL_SIDE_CHANNEL_PORT=port)
-    found = json.loads(out.read_text())
-    assert found == {
+    results = json.loads(out.read_text())
+    assert results == {
         "idle": 0,
         "ended": ["client-after"],
         "held": 4,  # 100 tokens in blocks of 32

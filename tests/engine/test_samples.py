@@ -22,7 +22,7 @@ RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole",
 def run(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, Any]]:
-    """Run the script; return the number of served requests and the results."""
+    """Run the script, and return the number of served requests and the results."""
     out = tmp_path_factory.mktemp("samples") / "found.json"
     role, many = RUNS[request.param]
     run_script("samples_script.py", model, out, role, many, v2=request.param.endswith("v2"))
@@ -43,8 +43,8 @@ def test_some_requests_were_preempted(run: tuple[int, dict[str, Any]]) -> None:
 
 
 def test_counts_equal_those_of_a_calibration(run: tuple[int, dict[str, Any]]) -> None:
-    _, found = run
-    for sample, calibrated in zip(found["samples"], found["calibrated"], strict=True):
+    _, results = run
+    for sample, calibrated in zip(results["samples"], results["calibrated"], strict=True):
         assert sample["steps"] == calibrated["eldr_decode_steps"] == TOKENS - 1
         assert sample["prefill"] == calibrated["eldr_prefill"]
         assert sample["decode"] == calibrated["eldr_decode"]
@@ -53,8 +53,8 @@ def test_counts_equal_those_of_a_calibration(run: tuple[int, dict[str, Any]]) ->
 def test_counts_equal_an_uncached_recomputation(
     run: tuple[int, dict[str, Any]], choices: Callable[[list[int]], np.ndarray]
 ) -> None:
-    _, found = run
-    for sample in found["samples"]:
+    _, results = run
+    for sample in results["samples"]:
         prompt = sample["prompt"]
         chosen = choices(prompt + sample["generated"])[..., None] == np.arange(EXPERTS)
         np.testing.assert_array_equal(

@@ -183,9 +183,9 @@ def test_prompts_of_a_whole_engine_are_timed_separately_from_decode(runner: Runn
     assert not both.is_empty()
     MEASUREMENTS.take_steps()
     MEASUREMENTS.add_steps([], both.data["prompt_steps"])
-    taken = MEASUREMENTS.take_steps()
-    assert taken.prompts.tolist() == [2, 2, 0, 2, pytest.approx(2 * seconds)]
-    assert (taken.steps, taken.seconds) == (0, 0)
+    step_records = MEASUREMENTS.take_steps()
+    assert step_records.prompts.tolist() == [2, 2, 0, 2, pytest.approx(2 * seconds)]
+    assert (step_records.steps, step_records.seconds) == (0, 0)
     assert not MEASUREMENTS.take_steps().prompts.any()
 
 

@@ -68,8 +68,8 @@ def run(model: Path, glm: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
             mode,
             VLLM_NIXL_SIDE_CHANNEL_PORT=port,
         )
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        results: dict[str, Any] = json.loads(out.read_text())
+        return results
 
     return report
 

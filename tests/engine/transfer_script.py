@@ -75,7 +75,7 @@ def main(arguments: dict[str, Any], out: Path) -> None:
         prompt = rng.integers(1, 257, length).tolist()
         parent_end.send((f"p{length}", prompt))
         answered, params = parent_end.recv()
-        counted = int(unpack_counts(params.pop("eldr_expert_counts")).sum())
+        num_counts = int(unpack_counts(params.pop("eldr_expert_counts")).sum())
         pulled = run(decoder, f"d{length}", {"prompt_token_ids": prompt}, OUTPUT, params)
         alone = {"prompt_token_ids": prompt, "cache_salt": "computed here"}
         computed = run(decoder, f"c{length}", alone, OUTPUT)
@@ -83,7 +83,7 @@ def main(arguments: dict[str, Any], out: Path) -> None:
         transfers.append(
             {
                 "groups": groups,
-                "counted": counted,
+                "counted": num_counts,
                 "answered_prompt": answered == prompt,
                 "pulled": list(pulled.outputs[0].token_ids),
                 "computed": list(computed.outputs[0].token_ids),

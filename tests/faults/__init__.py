@@ -1,6 +1,4 @@
-"""Injects faults into the service, and checks that it loses no request.
-
-Two programs do that, and `docs/faults.md` describes both:
+"""Two programs that inject faults into the service, and check that it loses no request (`docs/faults.md`).
 
 1. `python -m tests.faults simulate` runs the serving code on virtual time, without Ray, vLLM or a network.
    One seed is one run. The modules build on each other in this order:
@@ -11,6 +9,8 @@ Two programs do that, and `docs/faults.md` describes both:
    - `clients`: HTTP clients, each with a plan, and what they saw.
    - `schedule`: the requests and faults that a seed draws.
    - `invariants`: what must hold when the faults are over.
+   - `checks`: what clients may see, and the record of a run.
+   - `provoked_cases`: cases that chance seldom produces.
    - `simulate`: one run from its start to the last check.
    - `mutations`: errors that are inserted into the serving code to check that the runs find them.
 

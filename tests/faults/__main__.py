@@ -23,10 +23,11 @@ from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
 from tests.faults.chaos import Options, run_chaos
+from tests.faults.checks import Run
 from tests.faults.mutations import MUTATIONS, search
 from tests.faults.operations import FAULTS
 from tests.faults.record import APART, NOTES, Record, find_problems, rows
-from tests.faults.simulate import Run, run_seed
+from tests.faults.simulate import run_seed
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1
@@ -42,7 +43,7 @@ def simulate(
         Path | None, typer.Option(help="JSON file of the counts; these runs are added to it.")
     ] = None,
 ) -> None:
-    """Run the serving code on virtual time under seeded faults; status 1 if anything was wrong."""
+    """Run the serving code on virtual time under seeded faults. The status is 1 if anything was wrong."""
     if seed is None:
         failed = _simulate_all(range(first, first + seeds), processes, out)
     else:
@@ -112,10 +113,10 @@ _MAX_CHARS = 300  # characters of a recorded violation
 def _add(
     out: Path, name: str, row: dict[str, Any], key: str, notes: str, *, existing: Container[str] | None = None
 ) -> None:
-    """Add the row to the file; it replaces a row with the same key.
+    """Add the row to the file. It replaces a row with the same key.
 
     Args:
-        existing: keys that still exist; rows with other keys are removed.
+        existing: keys that still exist. Rows with other keys are removed.
     """
     rows = json.loads(out.read_text())["rows"] if out.exists() else []
     if existing is not None:
@@ -132,7 +133,7 @@ def mutate(
     processes: _Processes = _CORES,
     out: Annotated[Path | None, typer.Option(help="JSON file of the results; these are added to it.")] = None,
 ) -> None:
-    """Change the serving code at import, one fault at a time; status 1 if the runs miss one."""
+    """Change the serving code at import, one fault at a time. The status is 1 if the runs miss one."""
     chosen = [mutation for mutation in MUTATIONS if only in mutation.name]
     if not chosen:
         raise UserInputError(f"no mutation's name contains {only!r}")
@@ -171,7 +172,7 @@ def chaos(
         Path, typer.Option(help="JSON file of the figures; runs append their events to a .jsonl beside it.")
     ] = Path("out/faults.json"),
 ) -> None:
-    """Kill and stop the application's processes in turn; status 1 if a request fails or a text is wrong."""
+    """Kill and stop processes in turn. The status is 1 if a request fails or a text is wrong."""
     chosen = faults.split(",")
     if unknown := set(chosen) - set(FAULTS):
         raise UserInputError(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")

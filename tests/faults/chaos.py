@@ -1,7 +1,7 @@
 """One run of the whole application under load, while its processes are killed and stopped in turn.
 
 The application runs on a Ray cluster of its own with real engines. A constant number of clients stream, ask
-for whole answers and disconnect (`traffic`); `operations` injects the faults, and `record` has the events.
+for whole answers and disconnect (`traffic`). `operations` injects the faults, and `record` has the events.
 
 When the load has ended, the run waits until the application holds nothing more, asks the engines whether they
 still run requests, and compares the router's leases with those of its ingresses while a few streams run. What
@@ -28,7 +28,7 @@ from eldr_serve.commands.client import OperatorClient, ServiceError
 from loadgen import application, processes, workload
 from loadgen.held_resources import held_in_status
 from tests.faults import steadiness
-from tests.faults.operations import ADMIN_KEY, Operator, Run
+from tests.faults.operations import ADMIN_KEY, FaultInjector, Run
 from tests.faults.record import Record
 from tests.faults.steadiness import Steadiness
 from tests.faults.traffic import Load, bodies, references
@@ -79,8 +79,8 @@ async def drive(
         log: called with a line about each phase and fault.
     """
     rng, run = random.Random(options.seed), Run(record)
-    operator = Operator(service, proxy_url, arguments, run, rng, log)
-    await operator.begin()
+    injector = FaultInjector(service, proxy_url, arguments, run, rng, log)
+    await injector.wait_until_complete()
     log("greedy answers without faults")
     prompts = await references(service.url, requests)
     log("load")
@@ -88,7 +88,7 @@ async def drive(
     until_s = time.monotonic() + options.seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(options.in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))
-    await operator.work(options.faults, options.every_s, until_s)
+    await injector.inject_faults(options.faults, options.every_s, until_s)
     await asyncio.gather(*clients)
     watching.cancel()
     log(f"{run.sent} requests; what is left")
@@ -138,7 +138,7 @@ def _read_statuses(url: str) -> list[dict[str, Any]]:
 
 
 def _wait_until_nothing_is_left(url: str) -> tuple[float, list[str]]:
-    """Return the time until nothing was left, s, and what is still left after SETTLE_S."""
+    """Return the seconds until nothing was left, and what is still left after SETTLE_S."""
     since = time.monotonic()
     while True:
         statuses = _read_statuses(url)
@@ -152,7 +152,7 @@ def _wait_until_nothing_is_left(url: str) -> tuple[float, list[str]]:
 
 
 async def _compare_leases(url: str, model: str) -> list[str]:
-    """Check that the router holds exactly one lease for each stream of the ingresses; return what differs."""
+    """Return how the router's leases differ from one for each stream of the ingresses."""
     body = {
         "model": model,
         "prompt": "Once upon a time",
@@ -191,7 +191,7 @@ async def _compare_leases(url: str, model: str) -> list[str]:
 
 
 def _wait_until_engines_are_idle(url: str) -> list[str]:
-    """Wait until `_busy_engines` finds none; return those that it still finds after SETTLE_S.
+    """Wait until `_busy_engines` finds none, and return those that it still finds after SETTLE_S.
 
     A new engine takes a while to report its metrics.
     """
@@ -231,7 +231,7 @@ def _metrics() -> str:
 
 
 def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, options: Options) -> None:
-    """Start the application on its own cluster, drive it and stop it; add the events to `record`.
+    """Start the application on its own cluster, drive it and stop it. Add the events to `record`.
 
     Raises:
         UserInputError: the application does not start.

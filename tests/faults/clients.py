@@ -4,7 +4,7 @@ A client and the ingress that it calls are simulated processes. HTTP has no byte
 ASGI messages between the client and the ingress's real ASGI application. They arrive in order and late, a
 slow reader holds the sender up, and a dead ingress closes the connection, as with TCP.
 
-An `Outcome` has a kind, such as "ok" or "http 503", and the text that the client received; `simulate` decides
+An `Outcome` has a kind, such as "ok" or "http 503", and the text that the client received. `checks` decides
 which kinds are allowed. The greedy model makes the right text known in advance: `Plan.reference`.
 """
 
@@ -81,7 +81,7 @@ class Outcome:
             stream), "connection lost", "never ended", or "malformed".
         text: text of the answer, as far as it was received.
         detail: message of the error.
-        starts: number of status lines; more than one is an error of the service.
+        starts: number of status lines. More than one is an error of the service.
         ends: number of ends of the body.
         seconds: time from the request to its end.
         first_s: time of the status line.
@@ -198,7 +198,7 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """Close the connection; the ingress is informed later."""
+        """Close the connection. The ingress is informed later."""
         if not self._is_closed:
             self._is_closed = True
             if self.ingress.alive:

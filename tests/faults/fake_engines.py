@@ -46,7 +46,7 @@ class BlockEngine(InProcess):
     Args:
         process: the process in which it runs.
         blocks: number of KV blocks.
-        time_s: draws the duration of a piece of work from its mean, s.
+        time_s: draws the seconds of a piece of work from their mean.
 
     Attributes:
         running: number of requests in work.
@@ -64,7 +64,7 @@ class BlockEngine(InProcess):
         self._steps: list[tuple[int, int, int, float]] = []  # requests, KV tokens, experts, s
 
     def fail_if_sick(self, request: EngineRequest) -> None:
-        """Raise RuntimeError if the engine is sick; warm-up calls fail too, but are not counted."""
+        """Raise RuntimeError if the engine is sick. Warm-up calls fail too, but are not counted."""
         if self.sick:
             self.failed += not request.id.startswith("warm-")
             raise RuntimeError("the engine is sick")
@@ -101,7 +101,7 @@ class BlockEngine(InProcess):
 
 
 class PrefillEngine(BlockEngine):
-    """Holds the blocks of a finished prompt until they are read or abandoned, or their lease ends.
+    """An engine that holds the blocks of a prompt until they are read, abandoned, or their lease ends.
 
     Attributes:
         held_blocks: blocks of finished prompts, by the engine's id of the prompt.
@@ -160,7 +160,7 @@ class PrefillEngine(BlockEngine):
         self.free(engine_id)
 
     def free(self, engine_id: str) -> None:
-        """Free the blocks of a prompt; do nothing if they are free already."""
+        """Free the blocks of a prompt. Do nothing if they are free already."""
         blocks = self.held_blocks.pop(engine_id, None)
         if blocks is not None:
             self._leases.pop(engine_id).cancel()
@@ -173,7 +173,7 @@ class PrefillEngine(BlockEngine):
 
 
 class DecodeEngine(BlockEngine):
-    """Reads the prompt's blocks from a prefill engine's memory, or computes them, then generates.
+    """An engine that generates after it has read a prompt's blocks from a prefill engine or computed them.
 
     Args:
         peers: all engines, by name.
@@ -303,7 +303,7 @@ def _tokens(ids: bytes) -> Any:
 
 
 class Writer:
-    """Writes answers in the format of vLLM's server."""
+    """A writer of answers in the format of vLLM's server."""
 
     def __init__(self, request: EngineRequest, fields: dict[str, Any]) -> None:
         self._chat = request.method == "chat"
@@ -313,7 +313,7 @@ class Writer:
         self._head = {"id": name, "object": kind, "created": request.created or 1, "model": MODEL}
 
     def event(self, token: int, *, first: bool, last: bool) -> bytes:
-        """Return the event of one token; the first event of a chat has its role."""
+        """Return the event of one token. The first event of a chat has its role."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
         choice |= {"delta": {"content": text_of(token)}} if self._chat else {"text": text_of(token)}
         if self._fields.get("return_token_ids"):

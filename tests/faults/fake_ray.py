@@ -52,7 +52,7 @@ def predictor() -> SignaturePredictor:
 
 
 def read_fake_keys(path: Path) -> Keys:
-    """Return the keys; replaces reading a file."""
+    """Return the keys without reading a file."""
     limits = {"a": Limits(), "b": Limits(priority=2.0), LIMITED: Limits(requests_per_minute=LIMIT)}
     return Keys(tenants=limits, keys=tuple(Key(sha256=digest(name), tenant=name) for name in limits))
 

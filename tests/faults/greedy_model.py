@@ -22,7 +22,7 @@ _ANOTHER_PROMPT = (-1,) * BLOCK_TOKENS
 
 
 def tokens_of(text: str) -> list[int]:
-    """Return one token for each word; numbers are parsed as `text_of` writes them."""
+    """Return one token for each word. Numbers are parsed as `text_of` writes them."""
     return [int(word) if word.isdigit() else zlib.crc32(word.encode()) % VOCABULARY for word in text.split()]
 
 
@@ -88,7 +88,7 @@ class Blocks:
             raise
 
     def give_back(self, blocks: list[int]) -> None:
-        """Free the blocks; their content is overwritten at once."""
+        """Free the blocks. Their content is overwritten at once."""
         for block in blocks:
             self.content[block] = _ANOTHER_PROMPT
         self._free.extend(blocks)

@@ -1,7 +1,7 @@
-"""Check what must hold in a world when its faults are over.
+"""Checks of what must hold in a world when its faults are over.
 
-Each check returns a text for each violation, and an empty list if all is well. The checks read private fields
-of the serving code: what a process still holds is visible only there.
+Each check returns a sentence for each violation. All reads of private fields of the serving code are here,
+since only those fields show what a process still holds.
 """
 
 from typing import Any
@@ -15,6 +15,31 @@ from tests.faults.world import ROLES, World
 def client_of(ingress: Process) -> Any:
     """Return the ingress's client of the router."""
     return ingress.servable_object._router
+
+
+def longest_wait_for_router_s(ingress: Process, now_s: float) -> float:
+    """Return the longest wait of the ingress's requests for an answer of the router, in seconds."""
+    waits_s = [
+        now_s - request.unanswered_since_s
+        for request in client_of(ingress)._waiting._waiting.values()
+        if request.lease.state in (State.UNSENT, State.SENT)
+    ]
+    return max(waits_s, default=0.0)
+
+
+def has_router_channel(ingress: Process) -> bool:
+    """Return whether the ingress has a channel to the router."""
+    return client_of(ingress)._link._channel is not None
+
+
+def has_subscribed(ingress: Process) -> bool:
+    """Return whether the router has answered the ingress's subscription."""
+    return bool(client_of(ingress)._link.connected)
+
+
+def failed_replicas(ingress: Process) -> set[str]:
+    """Return the replicas for which the ingress remembers failed calls."""
+    return set(ingress.servable_object.openai._path._services.outliers._records)
 
 
 def router_state(world: World) -> Any:

@@ -4,9 +4,9 @@ A mutation replaces one piece of a module's source text, for example the release
 so while the module is imported; no file changes. `search` then runs seeds with and without the mutation: a
 seed detects it if the run with the mutation has a violation and the run without it has none.
 
-So the mutations test the checks of `simulate` and `invariants`: a check that misses an error of the service
-would also miss a mutation. `MUTATIONS` is ordered by the part of the service. A unit test requires that the
-text of each mutation occurs exactly once in its module: change it here when you change that code.
+So the mutations test the checks of the runs: a check that misses an error of the service would also miss a
+mutation. `MUTATIONS` is ordered by the part of the service. A unit test requires that the text of each
+mutation occurs exactly once in its module: change it here when you change that code.
 """
 
 import importlib
@@ -287,9 +287,9 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         source = self.get_source(fullname) or ""
-        found = source.count(self.mutation.old)
-        if found != 1:
-            raise ValueError(f"mutation {self.mutation.name!r}: its text occurs {found} times in {fullname}")
+        number = source.count(self.mutation.old)
+        if number != 1:
+            raise ValueError(f"mutation {self.mutation.name!r}: its text occurs {number} times in {fullname}")
         return compile(source.replace(self.mutation.old, self.mutation.new), self.path, "exec")
 
 

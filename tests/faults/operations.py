@@ -1,12 +1,12 @@
 """Faults of the whole application, which runs on Ray with real engines, and the recovery from each.
 
-`Operator` injects the faults of a run in turn: it kills a process with SIGKILL, stops it with SIGSTOP for
-some seconds, or does what an operator does, such as a change of policy. After each fault it waits until the
+`FaultInjector` injects the faults of a run in turn. A fault kills a process by SIGKILL, stops it by SIGSTOP
+for some seconds, or is an operation such as a change of policy. After each fault the injector waits until the
 application is complete again: as many processes as before, all engines warm, and Serve's proxy answers.
 
 Most requests must survive every fault. `explained_by_fault` recognises the few that cannot, such as those on
 a connection that the killed ingress itself held. A random generator chooses the order of the faults and the
-processes; unlike a simulated run, a run of the whole application is not repeatable.
+processes. Unlike a simulated run, a run of the whole application is not repeatable.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class InjectedFault:
     Attributes:
         fault: one of FAULTS.
         at_s: time at which it was injected.
-        recovery_s: time until the application had recovered, s; None if that took too long.
+        recovery_s: seconds until the application had recovered; None if that took too long.
         client_ports: client ports of the connections that the killed process held.
-        died_s: time at which the killed process was dead; until then it may have accepted connections.
+        died_s: time at which the killed process was dead. Until then it may have accepted connections.
     """
 
     fault: str
@@ -75,7 +75,7 @@ class InjectedFault:
 
 @dataclass
 class Run:
-    """Record of a run; times are of time.monotonic().
+    """Record of a run. Times are of time.monotonic().
 
     Attributes:
         record: file of the events.
@@ -155,8 +155,8 @@ def affected_roles(fault: str) -> tuple[str, ...]:
     return (fault.split()[-1], *_FURTHER_ROLES.get(fault, ()))
 
 
-class Operator:
-    """Injects faults and watches how the application recovers.
+class FaultInjector:
+    """Injector of faults, which also waits for the recovery from each.
 
     Args:
         arguments: arguments of the application, used to redeploy it.
@@ -180,12 +180,12 @@ class Operator:
         self._shape: tuple[int, int] = (1, 1)  # layers and experts of the model
         self._epoch, self._last_counters = "", Counter[str]()  # of the router's actor
 
-    async def begin(self) -> None:
+    async def wait_until_complete(self) -> None:
         """Wait until the application is complete for the first time."""
         while not await asyncio.to_thread(self._is_complete):
             await asyncio.sleep(0.5)
 
-    async def work(self, faults: list[str], every_s: float, until_s: float) -> None:
+    async def inject_faults(self, faults: list[str], every_s: float, until_s: float) -> None:
         """Inject a fault every `every_s` seconds until `until_s`, each kind in turn.
 
         A role gets no fault before it has recovered from its last one.
@@ -232,7 +232,7 @@ class Operator:
         self._recovering[task] = affected_roles(fault)
         task.add_done_callback(self._recovering.pop)
 
-    async def _try_operation(self, operation: Callable[[Operator], None]) -> None:
+    async def _try_operation(self, operation: Callable[[FaultInjector], None]) -> None:
         try:
             await asyncio.to_thread(operation, self)
         except (ServiceError, RayError, RayServeException, ConnectionError, TimeoutError) as error:
@@ -291,7 +291,7 @@ class Operator:
             return False
 
     async def _count(self) -> None:
-        """Add up the router's counters until cancelled; each new actor begins at 0."""
+        """Add up the router's counters until cancelled. Each new actor begins at 0."""
         while True:
             await asyncio.sleep(1.0)
             try:
@@ -306,8 +306,8 @@ class Operator:
                 self._last_counters = counters
 
 
-_OPERATIONS: dict[str, Callable[[Operator], None]] = {
-    "change policy": Operator._change_policy,
-    "swap table": Operator._swap_table,
-    "redeploy": Operator._redeploy,
+_OPERATIONS: dict[str, Callable[[FaultInjector], None]] = {
+    "change policy": FaultInjector._change_policy,
+    "swap table": FaultInjector._swap_table,
+    "redeploy": FaultInjector._redeploy,
 }

@@ -26,7 +26,7 @@ APART = ("own_connection", "behind_proxy", "nobody_listened")  # failures that a
 
 
 class Record:
-    """An append-only file of events; each line is a JSON object with the event's kind as its only key.
+    """An append-only file of events. Each line is a JSON object with the event's kind as its only key.
 
     The kinds are `run` (a run begins), `sent` (a request has ended), `fault` (the application has recovered
     from a fault, or it took too long) and `end` (a run has ended).

@@ -46,7 +46,7 @@ class Fault:
 
 
 def draw_plans(rng: random.Random) -> list[Plan]:
-    """Draw the requests of one run; some share a prefix, disconnect early or read slowly."""
+    """Draw the requests of one run. Some share a prefix, disconnect early or read slowly."""
     shared_prefixes = [_words(rng, 8) for _ in range(2)]
     plans = []
     for _ in range(rng.randint(6, 16)):
@@ -75,7 +75,7 @@ def _words(rng: random.Random, number: int) -> str:
 
 
 def draw_faults(rng: random.Random) -> list[Fault]:
-    """Draw zero to eight faults; in some runs all are of one role, in a few all are drains."""
+    """Draw zero to eight faults. In some runs all are of one role, and in a few all are drains."""
     faults = []
     roles = rng.choice([ROLES, ROLES, ROLES, ("router",), ("decode",), ("ingress",), ("prefill",)])
     kinds = [DRAIN] if rng.random() < 0.05 else list(_KINDS)

@@ -68,10 +68,10 @@ class Steadiness:
         return {role: {pid: amounts for pid, *amounts in self._resources(role)} for role in WATCHED}  # type: ignore[misc]
 
     def rows(self, stops: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Return a row for each role; growth is that of the process that grew most, among those still alive.
+        """Return a row for each role. Growth is that of the process that grew most, among those still alive.
 
         Args:
-            stops: number of stops by role; each blocks an event loop.
+            stops: number of stops by role. Each blocks an event loop.
         """
         return [self._row(role, stops.get(role, 0)) for role in WATCHED]
 

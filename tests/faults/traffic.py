@@ -2,7 +2,7 @@
 
 Requests are greedy, so a repeated request has the same answer. `references` gets the answers before the first
 fault. Each later answer must equal its reference in text, tokens of log-probabilities, finish reason and
-usage, and have one id; an answer that ends with an error must equal its beginning.
+usage, and have one id. An answer that ends with an error must equal its beginning.
 """
 
 import asyncio
@@ -208,7 +208,7 @@ def read_events(body: bytes) -> Answer:
 
 
 def _whole_answer(body: bytes) -> Answer:
-    """Parse an answer that is not streamed; text that is no JSON becomes the answer's text."""
+    """Parse an answer that is not streamed. Text that is no JSON becomes the answer's text."""
     answer = Answer(done=True)
     try:
         answer.take(json.loads(body))
@@ -254,6 +254,6 @@ async def references(url: str, requests: list[tuple[str, Any]]) -> list[Prompt]:
 
 
 def _middle(text: str) -> str:
-    """Return some characters from the middle of a text; they usually span two tokens."""
+    """Return some characters from the middle of a text. They usually span two tokens."""
     half = len(text) // 2
     return text[half : half + 8] or "\n"

@@ -24,7 +24,7 @@ class End(asyncio.Transport):
         process: the process that reads and writes at this end.
         peer: the other end.
         protocol: asyncio's protocol at this end.
-        open: whether this end is open; `close` ends that.
+        open: whether this end is open. `close` ends that.
         lost: whether what is written here is dropped.
     """
 
@@ -40,7 +40,7 @@ class End(asyncio.Transport):
         self._unread_bytes = 0
 
     def next_arrival_s(self) -> float:
-        """Draw the arrival time of what is written now; it is not earlier than that of earlier data."""
+        """Draw the arrival time of what is written now. It is not earlier than that of earlier data."""
         loop = self._network.loop
         self._last_arrival_s = max(self._last_arrival_s, loop.time() + self._network.latency_s())
         return self._last_arrival_s
@@ -78,7 +78,7 @@ class End(asyncio.Transport):
         self.abort()
 
     def abort(self) -> None:
-        """Close: this end is informed at once, the other later; data in transit may be lost."""
+        """Close: this end is informed at once, the other later. Data in transit may be lost."""
         if self.open:
             self.open = False
             self.process.soon(self.protocol.connection_lost, None)

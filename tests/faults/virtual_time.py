@@ -33,7 +33,7 @@ _process: ContextVar[Process] = ContextVar("process")
 
 
 class LivelockError(RuntimeError):
-    """The run does not end."""
+    """An error that says that the run does not end."""
 
 
 class Process:
@@ -41,9 +41,9 @@ class Process:
 
     Attributes:
         name: role and number, such as "decode-2".
-        alive: whether it runs or is stopped; a kill ends that.
+        alive: whether it runs or is stopped. A kill ends that.
         stopped: whether it is stopped, as by SIGSTOP.
-        servable_object: the deployment that runs in it; Ray Serve's context uses the same name.
+        servable_object: the deployment that runs in it. Ray Serve's context uses the same name.
         steps: number of callbacks, including steps of tasks, that it has run.
         ready: callbacks that are due.
         tasks: tasks that have not ended, in order of their creation.
@@ -103,10 +103,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     Attributes:
         processes: all processes, of which the first is that of `run`'s coroutine.
         network: a `virtual_network.Network`, which carries all connections.
-        thread_s: draws the duration of a call in a thread, s.
+        thread_s: draws the seconds of a call in a thread.
         in_thread: whether such a call is running.
         errors: uncaught exceptions, which asyncio would have logged, and blocked event loops.
-        trace: hash of the sequence of steps; equal for equal runs.
+        trace: hash of the sequence of steps, equal for equal runs.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -241,7 +241,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- running ---------------------------------------------------------------------------------
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Run `main` in its own process and return its result; at its end all processes end."""
+        """Run `main` in its own process and return its result. At its end all processes end."""
         process = self.process("harness")
         hooks = sys.get_asyncgen_hooks()
         running = events._get_running_loop()
@@ -258,7 +258,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             events._set_running_loop(running)
 
     def _turn(self) -> None:
-        """Run one turn of a random process that is ready; advance to the next timers if none is."""
+        """Run one turn of a random process that is ready. Advance to the next timers if none is."""
         if not self._runnable:
             self._advance_time()
             return

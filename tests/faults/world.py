@@ -1,8 +1,10 @@
 """The application of one simulated run: ingresses, a router and engines, each in a simulated process.
 
-The code of the service is real: the ingress's HTTP application with admission, request path and warm-up; the
-router's actor with its state, policies and queue; the client that connects an ingress to the router; the
-servers around the engines; and both ends of every channel between these processes.
+The code of the service is real:
+
+- the ingress's HTTP application with admission, request path and warm-up,
+- the router's actor with its state, policies and queue, and the client that connects an ingress to it,
+- the servers around the engines, and both ends of every channel between these processes.
 
 Four things are fake, and `patch_serving_code` puts them into the modules of the service:
 
@@ -77,7 +79,7 @@ class _Ingress(ingress.EldrIngress):
 
 
 class World:
-    """All processes of the application; it also does Ray's work of starting and replacing them.
+    """All processes of the application. It also does Ray's work of starting and replacing them.
 
     Args:
         rng: draws everything that the seed decides.
@@ -89,7 +91,7 @@ class World:
         replicas: metadata of the replicas that Serve announces, by role and name of the process.
         directories: the directories of each ingress, by role.
         killed: processes that a fault has killed.
-        target_numbers: processes of each role; a dead one is replaced.
+        target_numbers: processes of each role. A dead one is replaced.
         has_whole_engines: decode engines prefill too, and there are no prefill engines.
         has_keys: clients send their tenant's key.
         gcs_until_s: time at which an outage of Ray's GCS ends.
@@ -138,7 +140,7 @@ class World:
         self.loop.thread_s = self._thread_s
 
     def _thread_s(self) -> float:
-        """Draw the time of a call in a thread; such calls are Ray's, and wait for GCS."""
+        """Draw the time of a call in a thread. Such calls are Ray's, and wait for GCS."""
         return max(self.gcs_until_s - self.loop.time(), 0) + self.rng.uniform(0.0001, 0.005)
 
     def start_one(self, role: str) -> None:
@@ -243,7 +245,7 @@ class World:
     # -- faults ------------------------------------------------------------------------------------
 
     def kill(self, process: Process, *, silently: bool = False) -> None:
-        """Kill the process with SIGKILL, or with its machine; another one starts after a while."""
+        """Kill the process with SIGKILL, or with its machine. Another one starts after a while."""
         if not process.alive:
             return
         role = process.name.partition("-")[0]

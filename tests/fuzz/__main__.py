@@ -3,7 +3,7 @@
     python -m tests.fuzz --url http://127.0.0.1:8000 --cases 10000 --seed 0 --admin-key KEY
 
 Requests are written by hand, mutated from valid ones (hypothesis) and generated from the service's
-OpenAPI document (schemathesis). No answer may be late or a 5xx other than 503; afterwards no request may be
+OpenAPI document (schemathesis). No answer may be late or a 5xx other than 503. Afterwards no request may be
 in flight, no lease or KV block be held, and a valid request must be answered. Use a service with a small
 `max_model_len`, so that no valid answer takes long, and without other users: with the admin key, policies are
 changed too.
@@ -31,7 +31,7 @@ from eldr_serve.errors import UserInputError
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
 from tests.fuzz.cases import Case, by_hand, known_cases
-from tests.fuzz.connections import occupied, slow_request
+from tests.fuzz.connections import occupy, slow_request
 from tests.fuzz.generated_cases import from_openapi, mutations
 
 _SLOW_TOKENS = 1000
@@ -105,7 +105,7 @@ def _find_problem(case: Case, status: int, answer: bytes, is_late: bool, limit_s
 async def send_all(
     cases: list[Case], host: str, port: int, *, in_flight: int, limit_s: float
 ) -> list[Outcome]:
-    """Send all cases, `in_flight` at a time; print a line for each violation."""
+    """Send all cases, `in_flight` at a time, and print a line for each violation."""
     outcomes: list[Outcome] = []
     pending = iter(cases)
     console = Console(stderr=True)
@@ -166,7 +166,7 @@ def hostile(
     replay: Annotated[Path | None, typer.Option(help="Send the requests of this file instead.")] = None,
     out: Annotated[Path, typer.Option(help="JSON-lines file of the violations.")] = Path("out/hostile.jsonl"),
 ) -> None:
-    """Send hostile requests; exit status 1 if one breaks the service, 2 for bad input."""
+    """Send hostile requests. The exit status is 1 if one breaks the service, and 2 for bad input."""
     url = url.rstrip("/")
     address = urlsplit(url)
     if address.scheme != "http" or not address.hostname:
@@ -178,7 +178,7 @@ def hostile(
         host_and_port = address.hostname, address.port or 80
 
         async def send_while_occupied() -> list[Outcome]:
-            async with occupied(
+            async with occupy(
                 *host_and_port, idle=idle, slow=slow, request=slow_request(served, _SLOW_TOKENS)
             ):
                 return await send_all(todo, *host_and_port, in_flight=in_flight, limit_s=limit_s)

@@ -1,4 +1,4 @@
-"""Hostile requests written by hand; generated_cases.py makes others.
+"""Hostile requests written by hand, beside those that generated_cases.py makes.
 
 A case is the bytes of one HTTP request, so that it can also violate HTTP, be stored and be sent again. All
 cases are made before the first one is sent. Odd values and bodies are in cases.json.
@@ -21,7 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Case:
-    """One request; `complete` is False if it violates HTTP, so that it needs no answer."""
+    """One request. `complete` is False if it violates HTTP, so that it needs no answer."""
 
     label: str
     raw: bytes
@@ -38,7 +38,7 @@ def case(
     length: int | None = None,
     complete: bool = True,
 ) -> Case:
-    """Return a request with a body of bytes, text or JSON; `length` overrides its content-length."""
+    """Return a request with a body of bytes, text or JSON. `length` overrides its content-length."""
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
         body = text.encode(errors="surrogatepass")
@@ -174,8 +174,8 @@ def _other_endpoints(model: str) -> Iterator[Case]:
             yield case(path, path, text)
         for name in (model, f"{model}:x", "x", None, 5, "a\ud800"):
             yield case(path, path, {"model": name} | fields)
-        own = tables["own_fields"].get(path, [])
-        for field in dict.fromkeys((*fields, *own, *tables["endpoint_fields"])):
+        own_fields = tables["own_fields"].get(path, [])
+        for field in dict.fromkeys((*fields, *own_fields, *tables["endpoint_fields"])):
             for odd in tables["odd"]:
                 yield case(f"{path}:{field}", path, {"model": model} | fields | {field: odd})
     for tokens in ([10**9], [-1], [1] * 100_000, [2**62]):

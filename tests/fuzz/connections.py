@@ -29,7 +29,7 @@ def slow_request(model: str, max_tokens: int) -> bytes:
 
 
 @asynccontextmanager
-async def occupied(host: str, port: int, *, idle: int, slow: int, request: bytes) -> AsyncIterator[None]:
+async def occupy(host: str, port: int, *, idle: int, slow: int, request: bytes) -> AsyncIterator[None]:
     """Hold connections to a service during the block.
 
     Args:

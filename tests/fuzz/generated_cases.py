@@ -22,7 +22,7 @@ from tests.fuzz.cases import CHAT, COMPLETIONS, Case, case, chat, completion, ta
 
 
 def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
-    """Return `count` examples of the strategy; the same number gives the same examples."""
+    """Return `count` examples of the strategy. The same number gives the same examples."""
     examples: list[Any] = []
     if count < 1:
         return examples
@@ -95,8 +95,8 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
         path, valid = draw(st.sampled_from(bodies))
         # A field that the endpoint alone has is as likely as all others together.
         fields = st.sampled_from(tables["fields"])
-        if own := tables["own_fields"].get(path):
-            fields = st.sampled_from(own) | fields
+        if own_fields := tables["own_fields"].get(path):
+            fields = st.sampled_from(own_fields) | fields
         body = json.loads(json.dumps(valid))
         for _ in range(draw(st.integers(1, 3))):
             body = _mutate(body, draw, fields)
@@ -114,7 +114,7 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
 
 
 def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any], fields: st.SearchStrategy[str]) -> Any:
-    """Return the body with one value replaced, removed or added; `fields` are the names of added ones."""
+    """Return the body with one value replaced, removed or added. `fields` are the names of added ones."""
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
         return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
     if isinstance(body, list):
@@ -165,11 +165,11 @@ def _case_of(generated: Any, admin_key: str | None) -> Case:
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     headers = {name.lower(): value for name, value in prepared.headers.items()}
     body = prepared.body or b""
-    kept = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
+    fields = {k: str(value) for k, value in headers.items() if k not in ("content-length", "connection")}
     if admin_key and target.startswith("/eldr/"):
-        kept["authorization"] = f"Bearer {admin_key}"
+        fields["authorization"] = f"Bearer {admin_key}"
     label = f"openapi:{generated.method} {generated.operation.path}"
-    return case(label, target, _bytes(body), method=prepared.method or "GET", headers=kept)
+    return case(label, target, _bytes(body), method=prepared.method or "GET", headers=fields)
 
 
 def _bytes(body: Any) -> bytes:

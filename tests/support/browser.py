@@ -1,4 +1,4 @@
-"""Render pages with headless Chromium."""
+"""Pages rendered by headless Chromium."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,6 @@ async def render(file: Path) -> Rendered:
         page.on("request", lambda request: requested.append(request.url))
         await page.goto(file.as_uri())
         widths = await page.evaluate("[...document.images].map(image => image.naturalWidth)")
-        found = Rendered(await page.content(), widths, await page.screenshot())
+        result = Rendered(await page.content(), widths, await page.screenshot())
     assert not [url for url in requested if not url.startswith("data:") and url != file.as_uri()]
-    return found
+    return result

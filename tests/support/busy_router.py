@@ -50,7 +50,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
 
 @asynccontextmanager
 async def running_live_page(actor: FakeActor, **options: Any) -> AsyncIterator[tuple[App, str]]:
-    """Run the application; yield it and the address of its live page."""
+    """Run the application, and yield it and the address of its live page."""
     async with running_app(actor=actor, **{"decode": stream_answer} | options) as app:
         server = HttpServer(app.http, IngressOptions(port=0))
         try:

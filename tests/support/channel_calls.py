@@ -15,7 +15,7 @@ HELLO = frame(Kind.HELLO, 0, bytes([VERSION]) + SECRET.encode())
 
 
 class Engine:
-    """An engine whose methods are named after what they do; it records which calls run."""
+    """An engine whose methods are named after what they do. It records which calls run."""
 
     def __init__(self, limit: int = 1000, report: Any = dict) -> None:
         self.running: list[str] = []
@@ -63,7 +63,7 @@ class Engine:
 
 @asynccontextmanager
 async def listening_engine(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
-    """Run an engine behind a channel; yield it and its port."""
+    """Run an engine behind a channel, and yield it and its port."""
     engine = Engine(**options)
     port = await engine.server.start("127.0.0.1")
     try:
@@ -74,7 +74,7 @@ async def listening_engine(**options: Any) -> AsyncIterator[tuple[Engine, int]]:
 
 @asynccontextmanager
 async def connected_engine(**options: Any) -> AsyncIterator[tuple[Engine, Channel]]:
-    """Run an engine behind a channel; yield it and a client of the channel."""
+    """Run an engine behind a channel, and yield it and a client of the channel."""
     async with listening_engine(**options) as (engine, port):
         channel = await Channel.connect("127.0.0.1", port, SECRET)
         try:
@@ -84,7 +84,7 @@ async def connected_engine(**options: Any) -> AsyncIterator[tuple[Engine, Channe
 
 
 async def until(condition: Any) -> None:
-    """Poll until the condition holds; raise TimeoutError if it does not within 5 s."""
+    """Poll until the condition holds. Raise TimeoutError if it does not within 5 s."""
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.005)

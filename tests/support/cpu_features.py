@@ -1,4 +1,4 @@
-"""Detect and hide the CPU features by which vLLM and torch choose kernels.
+"""The CPU features by which vLLM and torch choose kernels, and how to hide them.
 
 `ELDR_CPU=avx2 make test-families` runs as on a CPU with AVX2 but without AVX-512. Valid values are the keys
 of `FEATURES`. Features that the machine lacks cannot be added.
@@ -38,9 +38,9 @@ def limited_to(best: str, environment: Mapping[str, str]) -> dict[str, str]:
 def available() -> list[str]:
     """Return the features that tests see, lowest first."""
     flags = set(_cpuinfo().get("flags", "").split())
-    found = [feature for feature, needs in FEATURES.items() if needs <= flags]
+    features = [feature for feature, needs in FEATURES.items() if needs <= flags]
     best = os.environ.get(VARIABLE)
-    return found[: list(FEATURES).index(best) + 1] if best else found
+    return features[: list(FEATURES).index(best) + 1] if best else features
 
 
 def description() -> str:

@@ -29,7 +29,7 @@ class Subject:
 
     Attributes:
         prefills: computes prompts for others.
-        generates: computes its own prompts, and reads those of `prefills`; may be the same engine.
+        generates: computes its own prompts, and reads those of `prefills`, which may be the same engine.
         ids: tokens of PROMPT.
         shape: number of MoE layers, and of experts per layer.
         top_k: experts per token.
@@ -160,10 +160,10 @@ async def a_call_that_is_cancelled_ends_in_the_engine(subject: Subject) -> None:
     call.cancel()
     await asyncio.wait([call])
     assert call.cancelled()
-    seen = len(abandoned.parts)
+    num_parts = len(abandoned.parts)
     subject.generates.take_steps()
     await subject.generates.generate(request("other", tokens=32), other)
-    assert len(abandoned.parts) == seen, abandoned.parts
+    assert len(abandoned.parts) == num_parts, abandoned.parts
     sums = subject.generates.take_steps()  # if it were still running, there would be twice as many
     assert sums.requests <= 1.5 * sums.steps, sums
 

@@ -35,7 +35,7 @@ async def serving(
     ranks: int = 1,
     **arguments: Any,
 ) -> AsyncIterator[tuple[Any, Channel]]:
-    """Run a server as Serve makes it; yield it and an ingress's channel to it."""
+    """Run a server as Serve makes it, and yield it and an ingress's channel to it."""
     server = object.__new__(kind)
     with patch("ray.util.get_node_ip_address", lambda: "127.0.0.1"):
         await server.__init__(

@@ -50,7 +50,7 @@ class Sent:
 
 
 class FakeFleet(Fleet):
-    """Stand in for a Fleet, whose calls are answered by the asynchronous generator `answer(sent)`.
+    """A stand-in for a Fleet, whose calls are answered by the asynchronous generator `answer(sent)`.
 
     It yields bytes, (bytes, tokens), (bytes, tokens, ids), or a dict for the call's end.
     Its exceptions end the call: ChannelLostError as it is, any other as the engine's error.
@@ -137,7 +137,7 @@ def refusal(status: int, message: str = "no") -> RequestRefusedError:
 
 
 def in_turn(*answers: Callable[[Sent], AsyncIterator[Any]]) -> Callable[[Sent], AsyncIterator[Any]]:
-    """Return an engine whose calls have these answers in turn; the last one repeats."""
+    """Return an engine whose calls have these answers in turn. The last one repeats."""
     calls = iter(answers)
     return lambda sent: next(calls, answers[-1])(sent)
 

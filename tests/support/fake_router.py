@@ -1,6 +1,6 @@
 """A router without Ray and without a network: its real state, a fake actor around it, and real clients.
 
-`router_state` and `place` test the state alone. `FakeActor` also has the real sessions and channel server; a
+`router_state` and `place` test the state alone. `FakeActor` also has the real sessions and channel server. A
 `RouterClient` talks to it through connections within this process, which the test can delay or cut.
 `SlotPolicy` is a policy with a decode queue.
 """
@@ -43,7 +43,7 @@ def router_state(
 
 
 def place(state: RouterState, *requests: str | PlacementRequest, client: str = "c") -> list[Lease]:
-    """Place requests together; a name stands for a request that may wait."""
+    """Place requests together. A name stands for a request that may wait."""
     leases = [
         Lease(request(one, may_wait=True) if isinstance(one, str) else one, State.SENT, client)
         for one in requests
@@ -80,7 +80,7 @@ def loads(state: RouterState) -> dict[str, tuple[int, int]]:
 
 
 class _End(asyncio.Transport):
-    """One end of a connection in this process; data arrives in order, after the actor's delay."""
+    """One end of a connection in this process. Data arrives in order, after the actor's delay."""
 
     other: _End
 
@@ -155,7 +155,7 @@ class FakeActor(RouterCalls):
 
     @property
     def alive(self) -> bool:
-        """Whether clients can reach the actor; it keeps its state."""
+        """Whether clients can reach the actor. It keeps its state."""
         return self._alive
 
     @alive.setter
@@ -249,7 +249,7 @@ class FakeActor(RouterCalls):
 async def connected_client(
     actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
 ) -> AsyncIterator[RouterClient]:
-    """Run a client of the actor; at the end release its leases, and wait until both sides are idle."""
+    """Run a client of the actor. At the end release its leases, and wait until both sides are idle."""
     directory = ReplicaDirectory()
     directory.publish({replica: {} for replica in replicas})
     client = RouterClient(actor.calls(), lambda: directory.known_workers, timeout_s=timeout_s)
@@ -275,7 +275,7 @@ async def router_and_client(
 
 
 async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    """Poll until the condition holds; raise TimeoutError if it does not in time."""
+    """Poll until the condition holds. Raise TimeoutError if it does not in time."""
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -296,7 +296,7 @@ SLOTS = "tests.support.fake_router:SlotPolicy"  # its import path
 
 
 class SlotPolicy(QueuedPolicy):
-    """First come, first served, on the first worker with a free slot; records its callbacks.
+    """First come, first served, on the first worker with a free slot. The policy records its callbacks.
 
     Attributes:
         waiting: requests at the last dispatch.

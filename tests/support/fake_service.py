@@ -1,4 +1,4 @@
-"""A service that answers like ours, with delays that a test knows; real HTTP, no engines."""
+"""A service that answers like ours over real HTTP without engines, with delays that a test knows."""
 
 import asyncio
 import json
@@ -20,10 +20,10 @@ def _refusal(status: int, message: str) -> web.Response:
 
 
 class FakeService:
-    """Records the requests that it gets, with their times.
+    """A service that records its requests with their times.
 
     Attributes:
-        first_s, gap_s: delay of the first token and of each further one, s.
+        first_s, gap_s: delays of the first token and of each further one, in seconds.
         fail_every: one in so many requests gets a 503; 0: none.
         reports_steps: whether the status includes the engines' steps.
         more_status: additional or replaced fields of the status.
@@ -46,7 +46,7 @@ class FakeService:
         self.steps = 0
 
     async def status(self, request: web.Request) -> web.Response:
-        """Report 2 requests, 20 active experts and 10 ms for each step; the shadow prices 11 and 10 ms."""
+        """Report 2 requests, 20 active experts and 10 ms for each step. The shadow prices 11 and 10 ms."""
         n = self.steps
         totals = {"steps": n, "requests": 2 * n, "active_experts": 20 * n, "seconds": 0.01 * n}
         totals["token_seconds"] = 2 * totals["seconds"]

@@ -145,8 +145,8 @@ class Chat(_Serving, OpenAIServingChat):
         make = (
             self.chat_completion_stream_generator if request.stream else self.chat_completion_full_generator
         )
-        made = make(request, outputs, "chatcmpl-r", "m", request.messages, TOKENIZER, _Metadata())
-        return made if request.stream else await made
+        response = make(request, outputs, "chatcmpl-r", "m", request.messages, TOKENIZER, _Metadata())
+        return response if request.stream else await response
 
 
 class Messages(Chat, AnthropicServingMessages):

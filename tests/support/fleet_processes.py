@@ -61,7 +61,7 @@ class Replica:
 
 @contextmanager
 def process(*arguments: Any) -> Iterator[tuple[subprocess.Popen[bytes], ReadLine]]:
-    """Run this module with these arguments; yield the process and a function that reads its next line."""
+    """Run this module with these arguments, and yield the process and a function that reads its next line."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-m", "tests.support.fleet_processes", *map(json.dumps, arguments)]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
@@ -81,7 +81,7 @@ def process(*arguments: Any) -> Iterator[tuple[subprocess.Popen[bytes], ReadLine
 
 @contextmanager
 def replica(role: str, **config: float) -> Iterator[Replica]:
-    """Run a replica; `config` has fields of FakeConfig."""
+    """Run a replica. `config` has fields of FakeConfig."""
     with process(role, config) as started:
         yield Replica(*started)
 

@@ -1,4 +1,4 @@
-"""Run our commands in this process: importing them in another one takes seconds."""
+"""Runs of our commands in this process, since importing them in another one takes seconds."""
 
 import importlib
 from collections.abc import Callable

@@ -77,7 +77,7 @@ class App:
         return await self.client.post(path, content=content, headers=headers)
 
     async def stream(self, send: Callable[[Any], Awaitable[None]], disconnected: asyncio.Event) -> None:
-        """Post a streamed completion by ASGI; the client disconnects when `disconnected` is set."""
+        """Post a streamed completion by ASGI. The client disconnects when `disconnected` is set."""
         body = json.dumps(HELLO | {"stream": True}).encode()
         received = [{"type": "http.request", "body": body}]
 
@@ -110,7 +110,7 @@ async def running_app(
     path_options: PathOptions | None = None,
     **options: Any,
 ) -> AsyncIterator[App]:
-    """Run the ingress; `options` are those of IngressOptions.
+    """Run the ingress. `options` are those of IngressOptions.
 
     Args:
         validated: whether engines validate requests like vLLM before they answer.

@@ -18,7 +18,7 @@ DASHBOARDS = ("service", "placement", "engines")
 
 @dataclass(frozen=True)
 class Foreign:
-    """A metric of Ray or vLLM on our dashboards; the installed file `source` contains the text `literal`."""
+    """A metric of Ray or vLLM on our dashboards. The installed file `source` contains the text `literal`."""
 
     kind: str
     labels: tuple[str, ...]
@@ -45,7 +45,7 @@ _EVERYWHERE = {"instance", "job", "WorkerId"}  # labels that Prometheus and Ray 
 
 
 def series() -> dict[str, tuple[str, set[str]]]:
-    """Return kind and labels of every series that our expressions may use; a histogram's are counters."""
+    """Return kind and labels of every series that our expressions may use. A histogram's are counters."""
     labels_by_series = {
         name: (foreign.kind, {*foreign.labels} | _EVERYWHERE) for name, foreign in FOREIGN.items()
     }
@@ -60,10 +60,10 @@ def series() -> dict[str, tuple[str, set[str]]]:
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run Prometheus's checker; AssertionError, with what to install, if there is none."""
-    found = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
-    assert found, "no promtool: run `make promtool`, or install Debian's prometheus"
-    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=300, check=False)
+    """Run Prometheus's checker. AssertionError, with what to install, if there is none."""
+    program = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
+    assert program, "no promtool: run `make promtool`, or install Debian's prometheus"
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def expressions() -> Iterator[tuple[str, str]]:

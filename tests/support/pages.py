@@ -15,7 +15,7 @@ _INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
 
 
 def code_lines(page: Path) -> list[str]:
-    """Return the lines of code blocks, fenced or indented by four; a continued command is one line."""
+    """Return the lines of code blocks, fenced or indented by four. A continued command is one line."""
     text = page.read_text()
     blocks = [*FENCED.findall(text), *_INDENTED.findall(FENCED.sub("", text))]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()

@@ -1,4 +1,4 @@
-"""Run commands in processes of their own."""
+"""Commands in processes of their own."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.support.shipped import ROOT
 def run_command(
     *command: object, timeout_s: float = 120, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; return its status and its output as text."""
+    """Run a command to its end, and return its status and its output as text."""
     words = [str(word) for word in command]
     return subprocess.run(
         words, capture_output=True, text=True, cwd=cwd, timeout=timeout_s, check=False, env=env

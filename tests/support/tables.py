@@ -33,7 +33,7 @@ def request(
 
 
 def random_hosts(rng: np.random.Generator, *shape: int, density: float = 0.4) -> np.ndarray:
-    """Draw which ranks hold an expert, bool[..., E, G]; each expert has a host."""
+    """Draw which ranks hold an expert, bool[..., E, G]. Each expert has a host."""
     hosts = rng.uniform(size=shape) < density
     np.put_along_axis(hosts, rng.integers(shape[-1], size=shape[:-1])[..., None], True, axis=-1)
     return hosts

@@ -65,7 +65,7 @@ def _tokens(domain: np.ndarray, lengths: np.ndarray, seed: int) -> dict[str, Any
 def favourites_trace(
     domains: Sequence[str], *, each: int, num_layers: int, num_experts: int, steps: int, others: float
 ) -> CalibrationTrace:
-    """Return a trace whose domains have four favourite experts; others are less likely by `others`."""
+    """Return a trace whose domains have four favourite experts. Others are less likely by `others`."""
     rng = np.random.default_rng(0)
     names = np.repeat(domains, each)
     weight = np.full((len(names), num_experts), others)
@@ -100,7 +100,7 @@ def route_records(
     each: int = 15,
     tokens: tuple[int, int] = (30, 50),
 ) -> list[dict[str, Any]]:
-    """Records of generated routes of a known model; each domain chooses among its own part of the experts."""
+    """Records of generated routes of a known model. Each domain chooses among its own part of the experts."""
     rng, model = np.random.default_rng(0), MODELS[name]
     part = model.experts // len(domains)
     records = []
@@ -122,7 +122,7 @@ def route_file(path: Path, records: Sequence[dict[str, Any]]) -> Path:
 def random_routes(
     rng: np.random.Generator, n: int, steps: tuple[int, int], *, layers: int, experts: int, top_k: int
 ) -> list[np.ndarray]:
-    """Draw the routes [steps, layers, top_k] of n requests; the number of steps is in range(*steps)."""
+    """Draw the routes [steps, layers, top_k] of n requests. The number of steps is in range(*steps)."""
     return [
         np.stack([[rng.choice(experts, top_k, replace=False) for _ in range(layers)] for _ in range(many)])
         for many in (rng.integers(*steps) for _ in range(n))

@@ -53,7 +53,7 @@ class Server:
         return anthropic.Anthropic(base_url=self._url, api_key="none", max_retries=0)
 
     def ask(self, path: str, body: dict[str, Any], ignored: frozenset[str] = RANDOM) -> Any:
-        """Send a request; return its answer as JSON types without the ignored keys, or a Refusal.
+        """Send a request, and return its answer as JSON types without the ignored keys, or a Refusal.
 
         A stream's events are joined, since engines may put tokens into events differently.
         """
@@ -154,7 +154,7 @@ def join_events(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def differences(ours: Any, theirs: Any, place: str = "answer") -> list[str]:
-    """Return where two answers differ; a missing key equals None."""
+    """Return where two answers differ. A missing key equals None."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         names = dict.fromkeys([*theirs, *ours])
         return [d for n in names for d in differences(ours.get(n), theirs.get(n), f"{place}.{n}")]

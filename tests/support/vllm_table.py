@@ -28,7 +28,7 @@ NOTES = (
 
 
 def try_field(servers: tuple[Server, Server], path: str, name: str, stream: bool) -> str:
-    """Send the field's requests to both servers; return `equal`, `refused`, or where the answers differ."""
+    """Send the field's requests to both servers. Return `equal`, `refused`, or where answers differ."""
     ignored = RANDOM - {"id"} if name == "request_id" else RANDOM
     if name in CONSTRAINING:
         ignored = ignored | {"usage"}

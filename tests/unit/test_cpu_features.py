@@ -12,10 +12,10 @@ ASKED = "import json, torch; print(json.dumps({k: f() for k, f in vars(torch.cpu
 
 
 def test_a_process_sees_no_feature_above_the_selected_one() -> None:
-    seen = json.loads(python("-c", ASKED, **cpu_features.limited_to("avx2", os.environ)).stdout)
-    hidden = {name for name in seen if "avx512" in name or "amx" in name}
+    features = json.loads(python("-c", ASKED, **cpu_features.limited_to("avx2", os.environ)).stdout)
+    hidden = {name for name in features if "avx512" in name or "amx" in name}
     assert hidden == {f"_is_{name}_supported" for name in ("amx_fp16", "amx_tile", "avx512_bf16", "avx512")}
-    assert not any(seen[name] for name in hidden)
+    assert not any(features[name] for name in hidden)
 
 
 def test_the_existing_path_is_kept() -> None:

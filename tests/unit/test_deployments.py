@@ -1,4 +1,4 @@
-"""Every deployment YAML builds its application graph; no engine is started."""
+"""Every deployment YAML builds its application graph. No engine is started."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ def engines(app: Any) -> tuple[Any, Any]:
 
 
 def most(deployment: Any) -> int:
-    """Return the number of replicas of a deployment; with autoscaling, the maximum, which it starts with."""
+    """Return the number of replicas of a deployment. Autoscaling starts with its maximum."""
     options = deployment._deployment_config
     if options.autoscaling_config is None:
         return int(options.num_replicas)
@@ -95,9 +95,9 @@ def test_a_one_rank_engine_is_one_process_on_cpu_and_optionally_on_a_gpu(
     args = arguments(name)
     args["decode_config"]["engine_kwargs"] |= settings
     config = engines(build_app(args))[1].init_kwargs["llm_config"]
-    there = pickle.loads(pickle.dumps(config)).get_engine_config()  # as in the replica
-    assert there.get_initialization_kwargs()["distributed_executor_backend"] == executor
-    environment = there.runtime_env["env_vars"] if there.runtime_env else {}
+    engine_config = pickle.loads(pickle.dumps(config)).get_engine_config()  # as in the replica
+    assert engine_config.get_initialization_kwargs()["distributed_executor_backend"] == executor
+    environment = engine_config.runtime_env["env_vars"] if engine_config.runtime_env else {}
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if executor == "uni" else None)
 
 

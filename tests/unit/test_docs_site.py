@@ -30,7 +30,7 @@ _INLINE = re.compile(r"`((?:eldr|make|python -m) [^`]+)`")
 
 
 class _Fetched(HTMLParser):
-    """Collects the addresses that a browser fetches with a page."""
+    """The addresses that a browser fetches with a page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ def test_a_page_outside_the_menu_and_each_dead_link_fail_the_build(good: bool, t
     (tmp_path / "docs/index.md").write_text("# Heading\n\n" + "".join(f"[on]({link})\n" for link in links))
     if not good:
         (tmp_path / "docs/orphan.md").write_text("# Orphan\n")
-    own = tmp_path / "mkdocs.yml"
-    own.write_text(
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(
         f"INHERIT: {ROOT}/mkdocs.yml\ndocs_dir: docs\nsite_dir: site\nhooks: []\nplugins: []\n"
         "not_in_nav: ''\nnav: [index.md]\n"
     )
-    done = _build("--config-file", str(own))
+    done = _build("--config-file", str(config))
     assert (done.returncode == 0) == good, done.stderr
     if not good:  # each of the three is a warning, any of which fails a strict build
         assert done.stderr.count("WARNING") == 3, done.stderr
@@ -144,8 +144,8 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
         elif ok := words[1] in group.commands:
             command = resolve(group.commands[words[1]])
             command = getattr(command, "commands", {}).get(words[2] if words[2:] else "", command)
-            known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
-            ok = options <= known and (words[1] not in ("bench", "reproduce") or _has_target(words))
+            option_names = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+            ok = options <= option_names and (words[1] not in ("bench", "reproduce") or _has_target(words))
         num_commands += 1
         wrong += [] if ok or page.startswith("008-") else [line]  # 008 lists what was removed
     assert num_commands > 50

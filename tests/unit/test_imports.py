@@ -259,7 +259,7 @@ def _private_names_of_super(path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("internal_names", [_internal_imports, _private_names_of_super])
 def test_only_compat_uses_internal_names(internal_names: Callable[[Path], Iterator[str]]) -> None:
-    """Check imports and extended classes; ruff's SLF001 refuses private names of other objects."""
+    """Check imports and extended classes. Ruff's SLF001 refuses private names of other objects."""
     assert not {
         (module, name)
         for module, path in FILES.items()
@@ -278,7 +278,7 @@ FORMATS = {("eldr_serve.experts.parallel.placement", "to_vllm"), ("eldr_serve.gp
 def _names_in(path: Path) -> Iterator[str]:
     """Yield the names that a file imports, defines or uses, and names of vLLM in its strings.
 
-    In a string "vLLM" alone is prose; `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name. Docstrings
+    In a string "vLLM" alone is prose. `VLLM_PORT`, `x-vllm-priority` or `vllm.config` is a name. Docstrings
     are not read.
     """
     tree = ast.parse(path.read_text())
@@ -320,8 +320,8 @@ def test_names_of_vllm_are_distinguished_from_prose(tmp_path: Path) -> None:
         '"""VLLM_DOCUMENTED."""\nfrom vllm import LLM\nx = "vLLM says no: leave VLLM_PORT"\n'
         'h = {"x-vllm-priority"}\ndef of_vllm(): ...\n'
     )
-    found = {name for name in _names_in(file) if "vllm" in name.lower()}
-    assert found == {"vllm.LLM", "VLLM_PORT", "x-vllm-priority", "of_vllm"}
+    names = {name for name in _names_in(file) if "vllm" in name.lower()}
+    assert names == {"vllm.LLM", "VLLM_PORT", "x-vllm-priority", "of_vllm"}
 
 
 @pytest.mark.parametrize("package", ["loadgen", "offline"])

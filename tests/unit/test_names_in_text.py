@@ -83,7 +83,7 @@ class _Known:
 
 
 def missing_files(text: str) -> Iterator[str]:
-    """Yield the paths in a text that do not exist in the repository; a path with capitals is a pattern."""
+    """Yield the paths in a text that do not exist in the repository. A path with capitals is a pattern."""
     for path in _PATH.findall(text):
         if re.search("[A-Z]{2}", path) is None and not (ROOT / path).exists():
             yield path

@@ -168,8 +168,8 @@ def shown_lines() -> Iterator[str]:
 
 def entry_of(line: str) -> str | None:
     """Return the longest entry of the registry that the line begins with."""
-    known = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN)
-    return max((k for k in known if line.startswith(k)), key=len, default=None)
+    all_entries = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN)
+    return max((k for k in all_entries if line.startswith(k)), key=len, default=None)
 
 
 def lines_of(*beginnings: str) -> list[str]:
@@ -271,5 +271,5 @@ async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) ->
             )
             output, _ = await curl.communicate()
             assert curl.returncode == 0, output
-            wanted = NamedPolicy("shortest-queue") if "PUT" in line else None
-            assert actor.state.settings.shadow == wanted
+            policy = NamedPolicy("shortest-queue") if "PUT" in line else None
+            assert actor.state.settings.shadow == policy

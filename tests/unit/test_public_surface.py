@@ -146,15 +146,15 @@ def test_a_fault_of_the_program_is_not_reported_as_a_refusal(monkeypatch: pytest
 
 def test_deployments_are_listed_shown_and_copied_without_overwriting(tmp_path: Path) -> None:
     assert "cpu_demo.yaml" in eldr("deployments").stdout.split()
-    own = tmp_path / "own.yaml"
-    assert eldr("deployments", "cpu_demo.yaml", "--copy", own).exit_code == 0
+    own_copy = tmp_path / "own.yaml"
+    assert eldr("deployments", "cpu_demo.yaml", "--copy", own_copy).exit_code == 0
     shipped = (ROOT / "deployments/cpu_demo.yaml").read_text()
-    assert own.read_text() == shipped == eldr("deployments", "cpu_demo.yaml").stdout
-    own.write_text("mine")
-    assert "own.yaml" in sentence(eldr("deployments", "cpu_demo.yaml", "--copy", own))
-    assert own.read_text() == "mine"
+    assert own_copy.read_text() == shipped == eldr("deployments", "cpu_demo.yaml").stdout
+    own_copy.write_text("mine")
+    assert "own.yaml" in sentence(eldr("deployments", "cpu_demo.yaml", "--copy", own_copy))
+    assert own_copy.read_text() == "mine"
     assert "cpu_demo.yaml" in sentence(eldr("deployments", "nosuch.yaml"))
-    assert "--copy" in sentence(eldr("deployments", "--copy", own))
+    assert "--copy" in sentence(eldr("deployments", "--copy", own_copy))
 
 
 def test_a_refit_without_a_trace_asks_the_service(

@@ -1,4 +1,4 @@
-"""`make setup` with pip, and with uv if pip fails; fakes of both record their calls."""
+"""`make setup` with pip, and with uv if pip fails. Fakes of both record their calls."""
 
 import subprocess
 from pathlib import Path

@@ -10,7 +10,7 @@ MAX_LINES, MAX_LINES_OF_A_FUNCTION = 400, 60
 
 
 def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the outermost functions and the methods; a nested function is part of the one around it."""
+    """Yield the outermost functions and the methods. A nested function is part of the one around it."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child

@@ -1,4 +1,4 @@
-"""`make test` runs every part; its last lines and exit status cover all parts."""
+"""`make test` runs every part. Its last lines and exit status cover all parts."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_the_parts_run_every_file_of_tests() -> None:
     words = {word for arguments in suite.PARTS.values() for word in arguments}
     ignored = {word.partition("=")[2] for word in words if word.startswith("--ignore=")}
     assert ignored == set(suite.ALONE)
-    given = {suite.ROOT / word for word in words if word.startswith("tests/")}
-    assert all(path.exists() for path in given)
+    paths = {suite.ROOT / word for word in words if word.startswith("tests/")}
+    assert all(path.exists() for path in paths)
     files = set((suite.ROOT / "tests").rglob("test_*.py"))
-    assert [file for file in files if given.isdisjoint({file, *file.parents})] == []
+    assert [file for file in files if paths.isdisjoint({file, *file.parents})] == []

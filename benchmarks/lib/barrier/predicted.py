@@ -1,4 +1,4 @@
-"""Predict the trials with the simulator, whose decode workers also step together."""
+"""Predictions of the trials by the simulator, whose decode workers also step together."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def predict(
     Args:
         make: returns a new policy.
         lengths: int64[N,2], prompt and output tokens of the trial's requests, which repeat.
-        requests: how many to simulate; more than can end in a trial.
+        requests: number of requests to simulate, more than can end in a trial.
     """
     prompt, output = np.resize(lengths, (requests, 2)).T
     policy = make()

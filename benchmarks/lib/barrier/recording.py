@@ -1,4 +1,4 @@
-"""Record the steps of data-parallel ranks, in vLLM's engine cores; set as `scheduler_cls` of an engine."""
+"""A scheduler that records the steps of data-parallel ranks; an engine names it as `scheduler_cls`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from eldr_serve.engine.vllm.scheduler import EldrAsyncScheduler
 class RecordingScheduler(EldrAsyncScheduler):
     """The decode engines' scheduler, which also writes a line for each step of its rank.
 
-    A line is a JSON list: the number of the step's forward, which is the same on all ranks; the rank's
-    requests; the KV tokens that they attend to; time.perf_counter() when the step was scheduled, s. Steps
-    without requests have no line. The environment variable FOLDER names the folder of the files.
+    A line is a JSON list of four numbers: the number of the step's forward pass, which is the same on all
+    ranks, the rank's requests, the KV tokens that they attend to, and time.perf_counter() when the step was
+    scheduled. Steps without requests have no line. The environment variable FOLDER names the folder.
     """
 
     def __init__(self, vllm_config: Any, *arguments: Any, **named: Any) -> None:

@@ -89,7 +89,7 @@ def request_body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
 
 
 def request_bodies(lengths: Ints, stems: Sequence[list[int]], seed: int) -> Iterator[dict[str, Any]]:
-    """Yield requests of these lengths without end; each prompt is the beginning of a stem."""
+    """Yield requests of these lengths without end. Each prompt is the beginning of a stem."""
     rng = random.Random(seed)
     for number in count():
         prompt, output = lengths[number % len(lengths)].tolist()

@@ -29,20 +29,20 @@ def policy_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each policy.
 
-    `spread` is the largest less the smallest number of KV tokens of a rank, `imbalance` the number of ranks
-    times the largest less the sum, both as means over steps. `*_below` is how many times less they are than
-    those of BASE, and `*_change_pct` the change against BASE. Intervals resample rounds if there are four or
-    more, else requests within rounds, and parts of trials.
+    `spread` is the difference between the largest and the smallest number of KV tokens of a rank. `imbalance`
+    is the number of ranks times the largest number, less the sum. Both are means over steps. `*_below` says
+    how many times smaller they are than BASE's, and `*_change_pct` is the change against BASE. Intervals
+    resample rounds if there are four or more, else requests within rounds, and parts of trials.
 
     Args:
-        trials, predictions: by policy; those of all rounds, which have equal requests for all policies.
+        trials, predictions: those of all rounds, by policy. A round has equal requests for all policies.
     """
-    sent = max(trial.sent for mine in trials.values() for trial in mine)
-    measured = {policy: _figures(mine, sent, seed) for policy, mine in trials.items()}
-    simulated = {policy: _simulated(mine) for policy, mine in predictions.items()}
+    sent = max(trial.sent for rounds in trials.values() for trial in rounds)
+    measured = {policy: _figures(rounds, sent, seed) for policy, rounds in trials.items()}
+    simulated = {policy: _simulated(rounds) for policy, rounds in predictions.items()}
     rows = []
-    for policy, own in trials.items():
-        row = {"trace": trace, "policy": policy, **_counts(own)}
+    for policy, policy_trials in trials.items():
+        row = {"trace": trace, "policy": policy, **_counts(policy_trials)}
         for name, values in measured[policy].items():
             expected = simulated[policy][name]
             column, change = _compare(name, values, measured[BASE][name])
@@ -73,12 +73,12 @@ def _counts(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def _figures(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
-    """Return the quantiles of TPOT and the means of MEASURES; no trial sent more than `sent` requests."""
+    """Return the quantiles of TPOT and the means of MEASURES. No trial sent more than `sent` requests."""
     return _times(trials, sent, seed) | _imbalances(trials, seed)
 
 
 def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
-    """Return the quantiles of TPOT, ms; requests of equal number in a round are drawn together."""
+    """Return the quantiles of TPOT in ms. Requests of equal number in a round are drawn together."""
     counts = resampled_counts(np.repeat(np.arange(len(trials)), sent), seed=seed)
     ms = np.concatenate([trial.tpot_ms for trial in trials])
     units = np.concatenate([sent * round_ + trial.number for round_, trial in enumerate(trials)])

@@ -1,4 +1,4 @@
-"""Join the steps of an engine's data-parallel ranks, which wait for each other in every step."""
+"""The joint steps of an engine's data-parallel ranks, which wait for each other in every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankSteps:
 
     Attributes:
         start_s: float64[S], time.perf_counter() when the last of the step's ranks had scheduled it.
-        seconds: float64[S], from the step's start to that of the next forward; NaN if that one is unknown.
+        seconds: float64[S], from the step's start to that of the next forward. NaN if that one is unknown.
         requests, kv_tokens: int64[S,G]; 0 for a rank without requests.
     """
 
@@ -104,7 +104,7 @@ def join_ranks(lines_by_rank: Sequence[Sequence[Sequence[float]]]) -> RankSteps:
 
 
 def read_steps(folder: Path, ranks: int) -> RankSteps:
-    """Read and join the files of all ranks; the last line of each may be incomplete."""
+    """Read and join the files of all ranks. The last line of each may be incomplete."""
     lines_by_rank = []
     for rank in range(ranks):
         text = file_of(folder, rank).read_text()

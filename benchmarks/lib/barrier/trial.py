@@ -25,7 +25,7 @@ class ClosedLoop:
     Attributes:
         slots: requests that a rank runs at once.
         in_flight: requests in flight over all ranks.
-        warm_up_s, seconds: load before the measured period, and the length of that period, s.
+        warm_up_s, seconds: lengths of the load before the measured period and of that period, in seconds.
     """
 
     slots: int

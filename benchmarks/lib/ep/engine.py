@@ -41,7 +41,7 @@ class EpEngine(EngineProcesses):
     """Context with one engine.
 
     Args:
-        model: directory; the ranks must divide the number of heads.
+        model: directory. The ranks must divide the number of heads.
         ranks: number of ranks of tensor and expert parallelism, G.
         redundant: slots of a layer beyond one per expert.
         moves_per_slice: maximum number of experts that move between two steps.
@@ -53,7 +53,7 @@ class EpEngine(EngineProcesses):
         super().__init__(1, _start, str(model), ranks, redundant, moves_per_slice, max_batch)
 
     def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
-        """Apply the placement int[L, P] (-1: an empty slot) and the rule; `load` [L, E]: expected tokens."""
+        """Apply the placement int[L, P] (-1: an empty slot) and rule, with expected tokens `load` [L, E]."""
         self._pool.submit(_place, placement, rule, load).result()
 
     def decode(

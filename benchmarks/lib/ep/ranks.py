@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> list[T]:
-    """Run work(rank, *arguments) in `ranks` new processes with a process group; return their results.
+    """Run work(rank, *arguments) in `ranks` new processes with a process group, and return their results.
 
-    A process has one compute thread and, on a CPU, one of this process's cores; rank 0 has the last core. If
+    A process has one compute thread and, on a CPU, one of this process's cores. Rank 0 has the last core. If
     a rank raises an exception, the other ranks end too, since their collectives fail.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -113,7 +113,7 @@ def _mean_pct(trials: list[dict[str, Any]], base: list[dict[str, Any]], key: str
 
 
 def _equal_pct(trials: list[dict[str, Any]], base: list[dict[str, Any]]) -> float:
-    """Return the share of answers that are equal, %."""
+    """Return the share of equal answers in percent."""
     pairs = [
         answer == base_answer
         for trial, base_trial in zip(trials, base, strict=True)

@@ -68,13 +68,13 @@ class Plan:
                 experts = self.routes[b, layer]
                 # All-to-all: each rank chooses for its own tokens.
                 parts = self.ranks if arm[2] == "all-to-all" else 1
-                for own in np.split(experts, parts):
-                    np.add.at(tokens[b, layer], (own, route(own, np.zeros(len(own), np.int64))), 1)
+                for chunk in np.split(experts, parts):
+                    np.add.at(tokens[b, layer], (chunk, route(chunk, np.zeros(len(chunk), np.int64))), 1)
         return tokens
 
 
 class _Experts:
-    """All layers' experts in this process's memory; the slots of a placement point to them."""
+    """All layers' experts in this process's memory, to which the slots of a placement point."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -96,14 +96,14 @@ class _Experts:
         return lambda tokens: (gate(tokens)[0], experts)
 
     def seconds(self, layer: int, rows: Tensor, slot: Tensor) -> float:
-        """Return the time of these rows' experts, all of which are local, s."""
+        """Return the seconds that these rows' experts take, all of which are local."""
         products = self.products(layer, np.arange(self._plan.num_experts))
         start = _now()
         products(rows, slot)
         return _now() - start
 
     def tokens(self, number: int) -> Tensor:
-        """Return hidden states; their values do not affect a layer's time."""
+        """Return hidden states. Their values do not affect a layer's time."""
         return torch.randn(number, self.hidden, device=device()).bfloat16()
 
 
@@ -111,13 +111,13 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
     """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
     experts_of_rank = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
-    own = tokens // plan.ranks
-    start = rank * own
+    rank_tokens = tokens // plan.ranks
+    start = rank * rank_tokens
     times = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
     for b, layer, turn, arm in _schedule(plan):
         placement = plan.placements[arm[0]][layer]
         gathers_all = arm[2] == "all-gather"
-        recorded = plan.routes[b, layer] if gathers_all else plan.routes[b, layer, start : start + own]
+        recorded = plan.routes[b, layer, slice(None) if gathers_all else slice(start, start + rank_tokens)]
         layer_of_rank = ParallelLayer(
             experts_of_rank.gate(layer, recorded),
             experts_of_rank.products(layer, placement.reshape(plan.ranks, -1)[rank]),
@@ -125,12 +125,12 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
             num_experts=plan.num_experts,
             route=plan.routing(arm, layer),
         )
-        x = experts_of_rank.tokens(own)
+        x = experts_of_rank.tokens(rank_tokens)
         clock = _Clock()
         dist.barrier()
         clock.start()
         if gathers_all:
-            layer_of_rank.run_gathered(x, [own] * plan.ranks, clock)
+            layer_of_rank.run_gathered(x, [rank_tokens] * plan.ranks, clock)
         else:
             layer_of_rank.run_exchanged(x, clock)
         times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
@@ -155,7 +155,7 @@ def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
 
 
 def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
-    """Return a rank's median time by activated experts and pairs; each call uses other experts."""
+    """Return a rank's median time by activated experts and pairs. Each call uses other experts."""
     experts_of_rank = _Experts(plan)
     rng = np.random.default_rng(plan.seed)
     points = [(a, a * n) for a in ACTIVATED for n in TOKENS_PER_EXPERT if a <= plan.num_experts]
@@ -199,7 +199,7 @@ def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
 
 
 class _Clock:
-    """Records the seconds of each stage since the previous one."""
+    """The seconds of each stage since the previous one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Measure arms in turns on one EP engine, and keep the results in a journal.
+"""Measurements of arms that take turns on one EP engine, kept in a journal.
 
 The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
 answers.
@@ -39,10 +39,10 @@ def measure_in_turns(
     measure: Callable[[Engine, Key], Any],
     minutes: float | None,
 ) -> dict[Key, Any]:
-    """Return the measurement of each key, in this order; measure only those that the journal lacks.
+    """Return the measurement of each key, in this order. Measure only those that the journal lacks.
 
     Args:
-        engine: called if anything is left to measure; returns a context with what `measure` needs.
+        engine: called if anything is left to measure. It returns a context with what `measure` needs.
         measure: function that returns a JSON-serialisable result.
         minutes: time limit, after which UserInputError is raised; None: no limit.
     """

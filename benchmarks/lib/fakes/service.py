@@ -1,4 +1,4 @@
-"""Serve the application over engines that compute nothing, and send requests to it."""
+"""The running application over engines that compute nothing, and requests to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_new_process(work: Callable[..., T], *arguments: Any) -> T:
 
 @contextmanager
 def fake_service(port: int, *, own: bool, **options: Any) -> Iterator[str]:
-    """Run `fake_application`; yield its URL: Serve's `port` or, if `own`, the ingress's own, the next."""
+    """Run `fake_application`, and yield its URL: Serve's `port` or, if `own`, the ingress's own, the next."""
     with local_ray(http_port=port):
         from ray import serve
 

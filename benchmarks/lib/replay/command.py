@@ -55,7 +55,7 @@ def against(
     note: Callable[[Rows], str] | None = None,
     draw: Callable[[Rows, Path], None] = _changes,
 ) -> Callable[[Replayed], None]:
-    """Return a report of changes against the best of `baselines` that ran; `note` adds a remark."""
+    """Return a report of changes against the best of `baselines` that ran. `note` adds a remark."""
 
     def report(run: Replayed) -> None:
         labels = list(run.cases[0].outcomes)
@@ -107,7 +107,7 @@ def replay_command(
         steps_out: options.StepsOut = None,
         out: options.Out = None,
     ) -> None:
-        """Place requests in each arm and replay each worker's schedule; the same options resume a run."""
+        """Place requests in each arm and replay each worker's schedule. The same options resume a run."""
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)

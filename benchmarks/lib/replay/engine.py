@@ -1,6 +1,6 @@
 """One real vLLM engine in this process, driven step by step in virtual time, on a CPU core or a GPU.
 
-A decode worker of a disaggregated deployment receives its prompts' KV blocks; here the blocks are in the
+A decode worker of a disaggregated deployment receives its prompts' KV blocks. Here the blocks are in the
 engine's prefix cache. Prompts are 1 token longer than whole KV blocks, so that admission computes that single
 token, like the first decode step after a transfer.
 """
@@ -69,7 +69,7 @@ def pad_to_blocks(tokens: list[int]) -> list[int]:
 
 
 class ReplayEngine:
-    """A decode engine of this package on "cpu", "cuda" or "cuda-eager"; one at a time in a process."""
+    """A decode engine of this package on "cpu", "cuda" or "cuda-eager". A process has one at a time."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class ReplayEngine:
         self._cuda = device != "cpu"
         kwargs |= {"max_model_len": max_model_len, "max_num_seqs": max_batch, "seed": 0}
         kwargs |= ROOM if self._cuda else {"max_num_batched_tokens": STEP_TOKENS}
-        made = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
-        self._engine = LLMEngine.from_engine_args(made, stat_loggers=[Recorder])
+        engine_args = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
+        self._engine = LLMEngine.from_engine_args(engine_args, stat_loggers=[Recorder])
         # If torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
         torch.set_num_threads(1)
@@ -119,7 +119,7 @@ class ReplayEngine:
         self._clock = perf_counter if self._cuda else thread_time
 
     def probe_s(self) -> float:
-        """Return the present time of CpuSpeed's product on this core, s; 1 on a GPU, which needs no probe."""
+        """Return the present seconds of CpuSpeed's product on this core. A GPU needs no probe and gives 1."""
         return 1.0 if self._cuda else self._cpu_speed.typical()
 
     def slowdown(self, probe_s: float) -> float:
@@ -127,7 +127,7 @@ class ReplayEngine:
         return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
-        """Run one step; return outputs, time by the engine's clock, s, and the newly complete records.
+        """Run one step, and return outputs, seconds by the engine's clock, and the newly complete records.
 
         On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
         that step's time, s, in "took".
@@ -163,7 +163,7 @@ class ReplayEngine:
             self.step()
 
     def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
-        """Serve the arrivals without idle time; return token times, s, by request, and the steps.
+        """Serve the arrivals without idle time, and return token times in seconds by request, and the steps.
 
         On a CPU the clock is the sum of the steps' CPU times, scaled to a probe time of `probe_s`. An engine
         here is one thread that never sleeps, so this is a step's time on its own core, without the effect of

@@ -17,7 +17,7 @@ LAYERS = 6  # MoE layers of the demo model
 def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
     """Return a row for each arm, with its changes against the best baseline at each percentile.
 
-    The best of several equivalent baselines is biased low; `pooled` compares with all their requests.
+    The best of several equivalent baselines is biased low. `pooled` compares with all their requests.
     """
     rows = []
     measured, first = case.tpot_s, case.first_s

@@ -1,9 +1,9 @@
-"""Measure the TPOT of placements without contention: replay each worker's schedule alone on a real engine.
+"""TPOT of placements without contention: each worker's schedule is replayed alone on a real engine.
 
 A policy places Poisson arrivals of prefilled requests on K workers in simulation, with a step cost that was
 first fitted to this engine. A real engine with a core of its own then serves each worker's requests at their
 arrival times, so that workers do not share cores as they would if all ran here. Only the placement is
-simulated; the times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
+simulated. The times are the real engine's. The prompts' KV blocks are in the prefix cache, as if they had
 been transferred. The model is the demo model with wider experts, which compute the same function but do not
 fit the CPU's caches.
 """
@@ -61,7 +61,7 @@ _FIT_BATCHES = (2, 10, 24, 40)
 
 
 def fit_batches(requests: int) -> list[int]:
-    """Return the batch sizes of a quarter of the requests; with few requests, smaller and fewer batches."""
+    """Return the batch sizes of a quarter of the requests. Few requests give smaller and fewer batches."""
     ends = np.rint(np.cumsum(_FIT_BATCHES) / sum(_FIT_BATCHES) * (requests // 4))
     return [int(size) for size in np.diff(ends, prepend=0) if size]
 
@@ -80,7 +80,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Load:
-    """A workload on K workers; the arrival rate aims at a mean batch of `batch` requests."""
+    """A workload on K workers. The arrival rate aims at a mean batch of `batch` requests."""
 
     group: str
     workers: int
@@ -103,12 +103,12 @@ class Case:
 
     @property
     def tpot_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the median TPOT of a job's replays, by arm, s."""
+        """Return the median TPOT of a job's replays in seconds, by arm."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_tpot_s.items()}
 
     @property
     def first_s(self) -> dict[str, NDArray[np.float64]]:
-        """Return the median time from a job's arrival to the end of its first decode step, by arm, s."""
+        """Return the median seconds from a job's arrival to the end of its first decode step, by arm."""
         return {label: np.median(times, axis=0) for label, times in self.replayed_first_s.items()}
 
 
@@ -146,7 +146,7 @@ class _Replay:
 
 
 class _RepeatPlacements(Policy):
-    """Repeat earlier placements; request ids are the simulator's numbers."""
+    """A policy that repeats earlier placements. Request ids are the simulator's numbers."""
 
     def __init__(self, worker: NDArray[np.int64]) -> None:
         super().__init__()
@@ -196,9 +196,9 @@ class Bench:
         }
 
     def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
-        """Place and replay every load in every arm; arms alternate, so that all meet the same machine speeds.
+        """Place and replay every load in every arm. Arms alternate, so that all meet the same machine speeds.
 
-        A request's times are the medians of its `repeats` replays; steps are those of all replays.
+        A request's times are the medians of its `repeats` replays. Steps are those of all replays.
         """
         cases = [self._plan(load, arms, repeats) for load in loads]
         schedule = [
@@ -227,7 +227,7 @@ class Bench:
     def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
         """Return the cost of each job's choice beyond the best worker in hindsight, s per step, by arm.
 
-        Placements are those of the arm's simulated run; costs use the requests' true decode activations.
+        Placements are those of the arm's simulated run. Costs use the requests' true decode activations.
         """
         trace = self.data.trace
         by_arm = {}
@@ -269,8 +269,8 @@ class Bench:
 
     def _fitting_steps(self, requests: int) -> Steps:
         """Measure the steps of batches of different sizes, of one domain and of all."""
-        if (known := self._journal.get("fitting steps")) is not None:
-            return Steps(**known)
+        if (entry := self._journal.get("fitting steps")) is not None:
+            return Steps(**entry)
         steps, domains = Steps(), np.array(self.data.trace.domains)
         names, sizes = np.unique(domains, return_counts=True)
         single = names[np.argsort(-sizes)[:2]]
@@ -377,13 +377,13 @@ class Bench:
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
-    """Return each workload with each number of workers and batch size; raise UserInputError for others."""
+    """Return each workload with each number of workers and batch size. Raise UserInputError for others."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
     return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 
 
 def widen_model(intermediate: int, work: Path, *, heads: int | None = None) -> Path:
-    """Return the demo model with experts of `intermediate` neurons and `heads` heads; make it if needed."""
+    """Return the demo model with experts of `intermediate` neurons and `heads` heads. Make it if needed."""
     if intermediate == 32 and heads is None:
         return WEIGHTS
     path = work / f"model_{intermediate}_{weights_name()}{'' if heads is None else f'_{heads}_heads'}"

@@ -1,4 +1,4 @@
-"""Switch one engine between our connector and scheduler and vLLM's own, to measure what capture adds."""
+"""An engine that switches between our connector and scheduler and vLLM's, to measure what capture adds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BOTH = ("__init__", "get_kv_connector_stats")
 
 
 class Switch:
-    """A switch for capture in the engine of this process; change it only between requests."""
+    """A switch for capture in the engine of this process. It may change only between requests."""
 
     on = True
     _hooks: ClassVar[dict[int, Callable[..., None]]] = {}
 
     @classmethod
     def turn(cls, on: bool, vllm_config: Any) -> None:
-        """Turn capture on or off; when off, no router has a hook."""
+        """Turn capture on or off. When off, no router has a hook."""
         for index, router in moe_routers(vllm_config):
             cls._hooks.setdefault(index, router.capture_fn)
             router.set_capture_fn(cls._hooks[index] if on else None)

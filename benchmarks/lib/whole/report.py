@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.normalised_time import NormalisedTime, fit_sensitivity
-from loadgen.statistics import median_ci
+from loadgen.statistics import median_ci, put_interval
 
 OURS = "eldr/marginal-cost"
 METRICS = (
@@ -57,7 +57,7 @@ def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> d
 
 
 def rows(trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[str]) -> list[dict[str, Any]]:
-    """Return medians over rounds; `trials` has the keys `ROUND/WORKLOAD/SYSTEM`."""
+    """Return medians over rounds. `trials` has the keys `ROUND/WORKLOAD/SYSTEM`."""
     table = []
     by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for key, trial in trials.items():
@@ -71,11 +71,12 @@ def rows(trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[
         for name in ("requests", "failures"):
             row[name] = sum(trial[name] for trial in of_system.values())
         for name in METRICS:
-            _put(row, name, [trial[name] for trial in of_system.values()])
+            put_interval(row, name, median_ci([trial[name] for trial in of_system.values()]))
         for name in METRICS:
             pairs = [(of_ours[n][name], of_system[n][name]) for n in of_system if n in of_ours]
             if system != OURS and pairs:
-                _put(row, f"ours_{name.removesuffix('_ms')}_pct", [100 * (a / b - 1) for a, b in pairs])
+                change = median_ci([100 * (a / b - 1) for a, b in pairs])
+                put_interval(row, f"ours_{name.removesuffix('_ms')}_pct", change)
         for name in (*STEPS, *(f"{name}_mean_ms" for name in SERVER_TIMES)):
             if values := [trial[name] for trial in of_system.values() if name in trial]:
                 row[name] = float(np.median(values))
@@ -84,7 +85,3 @@ def rows(trials: dict[str, dict[str, Any]], systems: list[str], workloads: list[
             row[f"{part}_cpu_ms"] = float(np.median(part_ms))
         table.append(row)
     return table
-
-
-def _put(row: dict[str, Any], name: str, values: list[float]) -> None:
-    row[name], row[f"{name}_low"], row[f"{name}_high"] = median_ci(values)

@@ -30,7 +30,7 @@ Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]  # selects a
 
 @contextmanager
 def _serve_ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Side]:
-    """Run our application; selecting a policy resets what the policy has learnt."""
+    """Run our application. Selecting a policy resets what the policy has learnt."""
     with serve_without_table(arguments, port=port) as client:
         client.swap_predictor(predictor)
 
@@ -64,7 +64,7 @@ def _serve_theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], p
 
 
 def _server_times(urls: Sequence[str]) -> dict[str, float]:
-    """Return the plain servers' sums so far by vLLM's own clock, s, and their requests."""
+    """Return the plain servers' sums of seconds so far by vLLM's own clock, and their requests."""
     pages = "\n".join(httpx.get(f"{url}/metrics", timeout=30).text for url in urls)
     return {
         f"{name}_{part}": total(pages, f"vllm:{metric}_seconds_{part}")

@@ -1,6 +1,6 @@
 """Three workloads for whole replicas, as chains of requests: each request follows the previous answer.
 
-`many domains`     prompts of all domains without common prefixes; a chain is one prompt
+`many domains`     prompts of all domains without common prefixes. A chain is one prompt
 `sessions`         conversations of several turns: lengths and prefix blocks of a Mooncake trace, shrunk
 `system prompts`   applications, a few of them popular, each with a long prompt before its users' own
 """
@@ -30,7 +30,7 @@ SYSTEM_CHARS = 640  # 256 tokens, eight of an engine's blocks
 def many_domains(
     prompts: Sequence[Prompt], answers: range, rng: random.Random, *, tag: str, count: int
 ) -> Chains:
-    """Return `count` chains of one prompt each; domains are as frequent as in `prompts`."""
+    """Return `count` chains of one prompt each. Domains are as frequent as in `prompts`."""
     order = rng.sample(list(prompts), len(prompts))
     return [[_body(f"{tag} {order[n % len(order)].text}", rng.choice(answers))] for n in range(count)]
 
@@ -44,9 +44,9 @@ def conversations(records: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
     for record in records:
         turns.setdefault(record.hash_ids[:2], []).append(record)
     return [
-        own
-        for own in turns.values()
-        if len(own) in TURNS and max(len(turn.hash_ids) for turn in own) <= SESSION_BLOCKS
+        session
+        for session in turns.values()
+        if len(session) in TURNS and max(len(turn.hash_ids) for turn in session) <= SESSION_BLOCKS
     ]
 
 
@@ -59,10 +59,10 @@ def sessions(
     tag: str,
     count: int,
 ) -> Chains:
-    """Return `count` conversations of the trace; each chain has its turns with the trace's prefix blocks."""
+    """Return `count` conversations of the trace. Each chain has its turns with the trace's prefix blocks."""
     all_conversations = conversations(records)
     chosen = rng.sample(all_conversations, min(count, len(all_conversations)))
-    turns = [turn for own in chosen for turn in own]
+    turns = [turn for session in chosen for turn in session]
     longest = replace(turns[0], prompt_tokens=SESSION_BLOCKS * BLOCK_TOKENS)  # sets the scale and is not sent
     max_tokens = longest.prompt_tokens // SHRINK
     arrivals = replay(
@@ -74,7 +74,9 @@ def sessions(
         tokens = min(max(turn.output_tokens // SHRINK_ANSWERS, answers[0]), answers[-1])
         return _body(next(texts), tokens, key=key)
 
-    return [[body(turn, f"{tag} session {number}") for turn in own] for number, own in enumerate(chosen)]
+    return [
+        [body(turn, f"{tag} session {number}") for turn in session] for number, session in enumerate(chosen)
+    ]
 
 
 def system_prompts(
@@ -102,6 +104,6 @@ def _text(parts: Sequence[str], chars: int, rng: random.Random) -> str:
 
 
 def _body(prompt: str, tokens: int, *, key: str | None = None) -> dict[str, Any]:
-    """Return a greedy request; balancers by session use the key."""
+    """Return a greedy request. Balancers by session use the key."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
     return body if key is None else body | {"user": key}

@@ -4,7 +4,7 @@ G decode workers with a step barrier serve a queue of prefilled requests under h
 the trace arrive than the slots can take. A step costs 40 ms, and 0.8 us per KV token of the heaviest worker:
 with 32 slots, balance can then save the same share of a step as in the paper's Table 1 (there, TPOT falls by
 11 of 89 ms as the imbalance falls by 70,000 tokens over 16 workers). The paper's traces (a proprietary one
-and Azure-2024) are not public or not available here; Azure-2023 stands in.
+and Azure-2024) are not public or not available here. Azure-2023 stands in.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
 
 
 def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
-    """Return the arm's policy; a learning predictor has been fitted to the past."""
+    """Return the arm's policy. A learning predictor has been fitted to the past."""
     policy: Any = make_policy(arm.policy, **arm.parameters)
     if arm.oracle:
         policy.length_predictor = Oracle({str(j): int(n) for j, n in enumerate(requests.output_tokens)})

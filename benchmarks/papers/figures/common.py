@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command; cost of a decode step and requests per run are the figure's own if None."""
+    """Options of the command. Cost of a decode step and requests per run are the figure's own if None."""
 
     traces: tuple[Path, ...] = ()
     cost: StepCost | None = None
@@ -35,19 +35,19 @@ class Options:
     seeds: tuple[int, ...] = (0,)
 
     def trace(self, what: str) -> Path:
-        """Return the single trace; otherwise raise UserInputError that says `what` it must be."""
+        """Return the single trace. Otherwise raise UserInputError that says `what` it must be."""
         if len(self.traces) != 1:
             raise UserInputError(f"give one --trace: {what}")
         return self.traces[0]
 
     def all_traces(self, what: str) -> tuple[Path, ...]:
-        """Return the traces; raise UserInputError that says `what` they must be if there are none."""
+        """Return the traces. Raise UserInputError that says `what` they must be if there are none."""
         if not self.traces:
             raise UserInputError(f"give --trace: {what}")
         return self.traces
 
     def two_traces(self) -> tuple[Path, Path]:
-        """Return the files of routes and of arrivals; raise UserInputError unless two are given."""
+        """Return the files of routes and of arrivals. Raise UserInputError unless two are given."""
         if len(self.traces) != 2:
             raise UserInputError(
                 "give two --trace: routes (a calibration trace or published routes), then arrivals"
@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure or table; `paper` is the paper's result, in words or numbers."""
+    """One figure or table. `paper` is the paper's result, in words or numbers."""
 
     title: str
     paper: str
@@ -127,12 +127,12 @@ def over_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def change_pct(value: float, reference: float) -> float:
-    """Return how far the value is above the reference, %."""
+    """Return by how many percent the value is above the reference."""
     return 100 * (value / reference - 1)
 
 
 def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
-    """Return a plot of bars of `value` by `label`, a format of columns; one panel per value of `panels`."""
+    """Return a plot of bars of `value` by `label`, a format of columns, a panel per value of `panels`."""
 
     def name_of(row: dict[str, Any]) -> str:
         return label.format(**row) if "{" in label else str(row[label])
@@ -143,7 +143,7 @@ def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
 
 
 def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
-    """Return a plot of the values over x, or of one value by `by`; one panel per value of `panels`."""
+    """Return a plot of the values over x, or of one value by `by`, with one panel per value of `panels`."""
     return lambda rows, path: lines(_with_panel_names(rows, panels), x, values, path, by=by)
 
 

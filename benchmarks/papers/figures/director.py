@@ -70,7 +70,7 @@ Placement = tuple[NDArray[np.int64], float, float, float]
 
 
 def _place_by_lp(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
-    """Return a placement, its time, the LP's optimum and the bound with whole replicas, s."""
+    """Return a placement, its time, the LP's optimum and the bound with whole replicas, in seconds."""
     placement, report = director_placement(workload, **_engine(cluster))
     return placement, report.rank_s.sum(), report.lp_s.sum(), report.bound_s.sum()
 
@@ -81,7 +81,7 @@ def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> Placem
 
 
 def _place_as_written(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
-    """Return a placement, its time by the paper's two maxima and, twice, the bound by its LP, s."""
+    """Return a placement, its time by the paper's two maxima and, twice, the bound by its LP, in seconds."""
     placement, report = director_paper_placement(workload, **_engine(cluster))
     return placement, report.reached_s, report.infeasible_s, report.infeasible_s
 

@@ -201,7 +201,7 @@ def scenario_of(
 def _case(
     options: Options, workload: str, k: int, rate: float, seed: int, prefill: Prefill = PREFILL
 ) -> tuple[Scenario, Work]:
-    """Return a scenario and its work; `rate` is for 16 workers, requests/s."""
+    """Return a scenario and its work. `rate` is for 16 workers, requests/s."""
     trace = _observed(options)
     per_s = rate * k / 16
     workers = max(prefill.workers, round(prefill.workers * k / 16))

@@ -2,7 +2,7 @@
 
 A run fits its table to one half of each domain's requests, and simulates requests drawn from the other half.
 `locality-band, even table` has a table fitted to as many requests of each domain, as `eldr calibrate
---balanced` draws them; the other tables are fitted to requests in the mix of the traffic, as the signature
+--balanced` draws them. The other tables are fitted to requests in the mix of the traffic, as the signature
 pool samples them.
 """
 

@@ -115,7 +115,7 @@ def _ranks(probability: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def _rows_of_case(group: str, rate: float, means: dict[tuple[str, str], dict[str, Any]]) -> Rows:
-    """Return a row per arm, means over seeds; changes against the best balancer with linear placement."""
+    """Return a row of means per arm, with changes against the best balancer at linear placement."""
     keys = ("tpot_p50_ms", "tpot_p99_ms", "active_experts")
     best = {key: min(means[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
     rows = []

@@ -136,7 +136,7 @@ def starts(options: Options) -> Rows:
 
 
 def variants(options: Options) -> Rows:
-    """Compare TPOT of `locality-band` with shortest-queue's, by table and band; the rest is as in PAPER."""
+    """Compare TPOT of `locality-band` with shortest-queue's, by table and band. The rest is as in PAPER."""
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
         path, workers = case

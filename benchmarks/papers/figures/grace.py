@@ -148,7 +148,7 @@ def concentration(options: Options) -> Rows:
 
 
 def ratios(options: Options) -> Rows:
-    """Measure affinity within groups and deviation of sizes by non-uniformity ratio; the knee (Eq. 1)."""
+    """Measure affinity in groups and deviation of sizes by non-uniformity ratio, and the knee (Eq. 1)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []
@@ -200,7 +200,7 @@ AGAINST = {"HG": "linear", "HG+FR, WRR": "HG", "HG+DR, WRR": "HG", "HG+DR, TAR":
 
 
 def components(options: Options) -> Rows:
-    """Compare grouping, replication and routing, each with its predecessor; and in equal slots (Figure 5)."""
+    """Compare grouping, replication and routing, each with its predecessor, and in equal slots (Figure 5)."""
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []
@@ -301,7 +301,7 @@ def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
 
 
 def _columns(figures: dict[str, float]) -> dict[str, float]:
-    """Return the columns of the figures; `copies` is all traffic, per token and layer."""
+    """Return the columns of the figures. `copies` is all traffic, per token and layer."""
     columns = ("near_forwarded", "far_forwarded", "load_std_pct", "idle_pct", "experts_worst_rank")
     return {"copies": figures["near_forwarded"] + figures["far_forwarded"]} | {c: figures[c] for c in columns}
 

@@ -1,6 +1,6 @@
 """METRO's evaluation on real routes: the replicas that a batch activates, and their cost by `LayerCost`.
 
-EPLB replicates and places experts by the decode routes of one half of the requests, for each seed; batches
+EPLB replicates and places experts by the decode routes of one half of the requests, for each seed. Batches
 come from the other half, each request at a random step. Nothing here ran on GPUs: times come from
 `layer_cost`.
 """
@@ -58,7 +58,7 @@ class Source:
 
     @classmethod
     def read(cls, path: Path, seed: int) -> Source:
-        """Read a trace and split it by the seed; raise UserInputError if the file has no routes."""
+        """Read a trace and split it by the seed. Raise UserInputError if the file has no routes."""
         trace = read_observed(path)
         if trace.routes is None:
             raise UserInputError(f"{path} has no routes")

@@ -134,7 +134,7 @@ def held_out(options: Options) -> Rows:
 
 
 def shift(options: Options) -> Rows:
-    """Replace half of the domains by others that the fit never saw; with and without online learning."""
+    """Replace half of the domains by others that the fit never saw, with and without online learning."""
     trace = prompts_of(options).trace
 
     def run(case: str, seed: int) -> dict[str, dict[str, float]]:

@@ -55,7 +55,7 @@ def fit_and_test(trace: CalibrationTrace, group: str, size: int, seed: int) -> t
 
 
 def members_by_domain(trace: CalibrationTrace, among: Index) -> list[Index]:
-    """Return the prompts of each domain; domains with less than 50 prompts are put together."""
+    """Return the prompts of each domain. Domains with less than 50 prompts are put together."""
     names = np.array(trace.domains)[among]
     parts = [among[names == name] for name in np.unique(names)]
     rare = [part for part in parts if len(part) < 50]
@@ -63,7 +63,7 @@ def members_by_domain(trace: CalibrationTrace, among: Index) -> list[Index]:
 
 
 def gptoss_prompts(path: Path) -> Prompts:
-    """Read the records that have a prompt; their first steps replace prefill.
+    """Read the records that have a prompt. Their first steps replace prefill.
 
     The demo model's tokenizer replaces GPT-OSS's, which is not available.
     """
@@ -100,7 +100,7 @@ def recent_mean_counts(trace: CalibrationTrace, predictor: SignaturePredictor, s
 
 
 def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
-    """Predict each prompt, then learn its true counts; use the recent mean while the predictor is off."""
+    """Predict each prompt, then learn its true counts. Use the recent mean while the predictor is off."""
     prompts = trace.prompts
     online = OnlinePredictor(predictor)
     counts = recent_mean_counts(trace, predictor, stream)

@@ -1,6 +1,6 @@
 """Batches with a changing mix of domains, served under expert parallelism with different placement rules.
 
-A batch decodes STEPS steps; its latency is the sum over steps and MoE layers of the slowest rank's time
+A batch decodes STEPS steps. Its latency is the sum over steps and MoE layers of the slowest rank's time
 (`LayerCost`), without attention, plus the cost of migration. Requests come from the held-out half. A request
 stays on one rank, and replays the experts of an observed request from a random step on.
 """
@@ -73,7 +73,7 @@ Forecast = Callable[[Batch], NDArray[np.float64]]
 
 
 def read_routes(path: Path) -> CalibrationTrace:
-    """Read a calibration trace with routes, or published routes; raise UserInputError without routes."""
+    """Read a calibration trace with routes, or published routes. Raise UserInputError without routes."""
     trace = read_observed(path)
     if trace.routes is None:
         raise UserInputError(f"{path} has no routes (calibrate with --routes)")
@@ -173,7 +173,7 @@ class Cluster:
         return placement
 
     def vanilla(self, layers: int, experts: int) -> NDArray[np.int64]:
-        """Return experts in order without replicas; spare slots repeat the rank's last expert."""
+        """Return experts in order without replicas. Spare slots repeat the rank's last expert."""
         rank = np.arange(experts) * self.topology.ranks // experts
         rows = [np.flatnonzero(rank == g) for g in range(self.topology.ranks)]
         if any(not len(row) for row in rows):
@@ -186,7 +186,7 @@ class Cluster:
         return self.cost.layer_s(self._work(tokens, placement))
 
     def windows_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return float[L], s: the mean rank's computation in each layer, while no all-to-all runs."""
+        """Return float[L] in seconds: the mean rank's computation in each layer, while no all-to-all runs."""
         work = self._work(tokens, placement)
         idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
         return np.asarray(self.cost.rank_s(idle).mean(axis=-1))
@@ -198,7 +198,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Served:
-    """Result of a run of batches: latency of each, ms, and experts moved (each in one layer) before it."""
+    """Result of a run of batches: latency of each in ms, and experts moved (each in one layer) before it."""
 
     batch_ms: NDArray[np.float64]
     moves: NDArray[np.int64]
@@ -213,9 +213,9 @@ def serve_with_one_placement(cluster: Cluster, batches: list[Batch], placement: 
 def serve_adaptively(
     cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
 ) -> Served:
-    """Before each batch, change to a placement for the forecast if it pays; experts move while it runs.
+    """Before each batch, change to a placement for the forecast if it pays. Experts move while it runs.
 
-    The candidates are a new placement and a repair of the old one; the larger forecast saving wins.
+    The candidates are a new placement and a repair of the old one. The larger forecast saving wins.
     """
     latency_s, moves = [], []
     for batch in batches:
@@ -248,6 +248,6 @@ def serve_adaptively(
 
 
 def reactive_forecast(batches: list[Batch], first: NDArray[np.float64]) -> Forecast:
-    """Forecast the true workload of the previous batch; `first` for the first batch."""
+    """Forecast the true workload of the previous batch, or `first` for the first batch."""
     before = {id(later): earlier.workload for earlier, later in itertools.pairwise(batches)}
     return lambda batch: before.get(id(batch), first)

@@ -1,7 +1,7 @@
 """Expert locality and KV balance together: all policies on mixed traffic, with and without the step barrier.
 
-16 decode workers; requests use the experts of observed requests of all domains, and have the lengths and
-arrival times of a recorded trace, at a load with free slots and at a load with waiting requests. With the
+There are 16 decode workers. Requests use the experts of observed requests of all domains. Lengths and arrival
+times are those of a recorded trace, at a load with free slots and at a load with waiting requests. With the
 barrier (data-parallel attention under expert parallelism) a step of all workers takes as long as the slowest
 worker's.
 """
@@ -41,7 +41,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 
 
 def policies(options: Options) -> Rows:
-    """Compare policies by load and barrier; `dominated_by` names those that are better in all four."""
+    """Compare policies by load and barrier. `dominated_by` names those that are better in all four."""
     experts_path, trace_path = options.two_traces()
     trace = read_observed(experts_path)
     traffic = Traffic(trace_path)

@@ -51,7 +51,7 @@ class Traffic:
     def keys(self, requests: list[TraceRequest]) -> tuple[str, ...]:
         """Return the keys of the prompt-keyed predictor: the recorded prefix, or a bucket of prompt lengths.
 
-        Azure's traces have no prompt ids; the paper permits quantiles of the length instead (C.2.1).
+        Azure's traces have no prompt ids. The paper permits quantiles of the length instead (C.2.1).
         """
         if any(r.hash_ids for r in self.past):
             return tuple(str(r.hash_ids) for r in requests)

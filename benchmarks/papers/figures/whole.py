@@ -6,10 +6,11 @@ from a predictor fitted to CALIBRATION prompts that no request uses, and the tru
 prompt longer than the observed one begins with other prompts of its domain, the same for all requests of a
 session or an application, so its counts say less about the experts of its answer. There are three workloads:
 
-- many domains: prompts of all domains without common prefixes; Poisson arrivals;
-- sessions: Mooncake's conversation trace with its arrivals and prefix blocks, prompts divided by SHRINK, so
-  that one of its blocks is one block of an engine; a session has one domain;
-- system prompts: applications, a few of them popular, each with a long system prompt and one domain; Poisson.
+- many domains: prompts of all domains without common prefixes, at Poisson arrivals.
+- sessions: Mooncake's conversation trace with its arrivals and prefix blocks. Prompts are divided by SHRINK,
+  so that one of the trace's blocks is one block of an engine. A session has one domain.
+- system prompts: applications, a few of them popular, each with a long system prompt and one domain, at
+  Poisson arrivals.
 
 Costs are those of the `eldr` figures, including a prompt token's. The prefix map of sent prompts nearly
 equals the content of the simulated caches, since these evict only by size.
@@ -216,15 +217,15 @@ def _parts(
     lengths: NDArray[Any], kind: int, before: Sequence[int] | Index, tokens: int
 ) -> list[tuple[int, int]]:
     """Compose a prompt of `tokens` from `before`, then `kind`: (prompt, number of its tokens) of each."""
-    own = min(int(lengths[kind]), tokens)
-    missing_tokens, parts = tokens - own, []
+    own_tokens = min(int(lengths[kind]), tokens)
+    missing_tokens, parts = tokens - own_tokens, []
     for part in cycle(before):
         if not missing_tokens:
             break
         num_tokens = min(missing_tokens, int(lengths[part]))
         parts.append((int(part), num_tokens))
         missing_tokens -= num_tokens
-    return [*parts, (kind, own)]
+    return [*parts, (kind, own_tokens)]
 
 
 def _poisson(
@@ -246,7 +247,7 @@ def _sessions(
     number: int,
     rng: np.random.Generator,
 ) -> Requests:
-    """Return a stretch of the trace; the first block, which all share, does not identify a session."""
+    """Return a stretch of the trace. The first block, which all share, does not identify a session."""
     start = int(rng.integers(len(records) - number + 1))
     played = records[start : start + number]
     sessions = [str(r.hash_ids[:2]) for r in played]

@@ -1,4 +1,4 @@
-"""Hide CPU features from torch and vLLM; the variable ELDR_CPU names the best one that remains.
+"""Hide CPU features from torch and vLLM. The variable ELDR_CPU names the best one that remains.
 
 Python imports this module at startup if its folder is in PYTHONPATH (see `cpu_features`).
 """
@@ -17,7 +17,7 @@ HIDDEN = {"avx2": (*_AVX512_BF16, "_is_avx512_supported"), "avx512": _AVX512_BF1
 
 
 class _TorchCpuFinder(MetaPathFinder):
-    """Finds torch.cpu once, with a loader that replaces the functions after executing the module."""
+    """A finder of torch.cpu, whose loader replaces the functions after executing the module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch.cpu":

@@ -61,8 +61,10 @@ def test_the_steps_of_ranks_are_joined_by_their_forward() -> None:
     part = steps.between(1.5, 4.0)
     assert part.kv_tokens.tolist() == [[102, 0], [40, 90]]
     stored = json.loads(json.dumps(steps.to_json()))
-    for mine, theirs in zip(vars(RankSteps.from_json(stored)).values(), vars(steps).values(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for stored_array, array in zip(
+        vars(RankSteps.from_json(stored)).values(), vars(steps).values(), strict=True
+    ):
+        np.testing.assert_array_equal(stored_array, array)
 
 
 def test_the_imbalance_of_several_ranks_has_two_measures() -> None:
@@ -199,12 +201,12 @@ def test_the_simulator_predicts_that_balance_route_balances_and_is_faster() -> N
     cost = StepCost(fixed_s=0.02, per_request_s=0.0, per_kv_token_s=2e-6, per_expert_s=0.0)
     cluster = Cluster(decode=Decode(workers=2, max_batch=8, barrier=True, cost=cost), handover_fixed_s=0.05)
 
-    def predicted(text: str) -> Prediction:
+    def predict_policy(text: str) -> Prediction:
         name, parameters = policy_and_parameters(text, 8)
         make = partial(make_policy, name, **parameters)
         return predict(make, lengths, load, cluster, requests=600, seed=0)
 
-    queue, route = predicted("shortest-queue"), predicted("balance-route")
+    queue, route = predict_policy("shortest-queue"), predict_policy("balance-route")
     assert min(len(queue.tpot_ms), len(route.tpot_ms)) > 200
     assert np.quantile(route.tpot_ms, 0.99) < np.quantile(queue.tpot_ms, 0.99)
     assert route.spread < queue.spread / 2
@@ -301,7 +303,7 @@ def test_unusable_policies_are_refused(policies: str, reason: str, tmp_path: Pat
 
 
 def test_a_stopped_run_resumes_and_writes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement is replaced; the second run has all trials but one."""
+    """The measurement is replaced. The second run has all trials but one."""
     trace = tmp_path / "conv.csv"
     trace.write_text("timestamp_s,prompt_tokens,output_tokens\n" + "0.0,40,20\n" * 9)
     out = tmp_path / "result.json"

@@ -133,12 +133,12 @@ def test_peers_are_compared_round_by_round() -> None:
 def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
     arguments = our_arguments(ROOT / "deployments/cpu_demo.yaml", ROOT / "examples/demo_model/weights", 1)
     theirs = ray_pd_arguments(arguments)["decode_config"]
-    given = arguments["decode_config"]["engine_kwargs"]
-    assert given.items() <= theirs["engine_kwargs"].items()
+    engine_kwargs = arguments["decode_config"]["engine_kwargs"]
+    assert engine_kwargs.items() <= theirs["engine_kwargs"].items()
     assert theirs["engine_kwargs"]["kv_transfer_config"]["kv_connector"] == "NixlConnector"
     assert theirs["experimental_configs"]["stream_batching_interval_ms"] == 0
     assert "scheduler_cls" not in theirs["engine_kwargs"]
-    polled = plain_engine_kwargs("decode", given, our_connector=True)["kv_transfer_config"]
+    polled = plain_engine_kwargs("decode", engine_kwargs, our_connector=True)["kv_transfer_config"]
     assert polled["kv_connector"] == "EldrConnector"
 
 
@@ -237,8 +237,8 @@ def test_a_claim_repeats_for_each_combination_of_values_in_its_result(
     line = {"result": "r", "where": {"way": ["x", "y"]}, "each": ["size"]}
     line["cells"] = ["{way} {a}", {"where": {"way": "y"}, "text": "{size}"}]
     monkeypatch.setattr(tables, "CLAIMS", {"r": {"columns": ["a", "size"], "lines": [line]}})
-    found = tables.fill_blocks("<!-- claims r -->\n<!-- end -->").splitlines()[3:-1]
-    assert found == ["| x 20; y 20 | 2 |", "| x 10; y 10 | 1 |"]
+    lines = tables.fill_blocks("<!-- claims r -->\n<!-- end -->").splitlines()[3:-1]
+    assert lines == ["| x 20; y 20 | 2 |", "| x 10; y 10 | 1 |"]
 
 
 def test_only_results_of_a_gpu_have_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -267,20 +267,20 @@ def test_a_page_of_a_gpus_result_is_written_with_its_table(
 
 def _in(claim: dict[str, Any], row: dict[str, Any]) -> bool:
     """Return whether the row is in one of the claim's cells."""
-    own = [cell for cell in claim["cells"] if isinstance(cell, dict)]
+    cells = [cell for cell in claim["cells"] if isinstance(cell, dict)]
     return tables.matches_claim(row, claim) and (
-        not own or any(tables.matches_claim(row, cell) for cell in own)
+        not cells or any(tables.matches_claim(row, cell) for cell in cells)
     )
 
 
 def test_a_claim_shows_every_policy_that_beats_a_shown_one() -> None:
     claims = [claim for claim in tables.CLAIMS["summary"]["lines"] if claim["result"] == "together_policies"]
     rows = tables.read_rows("together_policies")
-    shown = [row for row in rows if any(_in(claim, row) for claim in claims)]
-    assert shown
+    shown_rows = [row for row in rows if any(_in(claim, row) for claim in claims)]
+    assert shown_rows
     beaten = [
         (worse["policy"], better["policy"])
-        for worse, better in itertools.product(shown, (row for row in rows if row not in shown))
+        for worse, better in itertools.product(shown_rows, (row for row in rows if row not in shown_rows))
         if worse["workload"] == better["workload"]
         and worse["policy"] != "shortest-queue"  # the baseline
         and better["tpot_p50_ms"] < worse["tpot_p50_ms"]

@@ -1,4 +1,4 @@
-"""Rows of benchmarks of EP engines; tests/engine has the engines."""
+"""Rows of benchmarks of EP engines, which tests/engine runs."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def test_batches_share_a_request_only_when_there_are_no_others() -> None:
 
 def test_a_placement_in_more_slots_is_the_same_placement() -> None:
     rows = np.array([[0, 1, 2, 0], [2, 1, 0, 1]])
-    found = add_empty_slots(rows, 8, 2)
-    assert found.tolist() == [[0, 1, -1, -1, 2, 0, -1, -1], [2, 1, -1, -1, 0, 1, -1, -1]]
-    assert placement_id(found, 2) == placement_id(rows, 2)
+    wider_rows = add_empty_slots(rows, 8, 2)
+    assert wider_rows.tolist() == [[0, 1, -1, -1, 2, 0, -1, -1], [2, 1, -1, -1, 0, 1, -1, -1]]
+    assert placement_id(wider_rows, 2) == placement_id(rows, 2)
     assert add_empty_slots(rows, 4, 2).tolist() == rows.tolist()
 
 

@@ -1,4 +1,4 @@
-"""Placements of requests and experts before measurements, and rows of the times; without engines."""
+"""Placements of requests and experts before measurements, and rows of the times, without engines."""
 
 from typing import Any
 
@@ -20,23 +20,23 @@ def case() -> Case:
 def test_every_request_of_a_round_is_on_one_worker_with_a_whole_placement(case: Case, arm: Any) -> None:
     for turn in range(3):
         batches = case.batches(arm, turn)
-        assert sorted(np.concatenate([mine for mine, _ in batches])) == sorted(case._rounds[turn])
+        assert sorted(np.concatenate([requests for requests, _ in batches])) == sorted(case._rounds[turn])
         for _, placement in batches:
             assert np.sort(placement, axis=1).tolist() == [list(range(8))] * 2
         assert arm[1] != "linear" or all((placed == np.arange(8)).all() for _, placed in batches)
 
 
 def test_a_workers_own_placement_is_fitted_to_its_earlier_requests(case: Case) -> None:
-    own = [placement for _, placement in case.batches(("locality-band", "own"), 0)]
+    placements = [placement for _, placement in case.batches(("locality-band", "own"), 0)]
     (one, another) = [placement for _, placement in case.batches(("shortest-queue", "one for all"), 0)]
     assert np.array_equal(one, another)
-    assert not np.array_equal(own[0], own[1])
+    assert not np.array_equal(placements[0], placements[1])
 
 
 def test_times_are_compared_with_the_same_request_elsewhere() -> None:
     def batch(step_ms: float, requests: list[int], answers: str, experts: float) -> dict[str, Any]:
-        found = {"step_ms": step_ms, "requests": requests, "answers": list(answers)}
-        return found | {"worst_rank_experts": experts, "experts_all_ranks": 2 * experts}
+        fields = {"step_ms": step_ms, "requests": requests, "answers": list(answers)}
+        return fields | {"worst_rank_experts": experts, "experts_all_ranks": 2 * experts}
 
     arms = {arm: [[batch(10, [1, 2], "ab", 8), batch(20, [3, 4], "cd", 8)]] for arm in ARMS}
     band = "locality-band", "own"

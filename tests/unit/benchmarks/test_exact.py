@@ -54,9 +54,9 @@ def differ(found: list[Cells]) -> list[dict[str, int]]:
 
 
 def test_equal_counts_differ_nowhere(report: dict[str, Any]) -> None:
-    found = against_reference(report, choices)
-    assert differ(found) == differ(against_report(report, deepcopy(report))) == [{}, {}]
-    row = found[0].row()
+    cells = against_reference(report, choices)
+    assert differ(cells) == differ(against_report(report, deepcopy(report))) == [{}, {}]
+    row = cells[0].row()
     assert row["signature_cells"] == LAYERS * EXPERTS
     assert row["route_cells"] == (TOKENS - 1) * LAYERS * TOP_K
     assert row["step_cells"] == (TOKENS - 1) * (2 + LAYERS)

@@ -99,8 +99,8 @@ def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> 
     for clock, change in (("wall", 100.0), ("even", 0.0)):
         row = rows[clock, "marginal-cost"]
         names = ("tpot_p50_ms", "engine_ms_per_token", "step_ms_per_token")
-        found = [row[f"{name}_change_pct"] for name in names]
-        assert found == pytest.approx([change] * 3, abs=1.0)
+        changes = [row[f"{name}_change_pct"] for name in names]
+        assert changes == pytest.approx([change] * 3, abs=1.0)
         assert rows[clock, "random"]["active_experts"] == 5.0
     live.Comparison(tmp_path, {}).finish()
     assert not cpu_speed.exists()

@@ -70,8 +70,8 @@ def with_one_choice_moved(counts: Counts) -> Counts:
 
 
 def test_right_counts_are_exact(line: Line) -> None:
-    found = line(record())
-    assert (found["prompts_exact"], found["decodes_exact"], found["differ_from_hf"]) == (1, 1, 0)
+    row = line(record())
+    assert (row["prompts_exact"], row["decodes_exact"], row["differ_from_hf"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_right_counts_are_exact(line: Line) -> None:
     ids=["an id", "a chunk", "a block twice", "the last token", "a token more", "another's token"],
 )
 def test_a_wrong_prompt_count_is_found(line: Line, wrong: Counts) -> None:
-    found = line(record(prompt=wrong))
-    assert (found["prompts_exact"], found["decodes_exact"]) == (0, 1)
+    row = line(record(prompt=wrong))
+    assert (row["prompts_exact"], row["decodes_exact"]) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_a_wrong_prompt_count_is_found(line: Line, wrong: Counts) -> None:
     ids=["an id", "a route", "the order"],
 )
 def test_a_wrong_decode_count_is_found(line: Line, wrong: dict[str, Any]) -> None:
-    found = line(record(**wrong))
-    assert (found["prompts_exact"], found["decodes_exact"]) == (1, 0)
+    row = line(record(**wrong))
+    assert (row["prompts_exact"], row["decodes_exact"]) == (1, 0)
 
 
 def test_a_token_with_two_observed_choices_excuses_only_those(line: Line) -> None:
     for first, exact in ((CHOSEN, 1), (OTHER, 1), ((CHOSEN + 2) % EXPERTS, 0)):
         one = record(prompt=histogram(np.concatenate([first[:1], CHOSEN[1:PROMPT]])))
         one["seen"][0].append(OTHER[0].tolist())
-        found = line(one)
-        assert (found["prompts_exact"], found["tokens_near_ties"]) == (exact, 1)
+        row = line(one)
+        assert (row["prompts_exact"], row["tokens_near_ties"]) == (exact, 1)
     one = record(prompt=with_one_choice_moved(histogram(CHOSEN[:PROMPT])))
     one["seen"][0].append(OTHER[0].tolist())
     assert line(one)["prompts_exact"] == 0
@@ -142,8 +142,8 @@ def test_a_gap_is_the_difference_between_their_score_and_ours() -> None:
 
 def test_a_gap_of_groups_is_between_the_groups() -> None:
     score = np.array([5.0, 4.0, 4.9, 4.0, 0.0, 1.0, 0.0, 0.0], np.float32)  # of groups: 9, 8.9, 1, 0
-    counted, best = np.array([2, 3]), np.array([0, 1])
-    assert gap(counted, best, score, (4, 1)) == pytest.approx(0.1 / 9, rel=1e-4)
+    counted_experts, best = np.array([2, 3]), np.array([0, 1])
+    assert gap(counted_experts, best, score, (4, 1)) == pytest.approx(0.1 / 9, rel=1e-4)
     assert gap(np.array([4, 5]), best, score, (4, 1)) == pytest.approx(8 / 9, rel=1e-4)
     # With two groups, [0, 1] is not the best choice.
     assert gap(np.array([0, 2]), np.array([0, 1]), score, (4, 2)) < 0
@@ -151,21 +151,21 @@ def test_a_gap_of_groups_is_between_the_groups() -> None:
 
 def test_a_step_is_attributed_to_the_tokens_that_it_computed() -> None:
     """Attribute chunks, two requests in one step, and a token that is computed again."""
-    seen = object.__new__(ObservedChoices)
+    choices = object.__new__(ObservedChoices)
     requests = {
         "a": SimpleNamespace(all_token_ids=[1, 2, 3], num_computed_tokens=0),
         "b": SimpleNamespace(all_token_ids=[1, 9], num_computed_tokens=0),
     }
-    seen.__dict__ |= {"_choices": defaultdict(list), "_requests": requests, "_step": {}}
+    choices.__dict__ |= {"_choices": defaultdict(list), "_requests": requests, "_step": {}}
 
     def step(order: list[str], tokens: dict[str, int], rows: list[int]) -> None:
         for name, number in tokens.items():
             requests[name].num_computed_tokens += number
         for layer in range(LAYERS):
-            seen._store_choices(layer, np.array([[expert + layer] for expert in rows]))
-        seen._attribute(order, tokens)
+            choices._store_choices(layer, np.array([[expert + layer] for expert in rows]))
+        choices._attribute(order, tokens)
 
     step(["a"], {"a": 2}, [10, 20])
     step(["b", "a"], {"a": 1, "b": 2}, [11, 90, 30])
-    assert seen.routes([1, 2, 3]) == [[[[10], [11]], [[11], [12]]], [[[20], [21]]], [[[30], [31]]]]
-    assert seen.routes([1, 9])[1] == [[[90], [91]]]
+    assert choices.routes([1, 2, 3]) == [[[[10], [11]], [[11], [12]]], [[[20], [21]]], [[[30], [31]]]]
+    assert choices.routes([1, 9])[1] == [[[90], [91]]]

@@ -33,15 +33,15 @@ def test_a_row_separates_refused_late_and_failed_requests() -> None:
         Answer(5.0, 5.3, error="HTTP 429: no"),
         Answer(5.0, 6.0, error="HTTP 500: no"),
     ]
-    found = row(PREDICTION, answers, OBJECTIVE, 10.0)
-    assert (found["requests"], found["failures"]) == (6, 1)
-    assert found["refused_pct"] == pytest.approx(100 / 3)
-    assert found["refusal_p50_s"] == pytest.approx(0.2)
-    assert found["slowest_refusal_s"] == pytest.approx(0.3)
-    assert found["within_pct"] == pytest.approx(25.0)
-    assert found["goodput_per_s"] == pytest.approx(0.1)
-    assert found["answers_per_s"] == pytest.approx(0.3)
-    assert set(row(COUNT, [], OBJECTIVE, 1.0)) == set(found)
+    figures = row(PREDICTION, answers, OBJECTIVE, 10.0)
+    assert (figures["requests"], figures["failures"]) == (6, 1)
+    assert figures["refused_pct"] == pytest.approx(100 / 3)
+    assert figures["refusal_p50_s"] == pytest.approx(0.2)
+    assert figures["slowest_refusal_s"] == pytest.approx(0.3)
+    assert figures["within_pct"] == pytest.approx(25.0)
+    assert figures["goodput_per_s"] == pytest.approx(0.1)
+    assert figures["answers_per_s"] == pytest.approx(0.3)
+    assert set(row(COUNT, [], OBJECTIVE, 1.0)) == set(figures)
 
 
 async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_objective(
@@ -50,11 +50,11 @@ async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_object
     headers_sent: list[dict[str, str] | None] = []
     complete = objectives.complete
 
-    async def recorded(*args: object, headers: dict[str, str] | None) -> Answer:
+    async def record_headers(*args: object, headers: dict[str, str] | None) -> Answer:
         headers_sent.append(headers)
         return await complete(*args, headers=headers)
 
-    monkeypatch.setattr(objectives, "complete", recorded)
+    monkeypatch.setattr(objectives, "complete", record_headers)
     with fake_service() as service:
         service.first_s = 1.0
         arrivals = Arrivals(service.url, [{"max_tokens": 2, "ignore_eos": True}], OBJECTIVE, limit=2)

@@ -25,8 +25,8 @@ def test_first_prompts_share_the_blocks_that_they_share_in_the_trace() -> None:
 
 def test_a_next_prompt_has_the_history_and_the_new_tokens_of_the_trace() -> None:
     history, before = [1, 2, 3], turn(320, 0)
-    found = next_prompt(history, before, turn(320 + 64 + 10 * SHRINK, 0), random.Random(0))
-    assert (found[:3], len(found)) == (history, 13)
+    prompt = next_prompt(history, before, turn(320 + 64 + 10 * SHRINK, 0), random.Random(0))
+    assert (prompt[:3], len(prompt)) == (history, 13)
     assert len(next_prompt(history, before, turn(320, 0), random.Random(0))) == 4
 
 
@@ -38,9 +38,9 @@ def test_conversations_have_a_second_block_of_their_own() -> None:
 def test_a_row_compares_the_counts_of_its_own_requests() -> None:
     before = {"prefill_tokens": 100, "prefix_tokens_predicted": 50}
     after = {"prefill_tokens": 1100, "prefix_tokens_predicted": 470, "prefix_tokens_measured": 400}
-    found = row(before, after)
-    assert (found["prompt_tokens"], found["predicted_pct"], found["measured_pct"]) == (1000, 42.0, 40.0)
-    assert round(found["error_pct"], 6) == 5.0
+    figures = row(before, after)
+    assert (figures["prompt_tokens"], figures["predicted_pct"], figures["measured_pct"]) == (1000, 42.0, 40.0)
+    assert round(figures["error_pct"], 6) == 5.0
     assert math.isnan(row({}, {"prefill_tokens": 1})["error_pct"])
 
 

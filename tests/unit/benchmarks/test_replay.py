@@ -93,7 +93,7 @@ def test_a_gpu_engine_captures_graphs_of_the_given_batch_sizes() -> None:
 
 
 class _EnginePool:
-    """A fake pool whose steps cost a random number of experts; it is interrupted after some runs."""
+    """A fake pool whose steps cost a random number of experts. It is interrupted after some runs."""
 
     def __init__(self, runs: int) -> None:
         self.runs = 0

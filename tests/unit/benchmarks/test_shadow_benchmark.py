@@ -50,9 +50,9 @@ def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:
 def test_rounds_that_differ_give_an_interval() -> None:
     slow = replace(PART, live=8.8, shadow=5.5)
     same = [PART, PART]
-    found = rows(("a", "b"), {"a": [PART, slow], "b": same}, seed=0)[0]
-    assert found["low_pct"] == pytest.approx(-20)
-    assert found["low_pct"] < found["change_pct"] < found["high_pct"]
+    row = rows(("a", "b"), {"a": [PART, slow], "b": same}, seed=0)[0]
+    assert row["low_pct"] == pytest.approx(-20)
+    assert row["low_pct"] < row["change_pct"] < row["high_pct"]
 
 
 def test_a_status_before_the_first_token_has_sums() -> None:

@@ -16,7 +16,7 @@ COST = StepCost(2e-3, 5e-5, 0.0, 3e-6)
 
 
 class _Engine:
-    """A fake that reports the time of a step one step later, as a GPU does; a lossy one omits an expert."""
+    """A fake that reports the time of a step one step later, as a GPU does. A lossy one omits an expert."""
 
     def __init__(self, *, lossy: bool = False) -> None:
         self._lossy, self._batch, self._number = lossy, 0, 100

@@ -41,13 +41,13 @@ def test_prompts_repeat_only_after_all_were_sent() -> None:
 
 
 def test_turns_of_a_session_follow_the_trace_in_order() -> None:
-    """Play two sessions with interleaved turns; sessions that are too short or too long are left out."""
+    """Play two sessions with interleaved turns. Sessions that are too short or too long are left out."""
     turns: dict[str, list[tuple[int, ...]]] = {}
     turns |= {"a": [(0, 1), (0, 1, 2), (0, 1, 2, 3)], "b": [(0, 9), (0, 9, 8), (0, 9, 7)], "c": [(0, 5)]}
     records = [
         TraceRequest(float(turn), len(ids) * BLOCK_TOKENS, 80, ids)
         for turn in range(3)
-        for ids in (own[turn] for own in turns.values() if turn < len(own))
+        for ids in (session[turn] for session in turns.values() if turn < len(session))
     ]
     chains = sessions(records, PROMPTS, ANSWERS, random.Random(0), tag="t", count=9)
     assert sorted(len(chain) for chain in chains) == [3, 3]
@@ -68,8 +68,8 @@ def test_prompts_of_an_application_begin_with_its_text_and_follow_its_popularity
         text = body["prompt"][: SYSTEM_CHARS + len(body["user"]) - len("t application")]
         assert begin.setdefault(body["user"], text) == text
     assert len(begin) <= APPLICATIONS
-    counted = Counter(body["user"] for (body,) in chains).most_common()
-    assert counted[0][1] > 5 * counted[-1][1]
+    users = Counter(body["user"] for (body,) in chains).most_common()
+    assert users[0][1] > 5 * users[-1][1]
 
 
 def _trial(chains: int, **sizes: int) -> tuple[dict[str, Any], list[int]]:
@@ -88,9 +88,9 @@ def _trial(chains: int, **sizes: int) -> tuple[dict[str, Any], list[int]]:
 
 def test_a_trial_counts_the_same_requests_of_each_system() -> None:
     """Count requests that are sent after the warm-up, whenever they end."""
-    found, sent = _trial(50, in_flight=2, warm_up=4, requests=6)
-    assert (found["requests"], found["failures"]) == (6, 0)
-    assert found["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # of the fifth to the tenth request
+    trial, sent = _trial(50, in_flight=2, warm_up=4, requests=6)
+    assert (trial["requests"], trial["failures"]) == (6, 0)
+    assert trial["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # of the fifth to the tenth request
     assert len(sent) < 50  # then the loop was stopped
     for chain in range(len(sent) // 2):  # a chain's second after its first
         assert sent.index(2 * chain) < sent.index(2 * chain + 1)
@@ -99,7 +99,7 @@ def test_a_trial_counts_the_same_requests_of_each_system() -> None:
 
 
 def test_a_trial_waits_for_its_slowest_measured_request() -> None:
-    """The third request outlasts all others; only its time counts."""
+    """The third request outlasts all others. Only its time counts."""
     ended: list[int] = []
 
     async def send(http: Any, body: dict[str, Any]) -> Answer:
@@ -110,9 +110,9 @@ def test_a_trial_waits_for_its_slowest_measured_request() -> None:
         return Answer(start, time.perf_counter(), StreamTiming([0.1, 9.1 if slow else 0.2]))
 
     work = [[{"number": n}] for n in range(200)]
-    found = asyncio.run(whole_replicas._trial(send, work, in_flight=4, warm_up=2, requests=1))
-    assert found["tpot_p50_ms"] == pytest.approx(9000)
-    assert found["span"][0] < found["span"][1] <= time.time()
+    trial = asyncio.run(whole_replicas._trial(send, work, in_flight=4, warm_up=2, requests=1))
+    assert trial["tpot_p50_ms"] == pytest.approx(9000)
+    assert trial["span"][0] < trial["span"][1] <= time.time()
     assert ended.index(2) > 20
     assert len(ended) < 200
 
@@ -133,8 +133,8 @@ def test_our_system_is_compared_with_each_other_system_round_by_round() -> None:
     assert other["engines_cpu_ms"] == 2
     names = [f"server_{name}" for name in ("ttft_sum", "ttft_count", "queue_sum", "queue_count")]
     before, after = (dict(zip(names, v, strict=True)) for v in ((1.0, 2, 0.0, 2), (3.0, 6, 1.0, 6)))
-    for found in trials.values():
-        found |= whole_report.means(before, after)
+    for trial in trials.values():
+        trial |= whole_report.means(before, after)
     (row,) = whole_report.rows(trials, [whole_report.OURS], ["sessions"])
     assert (row["server_ttft_mean_ms"], row["server_queue_mean_ms"]) == (500, 250)
     before, after = (

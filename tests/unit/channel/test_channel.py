@@ -72,13 +72,13 @@ async def test_a_cancelled_call_ends_in_the_engine_first() -> None:
         unread = channel.call("wait", {})
         unread.cancel()  # the engine may not have begun it
         await unread.wait_until_ended()
-        begun = channel.call("wait", {})
-        await begun.read()
-        begun.cancel()
-        begun.cancel()
-        await begun.wait_until_ended()
+        waiting_call = channel.call("wait", {})
+        await waiting_call.read()
+        waiting_call.cancel()
+        waiting_call.cancel()
+        await waiting_call.wait_until_ended()
         assert not engine.running
-        begun.cancel()
+        waiting_call.cancel()
         assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
 
 

@@ -64,7 +64,7 @@ asyncio.run(main())
 async def process(
     code: str, stderr: int | None = None, **values: Any
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """Run the code in a process; yield it and its first line of output."""
+    """Run the code in a process, and yield it and its first line of output."""
     code = code.format(path=sys.path, **values)
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=stderr
@@ -108,7 +108,7 @@ async def test_a_faulty_peer_costs_an_engine_process_one_connection_and_one_log_
         waiting = channel.call("wait", {})
         assert await waiting.read()
 
-        async def running() -> Chunk | None:
+        async def read_running() -> Chunk | None:
             return await channel.call("running", {}).read()
 
         cut, call = frame(Kind.CALL, 1, b"cut" * 100)[:-50], frame(Kind.CALL, 2, b"\x93\xa4wait\x80\xc4\x00")
@@ -123,7 +123,7 @@ async def test_a_faulty_peer_costs_an_engine_process_one_connection_and_one_log_
         ):
             _, writer = await asyncio.open_connection("127.0.0.1", int(port))
             writer.write(first)
-            while call in first and await running() != Chunk(b"wait wait running", 0):
+            while call in first and await read_running() != Chunk(b"wait wait running", 0):
                 await asyncio.sleep(0.01)
             writer.write(sent)
             await writer.drain()
@@ -131,7 +131,7 @@ async def test_a_faulty_peer_costs_an_engine_process_one_connection_and_one_log_
             async with asyncio.timeout(10):
                 assert b"is closed" in await engine.stderr.readline()
         assert await read_all(channel.call("echo", {"parts": [b"a"]})) == (b"a", 1)
-        assert await running() == Chunk(b"wait running", 0)  # the faulty peers' calls have ended
+        assert await read_running() == Chunk(b"wait running", 0)  # the faulty peers' calls have ended
         assert channel.is_open
         engine.kill()
         assert await engine.stderr.read() == b""

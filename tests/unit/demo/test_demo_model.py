@@ -85,8 +85,8 @@ def test_widening_keeps_the_logits(model, tokenizer, tmp_path: Path, intermediat
 
 def test_new_heads_join_the_group_whose_keys_they_share():
     weight = torch.arange(8.0)[:, None].expand(8, 3)  # 4 heads of 2 rows, 2 per group
-    found = widen._add_heads(weight, 2, 2, 6)[:, 0].tolist()
-    assert found == [0, 1, 2, 3, 0, 0, 4, 5, 6, 7, 0, 0]
+    head_weights = widen._add_heads(weight, 2, 2, 6)[:, 0].tolist()
+    assert head_weights == [0, 1, 2, 3, 0, 0, 4, 5, 6, 7, 0, 0]
 
 
 def test_widening_refuses_missing_models_and_unsupported_sizes(tmp_path: Path):

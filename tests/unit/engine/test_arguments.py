@@ -33,8 +33,8 @@ def test_vllms_defaults_are_accepted() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_parsers_of_plugins_are_accepted(role: str) -> None:
-    own = {"tool_call_parser": "mine", "tool_parser_plugin": "/mine.py"}
-    check_arguments(f"{role}_config.engine_kwargs", own)
+    plugin_kwargs = {"tool_call_parser": "mine", "tool_parser_plugin": "/mine.py"}
+    check_arguments(f"{role}_config.engine_kwargs", plugin_kwargs)
     with pytest.raises(ConfigurationError, match="tool_call_parser is 'mine': unknown parser"):
         check_arguments(f"{role}_config.engine_kwargs", {"tool_call_parser": "mine"})
 
@@ -61,13 +61,13 @@ def test_own_settings_of_the_transfer_keep_the_lease() -> None:
     default = engine_kwargs("prefill", kv_lease_s=45.0)["kv_transfer_config"]
     assert default["kv_connector_extra_config"] == {"kv_lease_duration": 45}
     assert engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=None)["kv_transfer_config"] == default
-    own: dict[str, Any] = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"backends": ["UCX"]}}
-    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    settings: dict[str, Any] = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"backends": ["UCX"]}}
+    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=settings)["kv_transfer_config"]
     extra = {"backends": ["UCX"], "kv_lease_duration": 45}
     assert merged == default | {"kv_buffer_device": "cpu", "kv_connector_extra_config": extra}
-    own["kv_connector_extra_config"] = None
-    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=own)["kv_transfer_config"]
+    settings["kv_connector_extra_config"] = None
+    merged = engine_kwargs("prefill", kv_lease_s=45.0, kv_transfer_config=settings)["kv_transfer_config"]
     assert merged == default | {"kv_buffer_device": "cpu"}
-    own["kv_connector_extra_config"] = {"kv_lease_duration": 9}
+    settings["kv_connector_extra_config"] = {"kv_lease_duration": 9}
     with pytest.raises(ConfigurationError, match=r"kv_lease_duration is 9: set path\.kv_lease_s instead"):
-        engine_kwargs("prefill", kv_transfer_config=own)
+        engine_kwargs("prefill", kv_transfer_config=settings)

@@ -44,7 +44,7 @@ Sent = dict[tuple[Any, ...], list[float]]
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """Return the values sent to Ray, by (kind, name, labels); the clock of vLLM's metrics is stopped."""
+    """Return the values sent to Ray, by (kind, name, labels). The clock of vLLM's metrics is stopped."""
     values: Sent = defaultdict(list)
 
     def record(self: Any, value: float, tags: dict[str, str]) -> None:
@@ -75,7 +75,7 @@ def _config() -> Any:
 
 
 def _step(draw: random.Random) -> dict[str, Any]:
-    """Return stats of one step; all seconds are multiples of 1/1024, so that their sums are exact."""
+    """Return stats of one step. All seconds are multiples of 1/1024, so that their sums are exact."""
 
     def count() -> int:
         return draw.randrange(5)

@@ -215,7 +215,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step_and_cached_tokens(
 
 
 async def test_usage_counts_tokens_that_prefill_wrote_and_a_disconnect_frees_blocks_once() -> None:
-    """The engine frees the blocks of its request; vLLM's server would free them a second time."""
+    """The engine frees the blocks of its request. The server of vLLM would free them a second time."""
     client = Client(next_token)
     transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED: 736}
     params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})

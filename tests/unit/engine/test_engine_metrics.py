@@ -28,8 +28,8 @@ def test_steps_appear_in_all_metrics_of_the_table() -> None:
     }
     for name, metric in ENGINE.items():
         assert values[name if metric.kind == COUNTER else f"{name}_sum"] > 0
-    own = {name.removesuffix("_sum") for name in values if name.startswith("eldr_")}
-    assert {name for name in own if not name.endswith(("_count", "_created"))} == set(ENGINE)
+    names = {name.removesuffix("_sum") for name in values if name.startswith("eldr_")}
+    assert {name for name in names if not name.endswith(("_count", "_created"))} == set(ENGINE)
     assert values["eldr_decode_steps_total"] == 3
     assert values["eldr_decode_step_experts_total"] == 60
     assert values["eldr_decode_step_requests_total"] == 6

@@ -80,10 +80,10 @@ class ContinuesCancelledCalls(FakeEngine):
 
 class OmitsTheLastEvent(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        def sent(payload: bytes, tokens: int, ids: bytes = b"") -> None:
+        def send_without_end(payload: bytes, tokens: int, ids: bytes = b"") -> None:
             send(payload.replace(b"data: [DONE]\n\n", b""), tokens, ids)
 
-        return await super().generate(request, sent)
+        return await super().generate(request, send_without_end)
 
 
 class IgnoresGeneratedTokens(FakeEngine):

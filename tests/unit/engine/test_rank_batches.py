@@ -17,7 +17,7 @@ SIZES = [[3, 1], [0, 4], [2, 2], [1, 0], [1, 1]]
 
 
 def tokens_of(rank: int, step: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, weights and ids of a rank's tokens; equal in every process."""
+    """Return hidden states, weights and ids of a rank's tokens, equal in every process."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
     weights = torch.rand(tokens, TOP_K, generator=generator)

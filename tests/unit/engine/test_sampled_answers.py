@@ -40,7 +40,7 @@ class Counting(Client):
 
 
 async def serve(request: EngineRequest) -> tuple[Counting, bytes, list[Any]]:
-    """Serve a request; return the engine core, the bytes that the client got, and the samples."""
+    """Serve a request, and return the engine core, the bytes that the client got, and the samples."""
     client = Counting(lambda before: 300 + len(before))
     ours, sent = engine(client, 100), bytearray()
     with patch("time.time", lambda: 100.0):

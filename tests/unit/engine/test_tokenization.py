@@ -1,6 +1,6 @@
 """Ingress and engine tokenise like vLLM's own server, for the demo model.
 
-vLLM's server runs without an engine here; `tests/e2e/test_like_vllm.py` uses a complete one.
+vLLM's server runs without an engine here. `tests/e2e/test_like_vllm.py` uses a complete one.
 """
 
 from __future__ import annotations

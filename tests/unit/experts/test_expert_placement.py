@@ -20,8 +20,8 @@ MAP = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 3]]
 
 
 def placement(slots: Any = MAP, **changes: Any) -> ExpertPlacement:
-    known = {"ranks": 2, "num_experts": 4, "model": "m", "method": "eplb", "fingerprint": "f"}
-    return ExpertPlacement(np.array(slots), **{**known, **changes})
+    defaults = {"ranks": 2, "num_experts": 4, "model": "m", "method": "eplb", "fingerprint": "f"}
+    return ExpertPlacement(np.array(slots), **{**defaults, **changes})
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)

@@ -1,6 +1,6 @@
 """Expert placement and replica routing against brute force and published examples.
 
-METRO on tensors and in Triton makes the same choices as the plan in numpy; Triton is interpreted here.
+METRO on tensors and in Triton makes the same choices as the plan in numpy. Triton is interpreted here.
 """
 
 import itertools
@@ -27,8 +27,8 @@ def test_eplb_reproduces_the_published_example() -> None:
         [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
         [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
     ]
-    placed = eplb_placement(load, 16, groups=4, nodes=2, ranks=8)
-    assert placed.tolist() == [
+    rows = eplb_placement(load, 16, groups=4, nodes=2, ranks=8)
+    assert rows.tolist() == [
         [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
         [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
     ]
@@ -39,10 +39,10 @@ def test_eplb_places_every_expert_and_fills_every_slot(
     seed: int, ranks: int, spare: int, groups: int
 ) -> None:
     load = np.random.default_rng(seed).exponential(size=(3, 8))
-    placed = eplb_placement(load, 8 + spare * ranks, groups=groups, nodes=2, ranks=ranks)
-    assert hosts_of(placed, 8, ranks).any(axis=2).all()
-    assert placed.shape == (3, 8 + spare * ranks)
-    for row, slots in zip(load, placed, strict=True):
+    rows = eplb_placement(load, 8 + spare * ranks, groups=groups, nodes=2, ranks=ranks)
+    assert hosts_of(rows, 8, ranks).any(axis=2).all()
+    assert rows.shape == (3, 8 + spare * ranks)
+    for row, slots in zip(load, rows, strict=True):
         replicas = np.bincount(slots, minlength=8)
         spared = replicas > 1
         # With one pool, no expert with a replica to spare would be lighter without it than the heaviest.
@@ -53,10 +53,10 @@ def test_eplb_places_every_expert_and_fills_every_slot(
 @given(seed=st.integers(0, 999), ranks=st.sampled_from([2, 3, 6]))
 def test_activation_placement_balances_what_each_rank_activates(seed: int, ranks: int) -> None:
     activation = np.random.default_rng(seed).uniform(size=(2, 6))
-    placed = activation_placement(activation, ranks)
-    assert np.sort(placed, axis=1).tolist() == [list(range(6))] * 2
+    rows = activation_placement(activation, ranks)
+    assert np.sort(rows, axis=1).tolist() == [list(range(6))] * 2
     orders = np.array(list(itertools.permutations(range(6))))
-    for row, slots in zip(activation, placed, strict=True):
+    for row, slots in zip(activation, rows, strict=True):
         worst = row[slots].reshape(ranks, -1).sum(axis=1).max()
         best = row[orders].reshape(len(orders), ranks, -1).sum(axis=2).max(axis=1).min()
         assert best - 1e-9 <= worst <= 1.34 * best  # the bound of greedy scheduling on identical machines
@@ -89,8 +89,8 @@ def test_even_spread_keeps_every_token_and_differs_by_one(seed: int) -> None:
     assert np.array_equal(spread.sum(axis=1), tokens)
     assert not spread[~hosts].any()
     for expert in range(len(tokens)):
-        mine = spread[expert, hosts[expert]]
-        assert mine.max() - mine.min() <= 1
+        shares = spread[expert, hosts[expert]]
+        assert shares.max() - shares.min() <= 1
 
 
 def test_layers_are_independent() -> None:
@@ -123,7 +123,7 @@ def test_bad_input_is_refused(call: object, word: str) -> None:
 def cases(
     draw: st.DrawFn, *, layers: int = 3, experts: int = 24, ranks: int = 9
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw tokens int[N, E] and hosts bool[N, E, G]; every expert has a host."""
+    """Draw tokens int[N, E] and hosts bool[N, E, G]. Every expert has a host."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = draw(st.integers(1, layers)), draw(st.integers(1, experts)), draw(st.integers(1, ranks))
     hosts = random_hosts(rng, *shape, density=draw(st.sampled_from([0.0, 0.1, 0.4, 1.0])))

@@ -15,7 +15,7 @@ Change = tuple[np.ndarray, np.ndarray, int]
 
 @st.composite
 def changes(draw: Any) -> Change:
-    """Draw (old int[L, P], new int[L, P], ranks); every expert is in both, and both may have empty slots."""
+    """Draw (old int[L, P], new int[L, P], ranks). Every expert is in both, and both may have empty slots."""
     ranks, size, layers = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 2))
     slots = ranks * size
     experts = draw(st.integers(1, slots))

@@ -50,8 +50,8 @@ def test_directions_turn_towards_the_error_and_stay_orthonormal(monkeypatch: pyt
         online = OnlinePredictor(start)
         for ids in prompts(1000, 5):
             online.observe(ids, linear(TRUTH, ids))
-        found = online.predictor.experts.reshape(R, -1).astype(float)
-        np.testing.assert_allclose(found @ found.T, np.eye(R), atol=1e-3)
+        directions = online.predictor.experts.reshape(R, -1).astype(float)
+        np.testing.assert_allclose(directions @ directions.T, np.eye(R), atol=1e-3)
         gains.append(online.gain)
     assert gains[0] > gains[1] + 0.2
 

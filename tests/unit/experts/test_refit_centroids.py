@@ -48,8 +48,8 @@ def test_new_centroids_follow_those_that_stay() -> None:
     ],
 )
 def test_a_refit_has_a_reason(now: tuple[int, ...], workers: int, each: int, why: Any) -> None:
-    found = refit_reason(unit_table(3), traffic(*now, each=each), workers, min_gain=0.02)
-    assert found is None if why is None else found.startswith(why)
+    reason = refit_reason(unit_table(3), traffic(*now, each=each), workers, min_gain=0.02)
+    assert reason is None if why is None else reason.startswith(why)
 
 
 def test_the_gain_is_measured_on_signatures_outside_the_fit() -> None:

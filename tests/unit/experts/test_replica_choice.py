@@ -46,15 +46,15 @@ def cases(draw: Any) -> Case:
 
 @given(cases(), st.sampled_from(RULES))
 def test_a_pair_is_served_by_a_replica_of_its_expert(case: Case, rule: str) -> None:
-    found = make_choice(rule, case.row, case.experts, case.topology).slots(case.batch).numpy()
-    assert np.array_equal(case.row[found], case.batch.numpy())
+    slots = make_choice(rule, case.row, case.experts, case.topology).slots(case.batch).numpy()
+    assert np.array_equal(case.row[slots], case.batch.numpy())
 
 
 @given(cases())
 def test_metro_is_greedy_over_the_whole_batch(case: Case) -> None:
-    found = make_choice("metro", case.row, case.experts, case.topology).slots(case.batch).numpy()
+    slots = make_choice("metro", case.row, case.experts, case.topology).slots(case.batch).numpy()
     tokens = np.bincount(case.batch.numpy().ravel(), minlength=case.experts)
-    assert np.array_equal(found // case.size, route_metro(tokens, case.slots >= 0)[case.batch.numpy()])
+    assert np.array_equal(slots // case.size, route_metro(tokens, case.slots >= 0)[case.batch.numpy()])
 
 
 @given(cases())
@@ -110,9 +110,9 @@ def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case, given_
         home = homes[place]
         for column, expert in enumerate(experts):
             hosts = np.flatnonzero(case.slots[expert] >= 0)
-            own = hosts[hosts == home]
+            own_hosts = hosts[hosts == home]
             near = hosts[node[hosts] == node[home]]
-            nearest = own if len(own) else near if len(near) else hosts
+            nearest = own_hosts if len(own_hosts) else near if len(near) else hosts
             assert slots[place, column] // case.size in nearest
 
 

@@ -1,4 +1,4 @@
-"""Saved artifacts can be loaded; all other files are refused in one sentence."""
+"""Saved artifacts can be loaded. All other files are refused in one sentence."""
 
 import json
 import os

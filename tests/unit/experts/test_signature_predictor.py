@@ -97,11 +97,11 @@ def test_invalid_arrays_are_refused(changes: dict[str, Any], word: str) -> None:
     ],
 )
 def test_another_model_is_refused_with_one_sentence(other: dict[str, Any], word: str) -> None:
-    own: dict[str, Any] = {"model": "m", "tokenizer": "t", "shape": (L, E)}
-    PREDICTOR.require_fit(**own)
+    fields: dict[str, Any] = {"model": "m", "tokenizer": "t", "shape": (L, E)}
+    PREDICTOR.require_fit(**fields)
     PREDICTOR.require_fit(model="m")  # the rest is not known yet
     with pytest.raises(ArtifactError, match=word) as refused:
-        PREDICTOR.require_fit(**(own | other))
+        PREDICTOR.require_fit(**(fields | other))
     assert len(str(refused.value).splitlines()) == 1
 
 

@@ -18,7 +18,7 @@ from eldr_serve.commands.client import ServiceError
 from loadgen import application, processes
 from loadgen.workload import Prompt
 from tests.faults import chaos, operations
-from tests.faults.operations import InjectedFault, Operator, Run, explained_by_fault
+from tests.faults.operations import FaultInjector, InjectedFault, Run, explained_by_fault
 from tests.faults.record import Record, find_problems, rows
 from tests.faults.traffic import Answer, Sent, bodies, check_answer
 
@@ -126,41 +126,41 @@ class UnreachableRouter:
 
 
 @pytest.fixture
-def operator() -> Operator:
+def injector() -> FaultInjector:
     config = {
         "deployment_config": {"num_replicas": 2},
         "model_loading_config": {"model_id": "m", "model_source": "/nowhere"},
     }
     service: Any = UnreachableRouter()
-    return Operator(
+    return FaultInjector(
         service, "", {"decode_config": config}, Run(Record()), random.Random(0), lambda what: None
     )
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router", "ingress", "proxy", "controller"])
 async def test_a_role_without_a_process_does_not_end_the_run(
-    role: str, operator: Operator, monkeypatch: pytest.MonkeyPatch
+    role: str, injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "with_role", lambda role: [])
-    await operator._inject(f"kill {role}")
-    assert operator._run.counters == {f"no process to kill {role}": 1}
-    assert not operator._run.faults
-    assert not operator._recovering
+    await injector._inject(f"kill {role}")
+    assert injector._run.counters == {f"no process to kill {role}": 1}
+    assert not injector._run.faults
+    assert not injector._recovering
 
 
-async def test_no_fault_is_injected_into_a_recovering_role(operator: Operator) -> None:
-    """A redeploy replaces all roles that can be killed, so it waits for their recovery, and they for its."""
+async def test_no_fault_is_injected_into_a_recovering_role(injector: FaultInjector) -> None:
+    """A redeploy replaces all roles that can be killed, so a kill and a redeploy wait for each other."""
     happened: list[str] = []
 
     async def happen(fault: str) -> None:
         happened.append(fault)
         task = asyncio.create_task(asyncio.sleep(3600))
-        operator._recovering[task] = operations.affected_roles(fault)
+        injector._recovering[task] = operations.affected_roles(fault)
 
-    operator._inject = happen
-    operator._read_shape = lambda: (1, 1)
+    injector._inject = happen
+    injector._read_shape = lambda: (1, 1)
     faults = ["kill decode", "stop decode", "redeploy", "swap table", "kill ingress"]
-    working = asyncio.create_task(operator.work(faults, 0.001, float("inf")))
+    working = asyncio.create_task(injector.inject_faults(faults, 0.001, float("inf")))
     async with asyncio.timeout(30):
         while len(happened) < (2 if "redeploy" in happened else 3):
             await asyncio.sleep(0.001)
@@ -170,20 +170,20 @@ async def test_no_fault_is_injected_into_a_recovering_role(operator: Operator) -
         assert sorted(happened) == ["redeploy", "swap table"]
     else:
         assert {fault.split()[-1] for fault in happened} == {"decode", "table", "ingress"}
-    for task in operator._recovering:
+    for task in injector._recovering:
         task.cancel()
 
 
 @pytest.mark.parametrize("fault", ["swap table", "change policy", "redeploy"])
 async def test_an_operation_that_fails_while_the_router_is_unreachable_is_counted(
-    fault: str, operator: Operator, monkeypatch: pytest.MonkeyPatch
+    fault: str, injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deploy(arguments: dict[str, Any]) -> None:
-        raise RayServeException("the controller is away")
+        raise RayServeException("the controller is unreachable")
 
     monkeypatch.setattr(application, "deploy", deploy)
-    await operator._try_operation(operations._OPERATIONS[fault])
-    (counted,) = operator._run.counters.items()
+    await injector._try_operation(operations._OPERATIONS[fault])
+    (counted,) = injector._run.counters.items()
     assert (counted[0].startswith("refused"), counted[1]) == (True, 1)
 
 
@@ -310,5 +310,5 @@ async def test_the_router_must_hold_exactly_the_leases_of_its_clients(
     monkeypatch.setattr(chaos, "_read_statuses", lambda url: status)
     server = await asyncio.start_server(streams, "127.0.0.1", 0)
     async with server:
-        found = await chaos._compare_leases(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
-    assert bool(found) == wrong_leases
+        problems = await chaos._compare_leases(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+    assert bool(problems) == wrong_leases

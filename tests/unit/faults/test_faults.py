@@ -58,9 +58,9 @@ def test_nothing_is_lost_whatever_fails(first: int, abandoned: list[str]) -> Non
     ("kind", "role"), [("kill", "decode"), ("kill", "prefill"), ("cut a connection of", "decode")]
 )
 def test_no_answer_is_lost_by_a_fault_at_any_step_of_an_engine(kind: str, role: str, stream: bool) -> None:
-    asked = [Plan(1.0, "completions", f"1 2 3 4 5 6 7 8 {n}", 4, stream=stream) for n in range(2)]
+    plans = [Plan(1.0, "completions", f"1 2 3 4 5 6 7 8 {n}", 4, stream=stream) for n in range(2)]
     for steps in range(1, STEPS, STRIDE):
-        run = run_seed(0, requests=asked, injected=[Fault(kind, role, 0.99, steps, 0.0, 0.0)])
+        run = run_seed(0, requests=plans, injected=[Fault(kind, role, 0.99, steps, 0.0, 0.0)])
         assert not run.violations, steps
         assert run.kinds == {"ok": 2}, steps
 
@@ -129,17 +129,17 @@ def on_virtual_time(main) -> VirtualLoop:
 
 
 def test_virtual_time_passes_without_waiting_and_in_order() -> None:
-    woken = []
+    wake_times = []
 
     async def main(loop: VirtualLoop) -> None:
         async def sleeper(seconds: float) -> None:
             await asyncio.sleep(seconds)
-            woken.append((seconds, loop.time()))
+            wake_times.append((seconds, loop.time()))
 
         await asyncio.gather(*map(sleeper, (3600.0, 1.0, 60.0)))
 
     on_virtual_time(main)
-    assert woken == [(1.0, 1.0), (60.0, 60.0), (3600.0, 3600.0)]
+    assert wake_times == [(1.0, 1.0), (60.0, 60.0), (3600.0, 3600.0)]
 
 
 def test_a_killed_process_runs_nothing_and_a_stopped_one_waits() -> None:

@@ -14,7 +14,7 @@ import pytest
 from eldr_serve.ingress.openapi import _PATHS
 from tests.fuzz.__main__ import _read, hostile, send, send_all
 from tests.fuzz.cases import Case, by_hand, case, known_cases
-from tests.fuzz.connections import occupied, slow_request
+from tests.fuzz.connections import occupy, slow_request
 from tests.fuzz.generated_cases import mutations
 from tests.support.in_process import command, sentence
 
@@ -113,7 +113,7 @@ async def test_connections_are_held_open_and_then_closed() -> None:
     running = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = running.sockets[0].getsockname()[1]
     request = slow_request("m", 10)
-    async with running, occupied("127.0.0.1", port, idle=60, slow=2, request=request):
+    async with running, occupy("127.0.0.1", port, idle=60, slow=2, request=request):
         await asyncio.sleep(0.05)
         assert not received
     async with asyncio.timeout(10):

@@ -14,7 +14,7 @@ from tests.support.request_path import on_virtual_time
 
 
 class Replicas:
-    """Stand in for a Fleet and its directory; each replica has two slots."""
+    """A stand-in for a Fleet and its directory. Each replica has two slots."""
 
     def __init__(self, **calls: int) -> None:
         self.calls = calls

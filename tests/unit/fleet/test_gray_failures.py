@@ -136,7 +136,7 @@ class Outliers(OutlierDetector):
         super().__init__(self.fleet, self.counters, clock=self.clock)
 
     def fail(self, replica: str, times: int = 3) -> bool:
-        """Fail calls of the replica; return whether it was ejected for one of them."""
+        """Fail calls of the replica, and return whether it was ejected for one of them."""
         before = len(self.counters.events)
         for _ in range(times):
             self.record_failure(replica, CallTimeoutError())

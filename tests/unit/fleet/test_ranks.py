@@ -1,4 +1,4 @@
-"""Data-parallel ranks of a replica's engine are workers; the replica's faults are those of all of them."""
+"""Data-parallel ranks of a replica's engine are workers. The replica's faults are those of all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request routers choose a replica for any call; without one Serve would never send it."""
+"""Request routers choose a replica for any call. Without one Serve would never send the call."""
 
 from types import SimpleNamespace
 from typing import Any

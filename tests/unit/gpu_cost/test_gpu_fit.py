@@ -125,8 +125,8 @@ def test_the_busiest_rank_has_more_than_its_share() -> None:
 
 def test_independent_requests_activate_the_expected_number() -> None:
     rng = np.random.default_rng(1)
-    drawn = [len(np.unique(rng.random((8, 128)).argsort(axis=1)[:, :8])) for _ in range(400)]
-    assert independent_experts(8, SHAPE) == pytest.approx(np.mean(drawn), rel=0.02)
+    numbers = [len(np.unique(rng.random((8, 128)).argsort(axis=1)[:, :8])) for _ in range(400)]
+    assert independent_experts(8, SHAPE) == pytest.approx(np.mean(numbers), rel=0.02)
     assert shared_experts(SHAPE) == independent_experts(1, SHAPE) == pytest.approx(8)
 
 

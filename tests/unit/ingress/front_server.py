@@ -1,4 +1,4 @@
-"""An ingress's HTTP server whose answers wait for a line on stdin; prints a line for each request.
+"""An ingress's HTTP server that prints a line for each request, and answers after a line on stdin.
 
 python front_server.py PORT
 """

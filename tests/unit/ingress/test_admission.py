@@ -364,8 +364,8 @@ async def test_scripts_of_other_pages_read_answers_only_if_their_origin_is_named
     async with running_app(cors_origins=cors_origins) as app:
         answer = await app.post(COMPLETIONS, HELLO, origin=ORIGIN)
         assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (200, allowed)
-        asked = {"origin": ORIGIN, "access-control-request-method": "POST"}
-        preflight = await app.client.options(COMPLETIONS, headers=asked)
+        headers = {"origin": ORIGIN, "access-control-request-method": "POST"}
+        preflight = await app.client.options(COMPLETIONS, headers=headers)
         assert preflight.headers.get("access-control-allow-origin") == allowed
         assert preflight.is_success == (allowed is not None)
 

@@ -44,15 +44,15 @@ async def ingresses(port: int) -> AsyncIterator[list[asyncio.subprocess.Process]
 
 @asynccontextmanager
 async def proxy(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIterator[str]:
-    """Run the shipped proxy in front of that port; yield its URL."""
-    own, text = free_port(), (ROOT / "deployments" / "haproxy.cfg").read_text()
-    ports = ("127.0.0.1:8080", f"127.0.0.1:{own}"), ("127.0.0.1:8000", f"127.0.0.1:{port}")
+    """Run the shipped proxy in front of that port, and yield its URL."""
+    own_port, text = free_port(), (ROOT / "deployments" / "haproxy.cfg").read_text()
+    ports = ("127.0.0.1:8080", f"127.0.0.1:{own_port}"), ("127.0.0.1:8000", f"127.0.0.1:{port}")
     for old, new in (*ports, *changes):
         assert old in text
         text = text.replace(old, new)
     config.write_text(text)
     haproxy = await asyncio.create_subprocess_exec(get_haproxy_binary(), "-db", "-f", str(config))
-    url = f"http://127.0.0.1:{own}"
+    url = f"http://127.0.0.1:{own_port}"
     try:
         async with httpx.AsyncClient() as http, asyncio.timeout(30):
             while True:

@@ -62,11 +62,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda endpoint, timeout: exporter)
 
     @asynccontextmanager
-    async def running(sample: float = 1.0, **answers: Any) -> AsyncIterator[Traced]:
+    async def run_app(sample: float = 1.0, **answers: Any) -> AsyncIterator[Traced]:
         async with running_app(tracing={"endpoint": ENDPOINT, "sample": sample}, **answers) as app:
             yield Traced(app, exporter)
 
-    return running
+    return run_app
 
 
 def over(channel: Any) -> Any:

@@ -101,8 +101,8 @@ def test_the_manifest_is_valid_by_kuberays_schema(
 
 def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -> None:
     deployment, manifest = case
-    wanted = [*(engines.replicas for engines in deployment.engines), deployment.ingress]
-    placed = assign_nodes(pools(manifest, "maxReplicas"), wanted)
+    demands = [*(engines.replicas for engines in deployment.engines), deployment.ingress]
+    placed = assign_nodes(pools(manifest, "maxReplicas"), demands)
     assert not placed.missing
     assert not placed.spread
     assert all(node.replicas for node in placed.nodes)

@@ -28,7 +28,7 @@ BASE = [sys.executable, "-m", "locust", "-f", "loadgen/locustfile.py"]
 def locust(
     service: FakeService, out: Path, users: int, *options: object, status: int = 0
 ) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    """Run locust to its end with this status; return the process, and its records by number."""
+    """Run locust to its end with this status, and return the process, and its records by number."""
     record = out / "record.jsonl"
     words = [*BASE, "--headless", "--only-summary", "--host", service.url, "--record", record]
     words += ["--max-tokens", 6, "--users", users, "--spawn-rate", users, *options]

@@ -70,7 +70,7 @@ def test_missing_measurements_and_baselines_are_reported() -> None:
 
 
 def test_each_figure_of_a_trial_has_a_sentence() -> None:
-    """Each figure has its own baseline; the baseline of a figure has no sentence for it."""
+    """Each figure has its own baseline. The baseline of a figure has no sentence for it."""
     times = {"random": (0.02, 0.1), "shortest-queue": (0.01, 0.2), "marginal-cost": (0.009, 0.15)}
     trials = [
         Trial(

@@ -46,7 +46,7 @@ from tests.support.shipped import ROOT
 
 
 class FakeMetric:
-    """Stand in for a Ray metric, with the same checks of labels and values."""
+    """A stand-in for a Ray metric, with the same checks of labels and values."""
 
     def __init__(self, name: str, about: str, *more: Any) -> None:
         self.name = name

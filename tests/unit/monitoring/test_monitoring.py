@@ -104,7 +104,7 @@ def test_a_valid_expression_is_accepted(tmp_path: Path) -> None:
 
 
 def _promtool_errors(folder: Path, *exprs: str) -> str:
-    """Return what promtool says against the expressions, as recording rules; empty if it accepts them."""
+    """Return what promtool says against the expressions as recording rules, or nothing if it accepts them."""
     rules = [{"record": f"e{number}", "expr": expr} for number, expr in enumerate(exprs)]
     file = folder / "rules.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "expressions", "rules": rules}]}))

@@ -1,4 +1,4 @@
-"""The offline commands on good and on bad input; no engine is started."""
+"""The offline commands on good and on bad input. No engine is started."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demo's report and engine settings, from trials and files; no engine is started."""
+"""The demo's report and engine settings, from trials and files. No engine is started."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def plan(out: Path, rounds: int = 4) -> demo._Plan:
 
 
 def trials(rounds: int, *, failed: bool = False) -> list[Trial]:
-    """Return rounds of unequal size; in each, marginal-cost reads 10 % fewer experts in 5 % less time."""
+    """Return rounds of unequal size. In each, marginal-cost reads 10 % fewer experts in 5 % less time."""
     all_trials = []
     for round_ in range(rounds):
         for policy, experts, seconds in (
@@ -177,7 +177,7 @@ def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
 
 
 class _Service:
-    """A service whose pool refuses the first tables; each load brings samples for another one."""
+    """A service whose pool refuses the first tables. Each load brings samples for another one."""
 
     def __init__(self, refusals: int) -> None:
         self.loads = 0

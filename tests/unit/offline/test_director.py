@@ -23,7 +23,7 @@ BYTES = 2000.0
 
 
 def workload(seed: int, layers: int, ranks: int, experts: int) -> np.ndarray:
-    """Return tokens [L, G, E]; some experts are far busier than others, some are idle."""
+    """Return tokens [L, G, E]. Some experts are far busier than others, some are idle."""
     rng = np.random.default_rng(seed)
     busy = rng.lognormal(4, 1, (layers, 1, experts)) * (rng.random((layers, 1, experts)) < 0.9)
     return rng.poisson(busy * rng.dirichlet(np.ones(ranks), (layers, experts)).swapaxes(1, 2))
@@ -112,7 +112,7 @@ def test_rounding_keeps_experts_whole_and_slots_within_bounds(seed: int, experts
     assert (whole.sum(axis=0) <= room).all()
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> Counter[str]:
+def count_calls(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> Counter[str]:
     """Count the calls of each function (module, name), which still runs."""
     calls: Counter[str] = Counter()
 
@@ -135,7 +135,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> Cou
 def test_each_layer_is_solved_and_rounded_even_if_ranks_look_alike(
     ranks: int, nodes: int, experts: int, byte_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = counted(monkeypatch, (relaxation, "linprog"), (director, "round_in_polytope"))
+    calls = count_calls(monkeypatch, (relaxation, "linprog"), (director, "round_in_polytope"))
     cost = LayerCost(fixed_s=0, per_expert_s=1e-6, per_token_s=1e-7, near_byte_s=byte_s, far_byte_s=byte_s)
     tokens = workload(3, 2, ranks, experts)
     topology = Topology(ranks=ranks, nodes=nodes)
@@ -201,7 +201,7 @@ def paper_s(layer: tuple[np.ndarray, np.ndarray]) -> float:
 
 
 def test_the_budget_is_searched_by_lps_over_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch, (director_paper, "linprog"), (director_paper, "round_with_scales"))
+    calls = count_calls(monkeypatch, (director_paper, "linprog"), (director_paper, "round_with_scales"))
     tokens = workload(1, 3, 2, 6)
     _, report = director_paper_placement(tokens, topology=Topology(ranks=2), slots=3, cost=COST)
     assert calls == {"linprog": report.lp_solves, "round_with_scales": 3}

@@ -19,7 +19,7 @@ COST = LayerCost(fixed_s=0, per_expert_s=1e-4, per_token_s=1e-4)
 
 
 def traffic(*hot: int, prompts: int = 40) -> list[NDArray[np.uint32]]:
-    """Return counts of prompts of 10 tokens, top-2; most tokens choose these experts."""
+    """Return counts of prompts of 10 tokens, top-2. Most tokens choose these experts."""
     counts = np.ones((LAYERS, EXPERTS), np.uint32)
     counts[:, list(hot)] += np.uint32(12 // len(hot))
     return [counts] * prompts

@@ -23,7 +23,7 @@ L, E, TOP_K = 2, 70, 3
 
 
 class Hoarding(QueuedPolicy):
-    """Lets requests wait until there are three or a worker is idle."""
+    """A policy that lets requests wait until there are three or a worker is idle."""
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(0, reason="now")

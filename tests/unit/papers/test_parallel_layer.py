@@ -71,7 +71,7 @@ def reference_output(x: Tensor) -> Tensor:
 
 
 def torch_products(w13: Tensor, w2: Tensor) -> Products:
-    """Compute experts one after the other with plain torch; w13 [S, 2I, H] (gate over up), w2 [S, H, I]."""
+    """Compute experts in turn with plain torch, from w13 [S, 2I, H] (gate over up) and w2 [S, H, I]."""
 
     def products(rows: Tensor, slot: Tensor) -> Tensor:
         out = torch.empty_like(rows)
@@ -154,6 +154,6 @@ def test_the_serving_kernel_equals_plain_torch() -> None:
     w13, w2 = read_experts(WEIGHTS, LAYER, [3, 9, 9])
     rows, slot = hidden_states(12, 0).bfloat16(), torch.tensor([0, 1, 2, 0] * 3)
     expected = torch_products(w13.float(), w2.float())(rows.float(), slot)
-    found = vllm_products(w13, w2)(rows, slot).float()
-    torch.testing.assert_close(found, expected, atol=0.02 * float(expected.abs().max()), rtol=0.02)
+    outputs = vllm_products(w13, w2)(rows, slot).float()
+    torch.testing.assert_close(outputs, expected, atol=0.02 * float(expected.abs().max()), rtol=0.02)
     assert vllm_products(w13, w2)(rows[:0], slot[:0]).shape == (0, 160)

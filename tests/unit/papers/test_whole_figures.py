@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide 100 sessions of 12 turns, each turn two blocks longer; all share the first block."""
+    """Provide 100 sessions of 12 turns, each turn two blocks longer. All share the first block."""
     rng, lines = np.random.default_rng(1), []
     for turn in range(12):
         for session in rng.permutation(100).tolist():
@@ -49,7 +49,7 @@ def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conve
         kinds.setdefault(key, set()).add(kind)
         assert key == str(blocks[:2])
     assert len(kinds) == 100
-    assert {len(found) for found in kinds.values()} == {1}
+    assert {len(kinds_of_session) for kinds_of_session in kinds.values()} == {1}
     tokens = np.array([len(blocks) for blocks in requests.blocks]) * whole.BLOCK
     assert (requests.prompt_tokens <= tokens).all()
     assert (requests.prompt_tokens > tokens - whole.BLOCK).all()
@@ -62,9 +62,9 @@ def test_an_applications_requests_share_only_its_system_prompt(observed: Path) -
         key: blocks[: whole.SYSTEM_BLOCKS] for key, blocks in zip(requests.keys, requests.blocks, strict=True)
     }
     assert len(set(system.values())) == len(system) > 20
-    own = [block for blocks in requests.blocks for block in blocks[whole.SYSTEM_BLOCKS :]]
-    assert len(set(own)) == len(own)
-    assert not set(own) & {block for blocks in system.values() for block in blocks}
+    own_blocks = [block for blocks in requests.blocks for block in blocks[whole.SYSTEM_BLOCKS :]]
+    assert len(set(own_blocks)) == len(own_blocks)
+    assert not set(own_blocks) & {block for blocks in system.values() for block in blocks}
     full = (requests.prompt_tokens // whole.BLOCK).tolist()
     assert [len(blocks) for blocks in requests.blocks] == full
     domain = {key: trace.domains[kind] for key, kind in zip(requests.keys, requests.kind, strict=True)}
@@ -77,12 +77,12 @@ def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observ
     lengths = np.array([20, 47, 47])
     requests = Requests(np.arange(3.0), lengths, np.full(3, 5), kind, keys=("a", "a", "b"))
     predictor, _ = fit_signature_predictor(trace)
-    own = whole._own_experts(trace, Experts.from_trace(trace), requests, members, predictor, 0)
-    np.testing.assert_allclose(own.counts.sum(axis=(1, 2)), 2 * 3 * lengths)
-    np.testing.assert_array_equal(own.counts[0], trace.prefill_counts[3])
-    np.testing.assert_array_equal(own.predicted[0], predictor.predict(trace.prompts[3]))
-    assert own.predicted[1].sum() == pytest.approx(2 * 3 * 47, rel=1e-3)
-    assert own.domains == ["code", "code", "math"]
+    own_experts = whole._own_experts(trace, Experts.from_trace(trace), requests, members, predictor, 0)
+    np.testing.assert_allclose(own_experts.counts.sum(axis=(1, 2)), 2 * 3 * lengths)
+    np.testing.assert_array_equal(own_experts.counts[0], trace.prefill_counts[3])
+    np.testing.assert_array_equal(own_experts.predicted[0], predictor.predict(trace.prompts[3]))
+    assert own_experts.predicted[1].sum() == pytest.approx(2 * 3 * 47, rel=1e-3)
+    assert own_experts.domains == ["code", "code", "math"]
     assert whole._parts(np.full(9, 20), 3, [5, 6], 47) == [(5, 20), (6, 7), (3, 20)]
     assert whole._parts(np.full(9, 20), 3, [5, 6], 12) == [(3, 12)]
 
@@ -176,9 +176,11 @@ def test_a_session_stays_until_its_worker_is_overloaded() -> None:
 
 def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
     def choose(in_flight: list[int], cached: list[int]) -> int:
-        found = Loads.from_counts(in_flight)
-        seen = Loads(found.in_flight, found.kv_tokens, found.available, cached_tokens=np.array(cached))
-        return LongestPrefix().select(request(), seen, RNG).worker
+        loads = Loads.from_counts(in_flight)
+        prefix_loads = Loads(
+            loads.in_flight, loads.kv_tokens, loads.available, cached_tokens=np.array(cached)
+        )
+        return LongestPrefix().select(request(), prefix_loads, RNG).worker
 
     assert choose([4, 4, 4], [0, 32, 64]) == 2
     assert choose([1, 4, 9], [0, 32, 64]) == 1

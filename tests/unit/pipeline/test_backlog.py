@@ -1,4 +1,4 @@
-"""More prompts than the engines can compute within the bound on waiting; fake engines, virtual time."""
+"""More prompts than fake engines can compute within the bound on waiting, on virtual time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PREFILLED = msgspec.msgpack.encode({"token_ids": bytes(4 * TOKENS), "kv": {}})
 
 
 class Engine:
-    """Computes prompts in order of arrival, but never those in `stuck`."""
+    """An engine that computes prompts in order of arrival, but never those in `stuck`."""
 
     def __init__(self, answer: bytes, stuck: Callable[[Sent], bool] = lambda sent: False) -> None:
         self._turns: dict[str, asyncio.Lock] = {}

@@ -1,4 +1,4 @@
-"""Admission by predicted latency; fake engines, virtual time."""
+"""Admission by predicted latency, with fake engines on virtual time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Service:
         fleet.directory.sample(reports)
 
     async def send(self, tokens: int = 100, *, seed: int = 0, **objective: float) -> RequestContext | None:
-        """Send a stream of a prompt of so many tokens; return its context, or None if it is refused."""
+        """Send a stream of a prompt of so many tokens, and return its context, or None if it is refused."""
         context = request_context(prompt=[seed] * tokens, stream=True)
         context.record.start_s = asyncio.get_running_loop().time()
         context.request = replace(context.request, objective=Objective(**objective))
@@ -361,7 +361,7 @@ def test_the_deadline_travels_with_the_placement() -> None:
 
 
 def test_admitted_requests_meet_their_objective_under_overload() -> None:
-    """Engines are slower than measured before and vary; the errors of the first requests correct that."""
+    """Engines are slower than measured before and vary. The errors of the first requests correct that."""
     rng, service = random.Random(0), Service()
     outcomes: list[bool | None] = []
 

@@ -23,7 +23,7 @@ LOST = ChannelLostError("it is dead")
 
 
 class Engines:
-    """Decode engines that generate tokens 0, 1, ...; each call fails after a number of frames.
+    """Decode engines that generate tokens 0, 1, 2 and so on. Each call fails after a number of frames.
 
     Args:
         cuts: (frames, error) of each call.
@@ -210,7 +210,7 @@ async def test_a_whole_answer_that_cannot_resume_in_time_is_refused(failure: Exc
 
 
 def take(rate: CallRateLimiter) -> bool:
-    """Take a permit if one is free now; return whether it was."""
+    """Take a permit if one is free now, and return whether it was."""
     return rate.reserve(0.0) is not None
 
 

@@ -6,7 +6,7 @@ MISSING = object()  # instead of a value: removes the key
 
 
 def edit(document: Any, path: str, value: Any) -> None:
-    """Set the value at `path`, whose names and list indices are joined by dots; missing parents are made."""
+    """Set the value at `path`, whose names and list indices are joined by dots. Missing parents are made."""
     *parents, last = path.split(".")
     here = document
     for name in parents:

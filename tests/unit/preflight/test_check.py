@@ -167,8 +167,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome
     paths[-1].write_text(deployment)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        found = check_deployments(paths, cluster)
-    return {path.stem: outcome for path, outcome in zip(paths, found, strict=True)}
+        results = check_deployments(paths, cluster)
+    return {path.stem: outcome for path, outcome in zip(paths, results, strict=True)}
 
 
 @pytest.mark.parametrize("name", [path.stem for path in SHIPPED])
@@ -243,7 +243,7 @@ def test_the_command_prints_errors_and_exits_with_1(
     words = ["check", "deployments/qwen3_30b_8p16d.yaml", "--gpu", "L40S", "--json"]
     done = CliRunner().invoke(app, words, prog_name="eldr")
     assert done.exit_code == 1, done.output
-    (found,) = json.loads(done.stdout)
-    assert [finding["severity"] for finding in found["findings"]] == ["error", "error"]
-    assert all("does not fit on L40S" in finding["sentence"] for finding in found["findings"])
+    (outcome,) = json.loads(done.stdout)
+    assert [finding["severity"] for finding in outcome["findings"]] == ["error", "error"]
+    assert all("does not fit on L40S" in finding["sentence"] for finding in outcome["findings"])
     assert len(ON_L40S) == len(CLUSTER)

@@ -42,12 +42,12 @@ def check(folder: Path, text_or_document: Any, pools: Any = HERE) -> CheckOutcom
     path.write_text(
         text_or_document if isinstance(text_or_document, str) else yaml.safe_dump(text_or_document)
     )
-    (found,) = checking.check_deployments([path], lambda path, device: pools)
-    return found
+    (outcome,) = checking.check_deployments([path], lambda path, device: pools)
+    return outcome
 
 
-def sentences(found: CheckOutcome, severity: str = "error") -> list[str]:
-    return [finding.sentence for finding in found.findings if finding.severity == severity]
+def sentences(outcome: CheckOutcome, severity: str = "error") -> list[str]:
+    return [finding.sentence for finding in outcome.findings if finding.severity == severity]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_invalid_yaml_is_reported_with_its_location(text: str, words: str, tmp_p
 
 def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "made.yaml").write_bytes(b"\xff\xfe\x00")
-    (found,) = checking.check_deployments([tmp_path / "made.yaml"], lambda path, device: HERE)
-    assert "is not text" in sentences(found)[0]
+    (outcome,) = checking.check_deployments([tmp_path / "made.yaml"], lambda path, device: HERE)
+    assert "is not text" in sentences(outcome)[0]
 
 
 APPLICATION = "applications.0"
@@ -125,9 +125,9 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
     document = content() | {"x-shared": {"any": "thing"}}
     document["applications"][0]["import_path"] = "eldr_serve.app.build_app"
     document["applications"][0]["deployments"] = [{"name": "EldrIngress", "num_replicas": 3}]
-    found = check(tmp_path, document)
-    assert found.can_start
-    ignored, overridden = sentences(found, "warning")
+    outcome = check(tmp_path, document)
+    assert outcome.can_start
+    ignored, overridden = sentences(outcome, "warning")
     assert ignored == "Serve ignores the key x-shared: leave it out"
     assert overridden.startswith("applications.0.deployments.0 overrides options of EldrIngress")
 
@@ -142,8 +142,8 @@ def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> No
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
         part["port"] = port = server.getsockname()[1]
-        found = check(tmp_path, document)
-        assert sentences(found) == [
+        outcome = check(tmp_path, document)
+        assert sentences(outcome) == [
             f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
             "or set another port"
         ]
@@ -155,9 +155,11 @@ def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
     document = content()
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as server:
         document["applications"][0]["args"]["ingress"]["port"] = port = server.getsockname()[1]
-        found = check(tmp_path, document)
-        assert found.can_start
-        assert sentences(found, "warning")[0].startswith(f"ingress.port is {port}, where a service of yours")
+        outcome = check(tmp_path, document)
+        assert outcome.can_start
+        assert sentences(outcome, "warning")[0].startswith(
+            f"ingress.port is {port}, where a service of yours"
+        )
 
 
 def test_a_host_that_this_machine_does_not_have_is_reported(tmp_path: Path) -> None:

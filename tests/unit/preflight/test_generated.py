@@ -218,8 +218,8 @@ def no_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def errors_of(path: Path) -> list[str]:
-    (found,) = checking.check_deployments([path], lambda path, device: NODES)
-    return [finding.sentence for finding in found.findings if finding.severity == "error"]
+    (outcome,) = checking.check_deployments([path], lambda path, device: NODES)
+    return [finding.sentence for finding in outcome.findings if finding.severity == "error"]
 
 
 def write_deployment(folder: Path, args: Any, **others: Any) -> Path:

@@ -44,9 +44,9 @@ def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
     asks = [tuple(int(bundle.get(name, 0)) for name in ("GPU", "extra")) for bundle in demand.bundles]
 
     @cache
-    def most_placed(free: tuple[tuple[int, ...], ...], left: int) -> int:
+    def most_placed(free: tuple[tuple[int, ...], ...], replicas_left: int) -> int:
         best = 0
-        for chosen in product(range(len(free)), repeat=len(asks)) if left else ():
+        for chosen in product(range(len(free)), repeat=len(asks)) if replicas_left else ():
             distinct = len(set(chosen))
             if demand.strategy == "STRICT_PACK" and distinct > 1:
                 continue
@@ -56,7 +56,7 @@ def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
             for node, ask in zip(chosen, asks, strict=True):
                 after[node] = [has - amount for has, amount in zip(after[node], ask, strict=True)]
             if all(has >= 0 for node in after for has in node):
-                best = max(best, 1 + most_placed(tuple(sorted(map(tuple, after))), left - 1))
+                best = max(best, 1 + most_placed(tuple(sorted(map(tuple, after))), replicas_left - 1))
         return best
 
     return most_placed(tuple(sorted(nodes)), demand.count)
@@ -67,15 +67,15 @@ def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
 def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
     pools: list[NodePool], one: ReplicaDemand, other: ReplicaDemand
 ) -> None:
-    placed = assign_nodes(pools, [one, other])
-    assert all(left >= 0 for node in placed.nodes for left in node.free.values())
+    placement = assign_nodes(pools, [one, other])
+    assert all(amount >= 0 for node in placement.nodes for amount in node.free.values())
     for demand in (one, other):
-        listed = {number for node in placed.nodes for name, number in node.replicas if name == demand.name}
-        assert len(listed) + placed.missing.get(demand.name, 0) == demand.count
+        listed = {number for node in placement.nodes for name, number in node.replicas if name == demand.name}
+        assert len(listed) + placement.missing.get(demand.name, 0) == demand.count
         nodes = Counter(
-            number for node in placed.nodes for name, number in node.replicas if name == demand.name
+            number for node in placement.nodes for name, number in node.replicas if name == demand.name
         )
-        assert sum(count > 1 for count in nodes.values()) == placed.spread.get(demand.name, 0)
+        assert sum(count > 1 for count in nodes.values()) == placement.spread.get(demand.name, 0)
         if demand.strategy == "STRICT_PACK":
             assert set(nodes.values()) <= {1}
         if demand.strategy == "STRICT_SPREAD":
@@ -98,17 +98,17 @@ def test_placed_replicas_never_exceed_the_optimum_and_one_is_placed_if_possible(
 def test_equal_engines_fill_equal_nodes(nodes: int, per_node: int, ranks: int, count: int) -> None:
     """Place engines that stay on one node, as in the shipped topologies."""
     pools = [NodePool("a", nodes, {"GPU": per_node * ranks, "decode": per_node * ranks})]
-    wanted = ReplicaDemand("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
-    assert assign_nodes(pools, [wanted]).missing.get("decode", 0) == max(0, count - nodes * per_node)
+    demand = ReplicaDemand("decode", count, [{"GPU": 1, "decode": 1}] * ranks, "STRICT_PACK")
+    assert assign_nodes(pools, [demand]).missing.get("decode", 0) == max(0, count - nodes * per_node)
 
 
 @pytest.mark.parametrize(("strategy", "nodes", "missing"), [("PACK", 2, 0), ("STRICT_PACK", 0, 1)])
 def test_an_engine_of_two_gpus_does_not_fit_nodes_of_one(strategy: str, nodes: int, missing: int) -> None:
-    placed = assign_nodes([NodePool("a", 3, {"GPU": 1})], [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, strategy)])
-    assert sum(bool(node.replicas) for node in placed.nodes) == nodes
-    assert (placed.missing.get("x", 0), placed.spread.get("x", 0)) == (missing, int(nodes == 2))
+    placement = assign_nodes([NodePool("a", 3, {"GPU": 1})], [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, strategy)])
+    assert sum(bool(node.replicas) for node in placement.nodes) == nodes
+    assert (placement.missing.get("x", 0), placement.spread.get("x", 0)) == (missing, int(nodes == 2))
 
 
 def test_fractions_of_a_resource_are_counted_exactly() -> None:
-    wanted = ReplicaDemand("x", 11, [{"CPU": 0.1}])
-    assert assign_nodes([NodePool("a", 1, {"CPU": 1})], [wanted]).missing == {"x": 1}
+    demand = ReplicaDemand("x", 11, [{"CPU": 0.1}])
+    assert assign_nodes([NodePool("a", 1, {"CPU": 1})], [demand]).missing == {"x": 1}

@@ -253,7 +253,7 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(client=_CLIENTS)
     def lose(self, client: str) -> None:
-        """Lose the client for too long; it returns without leases and workers."""
+        """Lose the client for too long. It returns without leases and workers."""
         self.live.pop(client, None)
         self.state.drop(client)
         self.waits = {name: c for name, c in self.waits.items() if c != client}

@@ -25,7 +25,7 @@ QUICK = (Phase.explicit, Phase.generate)  # shrinking a failing load takes minut
 
 @dataclass
 class Server:
-    """Computes prompts one after the other, and reports its queue once per second."""
+    """A server that computes prompts one after the other, and reports its queue once per second."""
 
     clock: Clock
     rate: float
@@ -41,7 +41,7 @@ class Server:
         self.next_report_s = 0.0
 
     def add(self, tokens: int, done: Callable[[float], None]) -> None:
-        """Add a prompt; `done` is called with the time when its computation began."""
+        """Add a prompt. `done` is called with the time when its computation began."""
         if not self.waiting:
             self.left_s = tokens / self.rate
         self.waiting.append((tokens, tokens, done))
@@ -77,7 +77,7 @@ class Server:
 
 @dataclass
 class Ingress:
-    """Sends prompts to the server while its queue has room."""
+    """An ingress that sends prompts to the server while its queue has room."""
 
     server: Server
 
@@ -86,17 +86,17 @@ class Ingress:
         self.refused = 0
 
     def send(self, tokens: int, key: int, began: Callable[[float], None] = lambda at_s: None) -> int | None:
-        """Send a prompt; return the seconds until a retry, or None if it was accepted."""
+        """Send a prompt, and return the seconds until a retry, or None if it was accepted."""
         if not self.queues.workers_with_room(["p"], key):
             self.refused += 1
             return self.queues.retry_s(["p"], tokens, key)
         ticket = self.queues.enter("p", tokens, key)
 
-        def done(at_s: float) -> None:
+        def finish(at_s: float) -> None:
             began(at_s)
             self.queues.leave(ticket, tokens)
 
-        self.server.add(tokens, done)
+        self.server.add(tokens, finish)
         return None
 
 

@@ -20,7 +20,7 @@ ENDLESS = {"model": "m", "prompt": "x", "max_tokens": 10**6, "gap_ms": 20, "stre
 NEVER_S = 3600.0  # for a step or a prefill that does not end
 
 
-def started(role: str) -> Iterator[Replica]:
+def start_replica(role: str) -> Iterator[Replica]:
     with replica(role) as engine:
         asyncio.run(engine.start())
         yield engine
@@ -28,12 +28,12 @@ def started(role: str) -> Iterator[Replica]:
 
 @pytest.fixture(scope="module")
 def prefill() -> Iterator[Replica]:
-    yield from started("prefill")
+    yield from start_replica("prefill")
 
 
 @pytest.fixture(scope="module")
 def decode() -> Iterator[Replica]:
-    yield from started("decode")
+    yield from start_replica("decode")
 
 
 async def test_a_killed_client_frees_its_permit_lease_and_slot(prefill: Replica, decode: Replica) -> None:

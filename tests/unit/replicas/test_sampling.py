@@ -34,7 +34,7 @@ def samples(*names: str) -> list[ExpertSample]:
 
 
 class Pool:
-    """A pool's actors by name; the next calls raise `errors` in turn."""
+    """A pool's actors by name. The next calls raise `errors` in turn."""
 
     def __init__(self, *names: str, share: float = 1.0) -> None:
         self.shares = dict.fromkeys(names, share)
@@ -162,7 +162,7 @@ async def run(channel: Any, name: str, **header: Any) -> None:
 
 @asynccontextmanager
 async def sampling_replica(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> AsyncIterator[tuple[Any, Any]]:
-    """Run a decode replica with this pool; yield it and a channel to it."""
+    """Run a decode replica with this pool, and yield it and a channel to it."""
     monkeypatch.setattr(pool_client.PoolClient.__init__, "__defaults__", (pool.find,))
     monkeypatch.setattr(sampling, "_PERIOD_S", 0.001)
     kwargs = {"router_name": "router", "application": "mine", "num_pool_actors": 1}

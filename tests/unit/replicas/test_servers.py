@@ -27,7 +27,7 @@ KNOWN, UNKNOWN = (0.0, True), (0.0, False)  # the router's answers to a report
 
 
 def router(*answers: Exception | tuple[float, bool]) -> Any:
-    """Return the actor's handle; the first calls have these answers, or raise these errors, in turn."""
+    """Return the actor's handle. The first calls have these answers, or raise these errors, in turn."""
     observe = AsyncMock(side_effect=itertools.chain(answers, itertools.repeat(KNOWN)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
 
@@ -193,7 +193,7 @@ async def test_a_failed_call_has_status_and_error(method: str, header: dict[str,
 
 
 async def test_the_destructor_is_called_by_serve_and_not_by_python() -> None:
-    """Serve awaits the object's attribute; Python would call the class's method without awaiting it."""
+    """Serve awaits the object's attribute. Python would call the class's method without awaiting it."""
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         assert server.__del__ == server.shut_down
         assert not hasattr(type(server), "__del__")

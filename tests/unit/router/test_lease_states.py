@@ -63,7 +63,7 @@ class Router:
     STEPS = ("open", "fail", *ANSWERS, "swap", "lose", "away", "cancel", "release")
 
     def __init__(self) -> None:
-        """Place the request; there is no channel yet."""
+        """Place the request. There is no channel yet."""
         directory = ReplicaDirectory()
         directory.publish({"r0": {}, "r1": {}})
         self.client = RouterClient(FakeActor(), lambda: directory.known_workers)
@@ -79,7 +79,7 @@ class Router:
         self.calls[method] = call
         return call
 
-    def lost(self, reason: str) -> None:
+    def lose_channel(self, reason: str) -> None:
         calls, self.calls, self.channel = self.calls, {}, None
         for call in calls.values():
             if not call.ended:
@@ -98,7 +98,7 @@ class Router:
             call = None if call is None or call.ended else call
             match step:
                 case "open" if self.channel is None:
-                    self.channel = Mock(open_call=self.open_call, close=self.lost)
+                    self.channel = Mock(open_call=self.open_call, close=self.lose_channel)
                     self.client._link._subscribe(self.channel)
                     self.push()
                 case "fail" if call is not None and self.state is State.SENT:
@@ -107,7 +107,7 @@ class Router:
                 case "swap" if self.channel is not None:
                     self.push()
                 case "lose" if self.channel is not None:
-                    self.lost("cut")
+                    self.lose_channel("cut")
                 case "away":
                     self.client._link.give_up(TimeoutError())
                 case "cancel":

@@ -31,7 +31,7 @@ from tests.support.tables import unit_table
 async def open_page(
     actor: FakeActor, requested: list[str] | None = None, errors: list[str] | None = None, **options: Any
 ) -> AsyncIterator[tuple[App, Page]]:
-    """Open the page; collect the addresses that it requests, and the errors of its scripts and console."""
+    """Open the page. Collect the addresses that it requests, and the errors of its scripts and console."""
     requested, errors = requested if requested is not None else [], errors if errors is not None else []
     async with running_live_page(actor, **options) as (app, url), browser() as chromium:
         page = await chromium.new_page(viewport={"width": 1100, "height": 900})
@@ -43,7 +43,7 @@ async def open_page(
 
 
 async def until(page: Page, condition: str) -> None:
-    """Wait until a JavaScript expression is true; the page's policy forbids Playwright's own polling."""
+    """Wait until a JavaScript expression is true. The page's policy forbids Playwright's own polling."""
     async with asyncio.timeout(30):
         while not await page.evaluate(f"Boolean({condition})"):
             await asyncio.sleep(0.05)

@@ -26,7 +26,7 @@ from tests.support.tables import counts_for, request, unit_table
 
 
 class Cluster:
-    """Stands in for Ray: looks up the actor and can kill it."""
+    """A stand-in for Ray, which looks up the actor and can kill it."""
 
     def __init__(self) -> None:
         self.router = DecodeRouter(RouterSettings(model_id="m", policy="locality-band"))
@@ -57,7 +57,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[Cluster, RouterCalls]]:
+async def run_cluster() -> AsyncIterator[tuple[Cluster, RouterCalls]]:
     cluster = Cluster()
     calls = RouterCalls(cluster.find)
     try:
@@ -68,7 +68,7 @@ async def running() -> AsyncIterator[tuple[Cluster, RouterCalls]]:
 
 
 async def test_calls_return_the_actors_results_and_raise_its_errors() -> None:
-    async with running() as (cluster, calls):
+    async with run_cluster() as (cluster, calls):
         table = unit_table(3).to_bytes()
         assert (await calls.call(methods.SWAP_TABLE, methods.TableArguments(table))).table == table
         with pytest.raises(SwapRefusedError, match="unknown policy 'nonsense'"):
@@ -85,7 +85,7 @@ async def test_calls_return_the_actors_results_and_raise_its_errors() -> None:
 
 
 async def test_a_large_table_is_returned_whole() -> None:
-    async with running() as (_, calls):
+    async with run_cluster() as (_, calls):
         table = unit_table(900, num_layers=48, num_experts=128).to_bytes()
         assert len(table) > 2 * 2**20
         await calls.call(methods.SWAP_TABLE, methods.TableArguments(table))
@@ -94,7 +94,7 @@ async def test_a_large_table_is_returned_whole() -> None:
 
 @asynccontextmanager
 async def running_client() -> AsyncIterator[tuple[Cluster, RouterCalls, RouterClient]]:
-    async with running() as (cluster, calls):
+    async with run_cluster() as (cluster, calls):
         directory = ReplicaDirectory()
         directory.publish({"r0": {}, "r1": {}})
         client = RouterClient(calls, lambda: directory.known_workers, timeout_s=5.0)
@@ -117,7 +117,7 @@ async def test_a_router_client_continues_after_a_restart() -> None:
 
 
 async def test_a_lost_channel_ends_its_calls_and_the_next_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as (cluster, calls):
+    async with run_cluster() as (cluster, calls):
         await calls.call(methods.SETTINGS, methods.NoArguments())
         monkeypatch.setattr(cluster.router, "live", lambda: asyncio.sleep(60))
         waiting = asyncio.create_task(calls.call(methods.LIVE, methods.NoArguments()))
@@ -131,7 +131,7 @@ async def test_a_lost_channel_ends_its_calls_and_the_next_reconnects(monkeypatch
 
 
 async def test_a_cancelled_call_ends_in_the_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as (cluster, calls):
+    async with run_cluster() as (cluster, calls):
         ended = asyncio.Event()
 
         async def live() -> None:
@@ -161,7 +161,7 @@ async def test_clients_of_a_redeployed_router_restore_their_leases() -> None:
 
 
 async def test_a_slow_lookup_does_not_block_the_loop_and_is_shared() -> None:
-    async with running() as (cluster, _):
+    async with run_cluster() as (cluster, _):
         loop_runs, free = threading.Event(), []
 
         def find() -> Any:
@@ -180,7 +180,7 @@ async def test_a_slow_lookup_does_not_block_the_loop_and_is_shared() -> None:
 
 
 async def test_a_failure_that_no_caller_awaited_does_not_fail_a_later_call() -> None:
-    async with running() as (cluster, _):
+    async with run_cluster() as (cluster, _):
         free = threading.Event()
 
         def find() -> Any:
@@ -200,7 +200,7 @@ async def test_a_failure_that_no_caller_awaited_does_not_fail_a_later_call() -> 
 
 
 async def test_close_closes_a_channel_that_has_just_been_opened() -> None:
-    async with running() as (_, calls):
+    async with run_cluster() as (_, calls):
         caller = asyncio.create_task(calls.get_channel())
         await asyncio.sleep(0)
         connecting = calls._connecting
@@ -220,7 +220,7 @@ async def test_no_call_starts_ray_after_its_shutdown() -> None:
     ("error", "look_ups"), [(ActorUnavailableError("test", None), 1), (ActorDiedError(), 2)]
 )
 async def test_the_actor_is_looked_up_again_only_after_it_died(error: Exception, look_ups: int) -> None:
-    async with running() as (cluster, calls):
+    async with run_cluster() as (cluster, calls):
         await calls.call(methods.SETTINGS, methods.NoArguments())
         cluster.error = error
         await cluster.restart()

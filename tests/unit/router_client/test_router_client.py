@@ -165,7 +165,7 @@ async def test_a_request_is_refused_without_a_decode_replica() -> None:
 async def start_waiting(
     client: RouterClient, actor: FakeActor, name: str, counts: Any = None, wait_s: float = 30.0
 ) -> asyncio.Task[Lease]:
-    """Wait until a request is in the queue; return the task of its placement."""
+    """Wait until a request is in the queue, and return the task of its placement."""
     size = actor.state.queue_size
     task = asyncio.create_task(client.place(request(name), counts, wait_s=wait_s))
     await wait_until(lambda: actor.state.queue_size == size + 1 and client.leases[name].state is State.QUEUED)

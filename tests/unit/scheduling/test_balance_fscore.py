@@ -36,7 +36,7 @@ def scores(draw: st.DrawFn) -> tuple[FScore, np.ndarray]:
 
 @st.composite
 def requests(draw: st.DrawFn, steps: int) -> np.ndarray:
-    """Draw the tokens that a request adds at each step; it may end before the last one."""
+    """Draw the tokens that a request adds at each step. It may end before the last one."""
     tokens, stays = draw(TOKENS), draw(st.integers(0, steps - 1))
     return np.array([tokens * (h <= stays) for h in range(steps)], np.float64)
 

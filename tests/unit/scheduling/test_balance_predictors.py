@@ -112,7 +112,7 @@ def forecast_with(predictor: Any, *, gate: float = 0.5, limit: int = 10_000) -> 
 
 
 class Constant:
-    """Predicts a given p and mu, and counts its calls."""
+    """A predictor of a given p and mu, which counts its calls."""
 
     def __init__(self, p: float, mu: float) -> None:
         self.p, self.mu, self.calls = p, mu, 0

@@ -14,7 +14,7 @@ NAMES = st.sampled_from([f"r{i}" for i in range(90)])
 
 
 class Running(RuleBasedStateMachine):
-    """Compare with a reference of {worker, prompt, age, last, end, asked} for each request."""
+    """Random events, compared with a reference of {worker, prompt, age, last, end, asked} per request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -223,9 +223,9 @@ def simulate_policy(policy: str, parameters: dict[str, Any], seed: int) -> dict[
 
 def place_traffic(policy: str, parameters: dict[str, Any], seed: int) -> dict[str, str]:
     """Return the replicas in order of placement, and a digest of all leases."""
-    found = Traffic(policy, parameters, seed).run(400)
-    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    return {"replicas": " ".join(replica for _, replica, *_ in found), "digest": digest}
+    decisions = Traffic(policy, parameters, seed).run(400)
+    digest = hashlib.sha256(json.dumps(decisions).encode()).hexdigest()
+    return {"replicas": " ".join(replica for _, replica, *_ in decisions), "digest": digest}
 
 
 def decisions(name: str) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def expected_order(waiting: Sequence[str], held: Mapping[str, int]) -> list[int]
 
 @given(tenants, holdings)
 def test_the_smallest_share_is_always_next(waiting: list[str], held: dict[str, int]) -> None:
-    found = fair_order([(tenant, PRIORITIES[tenant]) for tenant in waiting], held)
-    assert found == expected_order(waiting, held)
+    order = fair_order([(tenant, PRIORITIES[tenant]) for tenant in waiting], held)
+    assert order == expected_order(waiting, held)
 
 
 @given(tenants)
@@ -51,13 +51,13 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
         queue = list(placer.queue.values())
         ended = str(rng.choice(list(placer.running)))
         placer.finish(ended)
-        held = Counter(p.request.tenant for p in placer.running.values())
-        following = queue[expected_order([p.request.tenant for p in queue], held)[0]]
+        leases_by_tenant = Counter(p.request.tenant for p in placer.running.values())
+        following = queue[expected_order([p.request.tenant for p in queue], leases_by_tenant)[0]]
         assert [p.request_id for p in placer.dispatch()] == [following.request_id]
 
 
 def test_requests_whose_client_lacks_a_worker_do_not_take_the_turns_of_others() -> None:
-    """Two clients wait; one of them cannot reach w1, and all slots that become free are those of w0."""
+    """Two clients wait. One of them cannot reach w1, and all slots that become free are those of w0."""
     placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), on_policy_error=fail)
     placer.set_workers(["w0", "w1"], unreachable={"partial": {"w1"}})
 

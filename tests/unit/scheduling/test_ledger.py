@@ -1,4 +1,4 @@
-"""Loads of workers against sums over their requests; rows of workers that have gone are used again."""
+"""Loads of workers against sums over their requests. Rows of workers that have gone are used again."""
 
 from typing import Any
 

@@ -120,8 +120,11 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         Prompts are computed in turn, and every request waits until the last one is computed.
         """
         prompts = [*lacking[worker], *(n.prompt_tokens - cached[worker] for n in newcomers)]
-        held = [*placement[worker], *newcomers]
-        return steps * total_seconds(cost, held) + len(held) * float(sum(prompts)) * cost.per_prompt_token_s
+        worker_requests = [*placement[worker], *newcomers]
+        return (
+            steps * total_seconds(cost, worker_requests)
+            + len(worker_requests) * float(sum(prompts)) * cost.per_prompt_token_s
+        )
 
     expected = [(seconds_of_all(w, [newcomer]) - seconds_of_all(w, [])) / steps for w in range(workers)]
     added = policy.added_cost(newcomer, loads_now)
@@ -203,11 +206,11 @@ def test_a_cost_of_nothing_has_no_slow_worker() -> None:
 def test_all_workers_are_priced_together(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, seconds = [], StepCost.seconds
 
-    def counted(self: StepCost, *parts: Any) -> Any:
+    def count_and_price(self: StepCost, *parts: Any) -> Any:
         calls.append(parts)
         return seconds(self, *parts)
 
-    monkeypatch.setattr(StepCost, "seconds", counted)
+    monkeypatch.setattr(StepCost, "seconds", count_and_price)
     policy = make_policy("marginal-cost")
     policy.on_assigned(request_like("there", 1), 0)
     for workers in (2, 300):
@@ -247,8 +250,10 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def unions_are_those_of_the_requests_held(self) -> None:
         for worker in range(len(self.policy.active.union)):
-            mine = [h for h, w in self.held.values() if w == worker]
-            assert self.policy.active.union[worker] == pytest.approx(expected_union(mine), rel=0.02, abs=1e-6)
+            requests = [h for h, w in self.held.values() if w == worker]
+            assert self.policy.active.union[worker] == pytest.approx(
+                expected_union(requests), rel=0.02, abs=1e-6
+            )
         if not self.held:
             assert not self.policy.active.depth.any()
 
@@ -334,7 +339,7 @@ def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
 
 @pytest.mark.parametrize(("affinity", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
 def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float, most: float) -> None:
-    """Place four kinds of requests on four workers, ideally one kind on each; then the kinds change."""
+    """Place four kinds of requests on four workers, ideally one kind on each. Then the kinds change."""
     cost = StepCost(2e-3, 1e-4, 0.0, 2e-5).as_dict()
     policy, rng = make_policy("marginal-cost", cost=cost, affinity=affinity), np.random.default_rng(5)
     placement: list[list[PlacementRequest]] = [[] for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Notifications of policies about running requests; the decisions themselves are tested with each policy."""
+"""Notifications of policies about running requests. The decisions themselves are tested with each policy."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.support.tables import fail, request
 
 
 class Recording(Policy):
-    """Takes the workers in turn, and records its notifications."""
+    """A policy that takes the workers in turn, and records its notifications."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,8 +22,8 @@ def loads(*in_flight: int) -> Loads:
 
 
 def choose(policy: Any, similarity: list[float], *in_flight: int) -> Decision:
-    asked = request(similarity=np.array(similarity, np.float32))
-    return policy.select(asked, loads(*in_flight), np.random.default_rng(0))
+    placement_request = request(similarity=np.array(similarity, np.float32))
+    return policy.select(placement_request, loads(*in_flight), np.random.default_rng(0))
 
 
 def test_each_load_policy_chooses_by_its_own_measure() -> None:
@@ -33,8 +33,8 @@ def test_each_load_policy_chooses_by_its_own_measure() -> None:
     assert make_policy("least-tokens").select(request(), tokens, RNG).worker == 1
     robin = make_policy("round-robin")
     assert [robin.select(request(), state, RNG).worker for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    drawn = Counter(make_policy("random").select(request(), state, RNG).worker for _ in range(600))
-    assert min(drawn.values()) > 140
+    choices = Counter(make_policy("random").select(request(), state, RNG).worker for _ in range(600))
+    assert min(choices.values()) > 140
     two = Counter(
         make_policy("power-of-two").select(request(), loads(9, 1, 5), RNG).worker for _ in range(300)
     )

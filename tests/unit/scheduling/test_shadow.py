@@ -100,8 +100,8 @@ def test_both_placements_are_priced_as_from_scratch(
         for name, tokens in more.items():
             sides = []
             for positions in (where, {n: policy.positions[n] for n in where}):
-                held = [requests[n] for n in where if positions[n] == positions[name]]
-                sides.append(step_seconds(held, before))
+                running_requests = [requests[n] for n in where if positions[n] == positions[name]]
+                sides.append(step_seconds(running_requests, before))
             priced += tokens * np.array([1.0, *sides])
     assert shadow.totals[:3] == pytest.approx(priced, rel=1e-4)
 

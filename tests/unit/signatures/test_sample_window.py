@@ -14,7 +14,7 @@ from tests.support.samples import EXPERTS, LAYERS, TOP_K, sample, traffic
 
 
 def names(window: SampleWindow) -> list[str]:
-    return [kept.sample.request_id for kept in window.samples]
+    return [entry.sample.request_id for entry in window.samples]
 
 
 def test_the_newest_samples_are_kept_within_both_bounds() -> None:
@@ -33,7 +33,7 @@ def test_a_repeated_request_id_is_kept_once() -> None:
     window.add([sample("a", prompt=20), sample("b"), sample("a", prompt=30)])
     assert names(window) == ["b", "a"]
     assert window.samples[1].prompt_tokens == 30
-    assert window.bytes == sum(kept.size for kept in window.samples)
+    assert window.bytes == sum(entry.size for entry in window.samples)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_samples_become_a_trace_that_can_be_saved() -> None:
 def test_a_request_without_a_decode_step_is_kept() -> None:
     window, one = SampleWindow(8), sample("a")
     window.add([replace(one, decode_steps=0, decode_counts=np.zeros_like(one.decode_counts))])
-    assert [kept.top_k for kept in window.samples] == [TOP_K]
+    assert [entry.top_k for entry in window.samples] == [TOP_K]
 
 
 def test_token_ids_can_be_left_out() -> None:

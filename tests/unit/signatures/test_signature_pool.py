@@ -70,7 +70,7 @@ class LocalPool:
         return await self.router.swap_fitted_table(table, view.epoch, view.table_version, refit)
 
     async def poll(self, times: int = 2) -> None:
-        """Poll like the actor; two polls see a stable number of replicas."""
+        """Poll like the actor. Two polls see a stable number of replicas."""
         for _ in range(times):
             self.coordinator.samples = len(self.window)
             await self.coordinator.poll(self.coordinator.status())
@@ -212,7 +212,7 @@ async def test_a_configured_table_is_replaced_only_by_a_refit() -> None:
 
 
 async def test_no_table_is_fitted_before_an_ingress_has_restored_its_settings() -> None:
-    """After a restart the router has no table; the ingresses hold the operator's table."""
+    """After a restart the router has no table. The ingresses hold the operator's table."""
     local = LocalPool(120, workers=0)
     local.router._state.update_workers("ingress", ("r0", "r1"))
     await local.poll(3)
@@ -232,8 +232,8 @@ async def test_a_requested_refit_keeps_each_workers_kind() -> None:
     before = kinds(local.live)
     local.window.add(traffic([0, 3], 60, begin=60))
     local.coordinator.samples = 120
-    made = await local.refit()
-    assert (made["version"], made["samples"], made["why"]) == (2, 120, "requested")
+    refit = await local.refit()
+    assert (refit["version"], refit["samples"], refit["why"]) == (2, 120, "requested")
     assert kinds(local.live) == before
 
 

@@ -8,7 +8,7 @@ from triton.backends.compiler import BaseBackend
 
 
 class InterpretedBackend(BaseBackend):
-    """Supports no target."""
+    """A backend that supports no target."""
 
     @staticmethod
     def supports_target(target: Any) -> bool:

@@ -8,7 +8,7 @@ from triton.backends.driver import DriverBase
 
 
 class InterpretedDriver(DriverBase):
-    """Never active, so that Triton never instantiates it."""
+    """A driver that is never active, so that Triton never instantiates it."""
 
     @staticmethod
     def is_active() -> bool:
