@@ -30,7 +30,7 @@ from loadgen.results import RESULTS, read_rows
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "docs/tables"
 PAGES = (
-    *(ROOT / "docs" / f"{name}.md" for name in ("gpu", "papers", "placement", "results", "simulation")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("gpu", "papers", "policies", "results", "simulation")),
     ROOT / "README.md",
     *sorted(TABLES.glob("*.md")),
 )

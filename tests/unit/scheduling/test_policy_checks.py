@@ -31,7 +31,7 @@ from tests.support.fake_router import place_one, router_state
 from tests.support.shipped import ROOT
 from tests.support.tables import request
 
-PAGE = ROOT / "docs" / "placement.md"
+PAGE = ROOT / "docs" / "policies.md"
 OUTSIDE_MODULE = """
 import numpy as np
 from pydantic import Field, model_validator
@@ -234,7 +234,7 @@ def test_the_violations_of_a_policy_are_reported(broken: type[Policy], sentence:
 
 
 def test_the_policy_on_the_page_passes_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
     (tmp_path / "from_the_page.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     policy = make_policy("from_the_page:Packed", slots=4)
