@@ -78,14 +78,39 @@ def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[P
 def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[OperatorClient]:
     """Run the application with these `args`, ready at `port`. Serve's proxy listens on the next port."""
     with local_ray(http_port=port + 1, environment=QUIET):
-        from ray import serve
+        yield start_application(arguments, port=port)
 
-        from eldr_serve.app import build_app
 
+<<<<<<< HEAD
         application = build_app(arguments | {"ingress": {"port": port}, "admin_key": KEY})
         serve.run(application, name="eldr", route_prefix="/")
         wait_ready(f"http://127.0.0.1:{port}", 300)
         yield OperatorClient(f"http://127.0.0.1:{port}", KEY)
+||||||| 4471f80f
+        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": KEY})
+        serve.run(application, name="eldr", route_prefix="/")
+        wait_ready(f"http://127.0.0.1:{port}", 300)
+        yield Client(f"http://127.0.0.1:{port}", KEY)
+=======
+def start_application(
+    arguments: dict[str, Any], *, port: int, name: str = "eldr", max_in_flight: int | None = None
+) -> Client:
+    """Start an application in the running cluster; return its client when it is ready.
+
+    Args:
+        name: name of the application, unique in the cluster.
+        max_in_flight: maximum number of requests that the ingress admits at once; None: its default.
+    """
+    from ray import serve
+
+    from eldr_serve.app import build_app
+
+    ingress = {"port": port} | ({} if max_in_flight is None else {"max_in_flight": max_in_flight})
+    application = build_app(arguments | {"name": name, "ingress": ingress, "admin_key": KEY})
+    serve.run(application, name=name, route_prefix="/" if name == "eldr" else f"/{name}")
+    wait_ready(f"http://127.0.0.1:{port}", 300)
+    return Client(f"http://127.0.0.1:{port}", KEY)
+>>>>>>> wmine
 
 
 def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[OperatorClient]:

@@ -4,10 +4,11 @@
 
 The objective is a multiple of the latencies of an idle service. The load that fits is the highest number of
 requests in flight of which 95 % meet the objective. Then requests arrive at 1.5 times the rate of that load,
-in rounds of each kind of admission in turn. By `prediction`, requests name their objective in headers. By
-`count`, they name none, and the client sends at most as many at once as fit. It refuses all others itself, so
-that refusals by count take no time here. Prediction should refuse within 0.2 s, serve 95 % of the admitted
-requests within their objective, and give more goodput (requests/s within the objective) than the count.
+in rounds of two applications in turn. Each has engines of its own, which are idle during the other's rounds.
+By `prediction`, requests name their objective in headers. By `count`, they name none, and the ingress admits
+at most as many at once as fit (`ingress.max_in_flight`). Prediction should refuse within 0.2 s, serve 95 % of
+the admitted requests within their objective, and give more goodput (requests/s within the objective) than
+the count.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import aiohttp
 import numpy as np
 import typer
 
@@ -28,7 +28,7 @@ from benchmarks.lib import options
 from benchmarks.lib.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.live import serve_application
+from benchmarks.lib.live import serve_application, start_application
 from benchmarks.lib.prompts import bodies
 from eldr_serve.commands.errors import run
 from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
@@ -93,22 +93,31 @@ def _measure_load(
     return _Load(in_flight, summary(answers)["requests_per_s"], share)
 
 
-class Arrivals:
-    """Requests that arrive at random times, under one kind of admission.
+async def send_arrivals(
+    url: str,
+    requests: Iterable[dict[str, Any]],
+    headers: dict[str, str] | None,
+    *,
+    per_s: float,
+    seconds: float,
+    seed: int,
+) -> list[Answer]:
+    """Send requests at random times for `seconds`; return all answers.
 
     Args:
-        objective: what requests name in headers if they are admitted by prediction.
-        limit: maximum number of requests in flight if they are admitted by count.
+        requests: bodies of the requests, at least as many as arrive.
     """
+    tasks: list[asyncio.Task[Answer]] = []
+    start_s = time.perf_counter()
+    async with session(_TIMEOUT_S) as http:
+        due_times = itertools.takewhile(lambda due_s: due_s < seconds, poisson(per_s, seed))
+        for due_s, body in zip(due_times, requests, strict=False):
+            await asyncio.sleep(start_s + due_s - time.perf_counter())
+            tasks.append(asyncio.create_task(complete(http, url, body, headers=headers)))
+        return list(await asyncio.gather(*tasks))
 
-    def __init__(
-        self, url: str, requests: list[dict[str, Any]], objective: LatencyObjective, limit: int
-    ) -> None:
-        self._url = url
-        self._requests = itertools.cycle(requests)
-        self._limit = limit
-        self._headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
 
+<<<<<<< HEAD
     async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
         """Send requests for `seconds`, and return all answers."""
         tasks: set[asyncio.Task[Answer]] = set()
@@ -125,10 +134,50 @@ class Arrivals:
                 else:
                     tasks.add(asyncio.create_task(self._one(http, body, admission)))
             return answers + list(await asyncio.gather(*tasks))
+||||||| 4471f80f
+    async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
+        """Send requests for `seconds`; return all answers."""
+        tasks: set[asyncio.Task[Answer]] = set()
+        answers: list[Answer] = []
+        start_s = time.perf_counter()
+        async with session(_TIMEOUT_S) as http:
+            for due_s in itertools.takewhile(lambda due_s: due_s < seconds, poisson(per_s, seed)):
+                await asyncio.sleep(start_s + due_s - time.perf_counter())
+                running = sum(not task.done() for task in tasks)
+                body = next(self._requests)
+                if admission == COUNT and running >= self._limit:
+                    now = time.perf_counter()
+                    answers.append(Answer(now, now, error="HTTP 429: by count"))
+                else:
+                    tasks.add(asyncio.create_task(self._one(http, body, admission)))
+            return answers + list(await asyncio.gather(*tasks))
+=======
+def send_in_turn(
+    services: dict[str, tuple[str, dict[str, str] | None]],
+    requests: list[dict[str, Any]],
+    *,
+    per_s: float,
+    rounds: int,
+    seconds: float,
+    seed: int,
+) -> dict[str, list[Answer]]:
+    """Send the same arrivals to each service in each round; return the answers of each.
+>>>>>>> wmine
 
-    async def _one(self, http: aiohttp.ClientSession, body: dict[str, Any], admission: str) -> Answer:
-        headers = self._headers if admission == PREDICTION else None
-        return await complete(http, self._url, body, headers=headers)
+    Args:
+        services: URL and headers, by kind of admission.
+        seconds: duration of the arrivals of a round, s.
+    """
+    bodies_of = {admission: itertools.cycle(requests) for admission in services}
+    answers: dict[str, list[Answer]] = {admission: [] for admission in services}
+    for number in range(rounds):
+        for admission in sorted(services, reverse=bool(number % 2)):
+            url, headers = services[admission]
+            arrivals = send_arrivals(
+                url, bodies_of[admission], headers, per_s=per_s, seconds=seconds, seed=seed + number
+            )
+            answers[admission] += asyncio.run(arrivals)
+    return answers
 
 
 def row(admission: str, answers: list[Answer], objective: LatencyObjective, seconds: float) -> dict[str, Any]:
@@ -176,12 +225,13 @@ def objectives(
     allow_open_files(8192)
     sizes = options.numbers("--in-flight", in_flight)
     requests = bodies(prompts, count=2000, max_tokens=max_tokens, seed=seed)
-    answers: dict[str, list[Answer]] = {COUNT: [], PREDICTION: []}
-    with serve_application(our_arguments(deployment, model), port=port) as client:
+    arguments = our_arguments(deployment, model)
+    with serve_application(arguments, port=port) as client:
         asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
         idle = summary(asyncio.run(_send_closed_loop(client.url, requests, 1)))
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
+<<<<<<< HEAD
         arrivals = Arrivals(client.url, requests, objective, fit.in_flight)
         for number in range(rounds):
             for admission in sorted(answers, reverse=bool(number % 2)):
@@ -189,6 +239,23 @@ def objectives(
                     admission, per_s=_OVERLOAD * fit.per_s, seconds=seconds, seed=seed + number
                 )
                 answers[admission] += asyncio.run(sent)
+||||||| 4471f80f
+        arrivals = Arrivals(client.url, requests, objective, fit.in_flight)
+        for number in range(rounds):
+            for admission in sorted(answers, reverse=bool(number % 2)):
+                sent = arrivals.send(
+                    admission, per_s=overload * fit.per_s, seconds=seconds, seed=seed + number
+                )
+                answers[admission] += asyncio.run(sent)
+=======
+        by_count = start_application(arguments, port=port + 2, name="by-count", max_in_flight=fit.in_flight)
+        asyncio.run(_send_closed_loop(by_count.url, requests, fit.in_flight))  # warms up
+        headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
+        services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}
+        answers = send_in_turn(
+            services, requests, per_s=overload * fit.per_s, rounds=rounds, seconds=seconds, seed=seed
+        )
+>>>>>>> wmine
         predictions = client.status()["ingress"]["objectives"]
     publish(
         "objectives",
@@ -206,8 +273,8 @@ def objectives(
             "predictions": predictions,
             "errors": {admission: errors(part) for admission, part in answers.items()},
         },
-        notes="the same arrivals for both, in turn on one service; refused requests are not sent again; "
-        "by count the client itself refuses, at once; engines, ingress and client share the cores",
+        notes="the same arrivals for both, in turn; each has its own engines; refused requests are not sent "
+        "again; engines, both applications and the client share the cores",
     )
 
 

@@ -1,11 +1,19 @@
 """Parts of the benchmark of admission by predicted latency, against a service without engines."""
 
+import itertools
+
 import pytest
 
 from benchmarks.lib.client import Answer
 from benchmarks.serving import objectives
-from benchmarks.serving.objectives import COUNT, PREDICTION, Arrivals, _Load, largest_fitting_load, row
-from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
+from benchmarks.serving.objectives import (
+    COUNT,
+    PREDICTION,
+    _Load,
+    largest_fitting_load,
+    row,
+    send_arrivals,
+)
 from loadgen.sse import StreamTiming
 from loadgen.statistics import LatencyObjective
 from tests.support.fake_service import fake_service
@@ -44,7 +52,7 @@ def test_a_row_separates_refused_late_and_failed_requests() -> None:
     assert set(row(COUNT, [], OBJECTIVE, 1.0)) == set(figures)
 
 
-async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_objective(
+async def test_arrivals_name_the_objective_and_do_not_wait_for_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     headers_sent: list[dict[str, str] | None] = []
@@ -55,13 +63,13 @@ async def test_arrivals_by_count_are_refused_beyond_the_limit_and_name_no_object
         return await complete(*args, headers=headers)
 
     monkeypatch.setattr(objectives, "complete", record_headers)
+    body = {"max_tokens": 2, "ignore_eos": True}
     with fake_service() as service:
         service.first_s = 1.0
-        arrivals = Arrivals(service.url, [{"max_tokens": 2, "ignore_eos": True}], OBJECTIVE, limit=2)
-        by_count = await arrivals.send(COUNT, per_s=40.0, seconds=0.3, seed=0)
-        by_prediction = await arrivals.send(PREDICTION, per_s=40.0, seconds=0.3, seed=0)
-    assert len(by_count) == len(by_prediction) > 3
-    assert [answer.error for answer in by_count].count(None) == 2
-    assert all(answer.error is None for answer in by_prediction)
-    assert headers_sent[:2] == [None, None]
-    assert headers_sent[2:] == [{TTFT_HEADER: "200.000", TPOT_HEADER: "20.000"}] * len(by_prediction)
+        answers = await send_arrivals(
+            service.url, itertools.repeat(body), {"x": "y"}, per_s=40.0, seconds=0.3, seed=0
+        )
+    assert len(answers) > 3
+    assert all(answer.error is None for answer in answers)
+    assert max(answer.start for answer in answers) < min(answer.end for answer in answers)
+    assert headers_sent == [{"x": "y"}] * len(answers)
