@@ -26,7 +26,7 @@ class DecodeStartEstimator:
         return self._due_times.enter(worker, expected_s)
 
     def leave(self, call: QueuedCall, *, answered: bool) -> None:
-        """Remove a call that has its first token or has ended; `answered`: its worker worked on it."""
+        """Remove a call that has its first token or ended; `answered` tells whether its worker began it."""
         num_before = self._due_times.num_waiting(call.worker)
         self._due_times.leave(call, answered=answered)
         num_waiting = self._due_times.num_waiting(call.worker)

@@ -47,6 +47,7 @@ class RequestPath:
         admission: admits prompts to the queues of the replicas that prefill.
         latency_admission: admits requests by predicted latency.
         kv_release: releases KV blocks on the prefill engines.
+        stage_latencies: durations of the stages before the first token.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class PrefillAdmission:
         bound_s: maximum predicted wait, s.
 
     Attributes:
-        queues: the queues.
+        queues: the prompts that each engine has yet to compute, as far as this ingress knows.
     """
 
     def __init__(self, fleet: Fleet, *, bound_s: float, counters: IngressCounters) -> None:
