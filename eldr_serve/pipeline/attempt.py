@@ -156,8 +156,8 @@ class Attempt:
                     if stages.first_s is None:
                         self._record_first_chunk(placing, stages)
                         if is_resumed:
-                            moved = self._services.moves.end(context.request_id)
-                            event = IngressEvent.MOVED if moved else IngressEvent.RESUMED
+                            has_moved = self._services.moves.end(context.request_id)
+                            event = IngressEvent.MOVED if has_moved else IngressEvent.RESUMED
                             self._services.counters.count(event)
                     yield payload
 
