@@ -23,10 +23,10 @@ if TYPE_CHECKING:
         Policy,
         PolicyError,
         QueuedPolicy,
+        check_policy,
         make_policy,
         policy_names,
     )
-    from eldr_serve.scheduling.policies.checks import check_policy
 
 __all__ = [
     "ArtifactError",
@@ -55,7 +55,6 @@ _MODULES = {
     "ExpertPlacement": "experts.parallel.placement",
     "ArtifactError": "records",
     "build_app": "app",
-    "check_policy": "scheduling.policies.checks",
     "ConfigurationError": "errors",
 }
 

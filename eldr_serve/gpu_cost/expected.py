@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eldr_serve.gpu_cost.readings import Shape
 from eldr_serve.gpu_cost.routing import independent_experts, shared_experts
-from eldr_serve.scheduling.cost import StepCost
+from eldr_serve.scheduling import StepCost
 
 CONTEXT_TOKENS = 1024  # KV tokens of each request
 BATCH_SIZES = (1, 8, 32)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost.readings import Readings, Setting, Shape, Step
 from eldr_serve.gpu_cost.routing import active_experts
-from eldr_serve.scheduling.cost import StepCost, non_negative_terms
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.cost import non_negative_terms
 from eldr_serve.scheduling.cost_file import FittedCost
 
 _LEAST_DIFFERENCE = 0.05  # of the experts, between the two routings at some batch

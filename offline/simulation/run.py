@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling import Lease, LoadLedger, Placer, Policy, Saving, Shadow, State
-from eldr_serve.scheduling.policies.base import CentroidTable
+from eldr_serve.scheduling import CentroidTable, Lease, LoadLedger, Placer, Policy, Saving, Shadow, State
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome

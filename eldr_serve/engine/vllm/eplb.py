@@ -35,7 +35,7 @@ from eldr_serve.engine.vllm.compat.eplb import (
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
-from eldr_serve.experts.parallel.replica_choice import Metro, Nearest, OnePerExpert, slots_by_rank
+from eldr_serve.experts.parallel.replica_choice import Metro, NearestReplica, OnePerExpert, slots_by_rank
 
 Ints = NDArray[np.int64]
 
@@ -116,7 +116,7 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
             metro = Metro(slots, device, gather, as_written=choice == "metro-paper")
             set_choice(layer.router, metro)
         elif sees_own_tokens:
-            set_choice(layer.router, Nearest(slots, topology, group.rank_in_group, device))
+            set_choice(layer.router, NearestReplica(slots, topology, group.rank_in_group, device))
         else:
             raise UnsupportedEngineError(
                 f"layer {index} routes the tokens of all ranks, which must choose equally: use another "

@@ -143,7 +143,7 @@ class Metro(OnePerExpert):
         self._metro.route(everywhere[:, :none].contiguous())
 
 
-class Nearest(OnePerExpert):
+class NearestReplica(OnePerExpert):
     """Rule `local` for ranks that route their own tokens: GRACE-MoE's locality.
 
     A replica on the rank itself is preferred, then one on its node; ranks and experts alternate between
@@ -166,7 +166,7 @@ class Nearest(OnePerExpert):
         self.chosen = torch.from_numpy(slots[np.arange(len(slots)), choice]).to(device)
 
 
-class Polled(ReplicaChoice):
+class PolledReplica(ReplicaChoice):
     """Rules `local` and `weighted` for ranks that see all tokens: GRACE-MoE's polling (Algorithms 3 and 4).
 
     A replica is drawn with a weight of 1 / expected load of its rank (Eq. 3). The draw is a hash of the
@@ -206,8 +206,8 @@ class Polled(ReplicaChoice):
 
 def _polled(
     row: ArrayLike, experts: int, topology: Topology, load: ArrayLike | None, *, local: bool
-) -> Polled:
-    return Polled(slots_by_rank(row, experts, topology.ranks), topology, load=load, local=local)
+) -> PolledReplica:
+    return PolledReplica(slots_by_rank(row, experts, topology.ranks), topology, load=load, local=local)
 
 
 _MAKE: dict[str, Callable[[ArrayLike, int, Topology, ArrayLike | None], ReplicaChoice]] = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from eldr_serve.experts.parallel.metro import MetroPlan, route_metro
 from eldr_serve.experts.parallel.moves import fill_with_replicas
 from eldr_serve.experts.parallel.placement import Topology
-from eldr_serve.experts.parallel.replica_choice import RULES, Nearest, make_choice, slots_by_rank
+from eldr_serve.experts.parallel.replica_choice import RULES, NearestReplica, make_choice, slots_by_rank
 from tests.support.shipped import ROOT
 
 
@@ -119,7 +119,7 @@ def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case, given_
 @given(cases())
 def test_a_rank_that_routes_alone_chooses_its_nearest_replica(case: Case) -> None:
     for rank in range(case.topology.ranks):
-        slots = Nearest(case.slots, case.topology, rank).slots(case.batch).numpy()
+        slots = NearestReplica(case.slots, case.topology, rank).slots(case.batch).numpy()
         assert np.array_equal(case.row[slots], case.batch.numpy())
         is_local = case.slots[case.batch.numpy(), rank] >= 0
         assert (slots[is_local] // case.size == rank).all()
