@@ -55,7 +55,7 @@ from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 
 WORKERS = 16
-PAPER_TTFT_MS = 0.86 / 0.012  # of which 0.86 ms are 1.2 %
+PAPER_TTFT_MS = 0.86 / 0.012  # 0.86 ms are 1.2 % of it
 _WARM_UP = 8  # prompts
 _MODEL = Path("examples/demo_model/weights")
 _VOCABULARY = 4096  # the demo model's
@@ -104,7 +104,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     cache.record(slots, chosen, ids)
     counts = cache.total(ids).cpu().numpy().astype(np.uint32)
     packed = pack_counts(counts)
-    narrow = chosen.to(torch.int16)  # as the hooks store them
+    narrow = chosen.to(torch.int16)  # the hooks store them like this
     answer = {"eldr_expert_counts": packed, "remote_block_ids": ids.tolist()}
 
     table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
@@ -187,7 +187,7 @@ def _engine(
 ) -> list[dict[str, Any]]:
     """Serve pairs of prompts, one with capture and one without, in random order, and return rows."""
     tokens = job["max_tokens"]
-    seconds_of_pairs: list[tuple[float, float, float]] = []  # without capture, with it, counting
+    seconds_of_pairs: list[tuple[float, float, float]] = []  # times without capture, with it, and of counting
     with ExitStack() as stack:
         engine = _Engine(job, port, stack)
         for number in range(-_WARM_UP, requests):

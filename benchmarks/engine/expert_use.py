@@ -59,7 +59,7 @@ class Result:
     draw: Callable[[Path], None]
     notes: str
     inputs: dict[str, Any] = field(default_factory=dict)
-    name: str = ""  # of a second result
+    name: str = ""  # name of a second result
 
 
 def _command(measure: Callable[[CapturedRoutes, int], list[Result]]) -> Callable[..., None]:

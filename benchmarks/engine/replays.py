@@ -72,7 +72,7 @@ decode_replay = replay_command(
     default_workers="8,16",
     default_groups="all,language,task",
     default_per_worker=48,
-    default_intermediate=1536,  # as in the live benchmark
+    default_intermediate=1536,  # the live benchmark has the same
 )
 rates = replay_command(
     "rates",

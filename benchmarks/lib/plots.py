@@ -21,7 +21,7 @@ from loadgen.results import read_rows
 
 PLOTS = ROOT / "docs/plots"
 _GREY = "0.65"
-_SHADES = ("C9", "C0", "C2", "C4")  # for batches, small to large
+_SHADES = ("C9", "C0", "C2", "C4")  # colours of batches, small to large
 _WORKLOADS = ("all", "language", "task")
 _BASELINE = "TPOT {} against the best balancer, %"
 _PAPER = {"language": (-5.9, -10.0), "task": (-7.0, -13.9)}  # locality-band's medians, Figures 11 and 12
@@ -102,7 +102,7 @@ def at_scale() -> None:
         sizes = sorted({row["workers"] for row in results})
         for trace, policy in dict.fromkeys((row["arrivals"], row["policy"]) for row in results):
             rows = [row for row in results if (row["arrivals"], row["policy"]) == (trace, policy)]
-            by_workers = {row["workers"]: row for row in rows}  # of several divisions the last one
+            by_workers = {row["workers"]: row for row in rows}  # the last one of several divisions
             for axes, percentile in zip(panels[int("mooncake" in trace)], ("p50", "p99"), strict=True):
                 if policy in colours:
                     column = f"tpot_{percentile}_change_pct"

@@ -22,7 +22,7 @@ from eldr_serve.files import write_whole
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _REPORT_PX = 1500  # height: answers, figures and the first plots
-_COLOURS = 128  # of the pictures' palette; a page has few
+_COLOURS = 128  # colours of the pictures' palette, as a page has few
 VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_phone": (390, False)}
 
 

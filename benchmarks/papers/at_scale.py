@@ -62,8 +62,8 @@ from offline.simulation.run import simulate
 
 _OURS = "marginal-cost,tail_power=1,marginal-cost,tail_power=16"
 POLICIES = f"shortest-queue,least-tokens,power-of-two,locality-band,{_OURS}"
-_GRID = 1 / 32  # of the workers: step of the search for fewer ones
-_FEWEST, _MOST = 0.6, 1.25  # of the workers: range of that search
+_GRID = 1 / 32  # step of the search for fewer workers, as a share of the workers
+_FEWEST, _MOST = 0.6, 1.25  # range of that search, as shares of the workers
 _WINDOW = (0.2, 0.9)  # share of the arrivals before and until which figures count
 _COMPARED = ("tpot_p50_ms", "tpot_p99_ms", "goodput_per_s")
 

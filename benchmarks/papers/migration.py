@@ -44,7 +44,7 @@ class Move:
     slot: int
     start_s: float
     end_s: float
-    ready_s: float  # when the slot holds the expert; after `end_s` if it waits in the staging buffer
+    ready_s: float  # time at which the slot has the expert, after `end_s` if that waits in staging
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MigrationPlan:
     """A schedule of moves. Layers whose moves would not pay keep their placement."""
 
     placement: Ints  # [L, P], after the plan
-    moves: list[Move]  # by start time, layer by layer
+    moves: list[Move]  # ordered by start time, layer by layer
     ready_s: Floats  # [L], idle time from which a layer runs with its new placement; 0 if nothing moves
     windows_s: Floats  # [W], compute windows of a step, which repeat
     cost_s: float  # time on the critical path, all layers

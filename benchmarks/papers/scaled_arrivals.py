@@ -60,7 +60,7 @@ def load_of(study: Study, arrivals: Path) -> Load:
     assert work.experts is not None
     records = read_trace(arrivals)
     prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records]).T
-    context = float(np.average(prompt + output / 2, weights=output))  # of a running request
+    context = float(np.average(prompt + output / 2, weights=output))  # mean context of a running request
     kinds, rng = np.unique(work.requests.kind), np.random.default_rng(0)
     active = active_experts(work.experts, kinds, study.batch, rng)
     step_s = float(study.cost.seconds(study.batch, study.batch * context, active))

@@ -51,7 +51,7 @@ class _Load:
 
     in_flight: int
     per_s: float  # answers
-    share: float  # of requests within the objective
+    share: float  # share of requests within the objective
 
 
 def is_within(answer: Answer, objective: LatencyObjective) -> bool:

@@ -99,7 +99,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         start_s = perf_counter()
         counts = online.predict(ids)
         assert counts is not None
-        counts = counts.astype(np.float16)  # as sent to the router
+        counts = counts.astype(np.float16)  # the form that is sent to the router
         predicted_s = perf_counter()
         blocks = prompt_blocks(ids, BLOCK_TOKENS)
         hashed_s = perf_counter()

@@ -38,7 +38,7 @@ from loadgen.results import publish
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
 
 MAPS = {"events": None, "estimate": {"enable_kv_cache_events": False}}
-_TOKEN_IDS = range(100, 2000)  # of prompts
+_TOKEN_IDS = range(100, 2000)  # token ids of prompts
 _COUNTERS = ("prefill_tokens", "prefix_tokens_predicted", "prefix_tokens_measured")
 _REPORTS_S = 3.0  # time in which ingresses and engines report to the router
 _TIMEOUT_S = 120.0

@@ -73,7 +73,7 @@ class Demo:
         )
         if self.process.poll() is not None:
             output = self.log.read_text()[-5000:]
-            last = (output.strip().splitlines() or ["nothing was printed"])[-1]  # for pytest's summary
+            last = (output.strip().splitlines() or ["nothing was printed"])[-1]  # pytest's summary shows it
             raise AssertionError(f"the demo ended with status {self.process.returncode}: {last}\n{output}")
 
     def stop(self) -> None:

@@ -57,7 +57,7 @@ def record_operators(on_host: bool) -> Operators:
     for owner, names in ours.items():
         for name in names:
             setattr(owner, name, operators.record_calls(getattr(owner, name)))
-    if not on_host:  # as on a GPU, where counts stay on the device
+    if not on_host:  # on a GPU, counts stay on the device
         connector_worker.can_count_on_host = lambda *_: False
     HostCopies.start = operators.exclude(HostCopies.start)  # type: ignore[method-assign]
     return operators

@@ -19,9 +19,9 @@ from eldr_serve.scheduling import PrefixMap, prompt_blocks
 from tests.engine import contract_script
 from tests.engine.contract_script import end, start
 
-BLOCKS = 20  # of 32 tokens, so that later conversations evict earlier ones
+BLOCKS = 20  # blocks of 32 tokens, so few that later conversations evict earlier ones
 TOKENS = 40  # length of an answer, more than a block
-SETTLE_S = 0.1  # for the statistics of the last step
+SETTLE_S = 0.1  # wait for the statistics of the last step
 
 
 class Conversations:

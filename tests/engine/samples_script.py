@@ -26,7 +26,7 @@ from tests.engine import contract_script
 from tests.engine.contract_script import RemoteEngine, end, nixl, serve, start
 
 CHUNK = 48  # tokens per step: longer prompts are prefilled in pieces
-BLOCKS = 24  # of 32 tokens: too few for the concurrent requests, so that some are preempted
+BLOCKS = 24  # blocks of 32 tokens, too few for the concurrent requests, so that some are preempted
 AT_ONCE = 8
 TOKENS = 40  # length of an answer
 LEFT_AFTER = 3  # tokens after which a client disconnects

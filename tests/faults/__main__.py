@@ -57,7 +57,7 @@ def simulate(
 def _print_run(one: Run) -> None:
     """Print the events, outcomes and violations of a run."""
     console = Console(highlight=False, soft_wrap=True)
-    for event in one.happened:
+    for event in one.events:
         console.print(event, markup=False)
     for outcome in one.outcomes:
         plan = outcome.plan
@@ -72,7 +72,7 @@ def _print_run(one: Run) -> None:
 def _run(seed: int) -> tuple[int, Counter[str], int, list[str]]:
     """Run a seed and return its counts, which can be pickled."""
     one = run_seed(seed)
-    return seed, one.kinds, len(one.happened), one.violations
+    return seed, one.kinds, len(one.events), one.violations
 
 
 def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
@@ -81,10 +81,10 @@ def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:
     kinds, faults, failed = Counter[str](), 0, 0
     with multiprocessing.get_context("fork").Pool(processes) as pool, progress_bar() as bar:
         task = bar.add_task("runs", total=len(seeds))
-        for seed, ended, happened, violations in pool.imap_unordered(_run, seeds, chunksize=4):
+        for seed, kinds_of_seed, num_events, violations in pool.imap_unordered(_run, seeds, chunksize=4):
             bar.advance(task)
-            kinds.update(ended)
-            faults += happened
+            kinds.update(kinds_of_seed)
+            faults += num_events
             failed += bool(violations)
             if violations:
                 console.print(f"seed {seed} fails; again: python -m tests.faults simulate --seed {seed}")

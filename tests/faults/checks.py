@@ -25,7 +25,7 @@ class Run:
     Attributes:
         outcomes: what the client of each request saw.
         faults: the faults of the seed.
-        happened: a line for each fault that was injected; some find no process to act on.
+        events: a line for each fault that was injected. Some faults find no process to act on.
         violations: a sentence for each property that did not hold.
         virtual_s: length of the run in virtual time.
         trace: a hash of all steps, equal for equal runs.
@@ -34,7 +34,7 @@ class Run:
     seed: int
     outcomes: list[Outcome] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    happened: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     virtual_s: float = 0.0
     trace: int = 0
@@ -73,9 +73,9 @@ class Checks:
         what = f"{'stream' if plan.stream else 'answer'} of {plan.prompt!r}"
         is_allowed = outcome.kind in ALLOWED
         if outcome.kind == "engine lost":
-            is_allowed = plan.n > 1 or len(self.run.happened) >= LOST_AFTER
+            is_allowed = plan.n > 1 or len(self.run.events) >= LOST_AFTER
         if outcome.kind == "http 500":
-            is_allowed = "engines were lost" in outcome.detail and len(self.run.happened) >= REFUSED_AFTER
+            is_allowed = "engines were lost" in outcome.detail and len(self.run.events) >= REFUSED_AFTER
         if outcome.kind == "connection lost":
             is_allowed = outcome.ingress in self.world.killed or bool(plan.reads_s)
         if not is_allowed:

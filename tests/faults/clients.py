@@ -117,7 +117,7 @@ class Connection:
     _last_arrival_s: float = 0.0
     _unread_bytes: int = 0  # sent by the ingress, and not yet read by the client
     _body_sent: bool = False
-    _is_closed: bool = False  # by the client
+    _is_closed: bool = False  # the client has closed it
     _is_over: bool = False  # the ingress has closed it
 
     def __post_init__(self) -> None:

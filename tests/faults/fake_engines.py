@@ -192,7 +192,7 @@ class DecodeEngine(BlockEngine):
         self._peers = peers
         self._heartbeat_s = lease_s / 3
         self.prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}  # prompt up to the end of a block -> block
-        self._awaited_counts: dict[str, asyncio.Future[tuple[int, str]]] = {}  # by request
+        self._awaited_counts: dict[str, asyncio.Future[tuple[int, str]]] = {}  # futures by request
 
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         counts: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()

@@ -51,7 +51,7 @@ FAULTS = (
 _FURTHER_ROLES = {"redeploy": ("prefill", "decode", "ingress")}
 _RECOVERY_S = 240.0  # an engine takes over a minute to start on few cores
 _DISCONNECTED = ("not connected", "connection lost", "cut")  # outcomes of a request whose server has died
-_PROXY_LAG_S = 3.0  # until Serve's proxy has reported to its client that the ingress died
+_PROXY_LAG_S = 3.0  # time until Serve's proxy has reported to its client that the ingress died
 
 
 @dataclass
@@ -178,7 +178,7 @@ class FaultInjector:
         self._run, self._rng, self._log = run, rng, log
         self._recovering: dict[asyncio.Task[None], tuple[str, ...]] = {}  # roles of each fault
         self._shape: tuple[int, int] = (1, 1)  # layers and experts of the model
-        self._epoch, self._last_counters = "", Counter[str]()  # of the router's actor
+        self._epoch, self._last_counters = "", Counter[str]()  # epoch and counters of the router's actor
 
     async def wait_until_complete(self) -> None:
         """Wait until the application is complete for the first time."""

@@ -92,7 +92,7 @@ class _Simulation:
     def __init__(self, run: Run, world: World, requests: list[Plan], rng: random.Random) -> None:
         self.run, self.world, self.requests, self.rng = run, world, requests, rng
         self.checks = Checks(run, world)
-        self._long: list[asyncio.Task[Outcome]] = []  # streams that run while leases are compared
+        self._long_streams: list[asyncio.Task[Outcome]] = []  # streams that run while leases are compared
 
     async def run_phases(self, provokes: bool) -> None:
         """Run the phases of the module's docstring.
@@ -100,35 +100,33 @@ class _Simulation:
         Args:
             provokes: whether to provoke the cases that chance seldom produces.
         """
-        world, loop = self.world, self.world.loop
+        world, loop, wait_until_none = self.world, self.world.loop, self.checks.wait_until_none
         await world.start(prefills=self.rng.choice([1, 2]), decodes=self.rng.choice([2, 3]), ingresses=2)
         for fault in self.run.faults:
-            schedule_fault(world, fault, self.run.happened.append)
+            schedule_fault(world, fault, self.run.events.append)
         clients = [loop.create_task(self._send_when_due(plan)) for plan in self.requests]
-        self._begin_long(2)
+        self._begin_streams(2)
         self.run.outcomes = list(await asyncio.gather(*clients))
         for outcome in self.run.outcomes:
             self.checks.check_outcome(outcome)
         await asyncio.sleep(max(DURATION_S - loop.time(), 0) + 0.01)
         what = "processes that were restarted are not back"
-        await self.checks.wait_until_none(lambda: unready_processes(world), 30, what)
-        await self.checks.wait_until_none(
-            self._disagreements, _AGREE_S, "leases, before clients restore them"
-        )
+        await wait_until_none(lambda: unready_processes(world), 30, what)
+        await wait_until_none(self._find_disagreements, _AGREE_S, "leases, before clients restore them")
         if provokes:
             await self._clients_place_without_router()
             # Compare now: clients restore all leases after they have left their channels.
-            await self.checks.wait_until_none(self._disagreements, _AGREE_S, "leases, after local fallback")
+            await wait_until_none(self._find_disagreements, _AGREE_S, "leases, after local fallback")
             await self._clients_leave_their_channels()
         await self._compare_leases()
-        await self.checks.wait_until_none(lambda: find_leftovers(world), _SETTLE_S, "left behind")
+        await wait_until_none(lambda: find_leftovers(world), _SETTLE_S, "left behind")
         tasks_before = count_tasks(world)
         self._check_drains()
         await self._check_answered()
         if provokes:
             await ProvokedCases(self.checks).provoke_all()
         what = "left behind by requests after the faults"
-        await self.checks.wait_until_none(
+        await wait_until_none(
             lambda: find_leftovers(world) + find_added_tasks(world, tasks_before), _SETTLE_S, what
         )
         self.run.violations += engine_violations(world, engines_well=self.checks.has_only_router_faults)
@@ -151,7 +149,7 @@ class _Simulation:
         router = world.router()
         assert router is not None
         world.stop(router, _STOP_S)
-        self._begin_long_at_each(0)
+        self._begin_stream_at_each(0)
         await asyncio.sleep(_WAITED_S)
         for process in world.live["ingress"]:
             if longest_wait_for_router_s(process, loop.time()) > _ANSWER_S:
@@ -166,7 +164,7 @@ class _Simulation:
                     for end in world.network.ends_of(router):
                         if end.peer.process is process:
                             end.stall(_RESTORE_S)
-        self._begin_long_at_each(1)
+        self._begin_stream_at_each(1)
         await asyncio.sleep(_RESTORE_S)
 
     async def _clients_leave_their_channels(self) -> None:
@@ -176,24 +174,24 @@ class _Simulation:
             for end in self.world.network.ends_of(process):
                 if end.peer.process is router:
                     end.stall(_RECONNECT_S)
-        self._begin_long_at_each(2)
+        self._begin_stream_at_each(2)
         await asyncio.sleep(_RECONNECT_S + 0.5)
 
-    def _begin_long_at_each(self, number: int) -> None:
+    def _begin_stream_at_each(self, number: int) -> None:
         """Begin a long stream at each ingress. `number` distinguishes the prompts."""
         for process in self.world.live["ingress"]:
             plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
-            self._long.append(self.world.loop.create_task(ask(self.world, plan, process)))
+            self._long_streams.append(self.world.loop.create_task(ask(self.world, plan, process)))
 
     async def _compare_leases(self) -> None:
         """Check that router and clients agree on all leases while long streams run."""
-        self._begin_long(0)
+        self._begin_streams(0)
         await asyncio.sleep(0.7)
-        await self.checks.wait_until_none(self._disagreements, _AGREE_S, "leases")
-        for task in self._long:
+        await self.checks.wait_until_none(self._find_disagreements, _AGREE_S, "leases")
+        for task in self._long_streams:
             task.cancel()
 
-    def _begin_long(self, during: int) -> None:
+    def _begin_streams(self, during: int) -> None:
         """Begin long streams, which run until they are cancelled.
 
         Args:
@@ -204,9 +202,9 @@ class _Simulation:
             plan = Plan(
                 at_s, "completions", f"{number} 1", _LONG, stream=True, token_s=_LONG_S, leaves_s=500.0
             )
-            self._long.append(self.world.loop.create_task(self._send_when_due(plan)))
+            self._long_streams.append(self.world.loop.create_task(self._send_when_due(plan)))
 
-    def _disagreements(self) -> list[str]:
+    def _find_disagreements(self) -> list[str]:
         """Return a sentence if the router's leases are not those of its clients, or there are none.
 
         If all long streams have ended, begin another one, so that there are leases to compare.
@@ -214,8 +212,8 @@ class _Simulation:
         of_router, of_clients = leases_of_router(self.world), leases_of_clients(self.world)
         if of_router == of_clients and of_clients:
             return []
-        if all(task.done() for task in self._long):  # lost requests still fill prefill engines
-            self._begin_long(0)
+        if all(task.done() for task in self._long_streams):  # lost requests still fill prefill engines
+            self._begin_streams(0)
         return [f"the router has {of_router}, its clients have {of_clients}"]
 
     def _check_drains(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from loadgen import processes
 
 WATCHED = ("ingress", "router", "prefill", "decode")
-LOOPS = ("ingress", "router")  # roles whose event loop may never be blocked; an engine's is while it compiles
-MORE_MIB, MORE_SHARE = 64.0, 0.25  # allowed growth of a process after warm-up; a violation exceeds both
+LOOPS = ("ingress", "router")  # roles whose event loop may never be blocked; engines compile
+MORE_MIB, MORE_SHARE = 64.0, 0.25  # allowed growth after warm-up; a violation exceeds both
 MORE_DESCRIPTORS = 64
 MORE_TASKS = 64
 _SAMPLE = re.compile(r"^ray_eldr_loop_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)

@@ -27,7 +27,7 @@ from typing import Any
 
 from eldr_serve.metrics import STALL_S
 
-_MAX_STEPS = 3_000_000  # of one run; more mean a livelock
+_MAX_STEPS = 3_000_000  # maximum steps of one run, beyond which it is a livelock
 
 _process: ContextVar[Process] = ContextVar("process")
 

@@ -61,14 +61,14 @@ from tests.faults.virtual_time import Process, VirtualLoop, current
 
 ADMIN_KEY = "key"
 LEASE_S = 12.0  # lease of a prompt's KV blocks
-INGRESS_TIMEOUT_S = 6.0  # until the leases of an ingress without a channel are released
+INGRESS_TIMEOUT_S = 6.0  # time until the leases of an ingress without a channel are released
 CALL_S = 10.0
 QUEUE_S = 5.0
 WAIT_S = 2.0  # maximum wait of a tenant's request for admission
 RETRIES_AT_ONCE = (2, 64)
 LONG_DOWNTIME_S = 12.0  # occasional downtime of the router, in which no request may wait for it
-_MAX_UNREAD_BYTES = 40_000  # of an unread stream: more than 4 s of tokens
-SLOTS = (1, 2, 64)  # of a decode engine under a policy with a decode queue; few, so that requests wait
+_MAX_UNREAD_BYTES = 40_000  # bytes of an unread stream, more than 4 s of tokens
+SLOTS = (1, 2, 64)  # slots of a decode engine under a policy with a decode queue, few so that requests wait
 POLICIES = ("round-robin", "marginal-cost", "balance-band", "locality-band")
 ROLES = ("prefill", "decode", "router", "ingress")
 

@@ -18,8 +18,8 @@ from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.replicas.servers import describe_error
 
-TOKEN_IDS = bytes(7 * 4)  # of each prompt
-_CANCEL_DELAY_S = 0.004  # until an engine learns that a call was cancelled
+TOKEN_IDS = bytes(7 * 4)  # token ids of each prompt
+_CANCEL_DELAY_S = 0.004  # time until an engine learns that a call was cancelled
 
 
 @dataclass(eq=False)

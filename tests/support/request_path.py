@@ -30,7 +30,7 @@ good_prefill = answer_with(
     prefill_result(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS: pack_counts(COUNTS)})
 )
 good_decode = answer_with(b"a", b"b", b"c")
-TOKENS = 12  # of the stream whose events follow
+TOKENS = 12  # tokens of the stream whose events follow
 END = b"data: [DONE]\n\n"
 EVENTS = [b'data: {"created":77,"text":"%d"}\n\n' % number for number in range(TOKENS)]
 WHOLE = b"".join(EVENTS)

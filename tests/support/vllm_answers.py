@@ -19,7 +19,7 @@ RANDOM = frozenset(
     {"id", "item_id", "created", "created_at", "completed_at", "signature", "system_fingerprint"}
 )
 _TEXTS = {"content", "text", "reasoning", "thinking", "arguments", "partial_json"}
-_TOLERANCE = 1e-3  # of log-probabilities: two engines compute them in batches of other sizes
+_TOLERANCE = 1e-3  # tolerance of log-probabilities, which two engines compute in batches of other sizes
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Decoded:
     answers: Ints  # [requests, tokens]
     seconds: NDArray[np.float64]  # [N], wall-clock time of each step, without moves
     move_s: float  # total time of the migration slices between steps
-    experts_moved: int  # by these slices, in all layers
+    experts_moved: int  # experts that these slices moved, in all layers
     slices: int
     slices_left: int
     log: Ints  # [G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOG_COLUMNS`)

@@ -23,7 +23,7 @@ from benchmarks.lib.ports import free_port
 ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
 TEMPERATURE = 0.8  # sampling temperature of captures and replays
 STEP_TOKENS = 4096  # maximum tokens of a step
-BLOCK = 32  # tokens per KV block; the minimum of vLLM's CPU attention
+BLOCK = 32  # tokens per KV block, the minimum of vLLM's CPU attention
 # Where the product of CpuSpeed takes x times as long, a step takes about x**_FELT times: measured, means of
 # 100 steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
 _FELT = 0.75
@@ -54,7 +54,7 @@ class Steps:
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
-    slowdown: list[float] = field(default_factory=list)  # of the core; `seconds` are divided by it
+    slowdown: list[float] = field(default_factory=list)  # of the core, which divides `seconds`
 
     def extend(self, other: Steps) -> None:
         """Append another run's steps."""

@@ -56,7 +56,7 @@ from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
-FIT_REQUESTS = 304  # by default, four batches of each of these sizes
+FIT_REQUESTS = 304  # the default has four batches of each of these sizes
 _FIT_BATCHES = (2, 10, 24, 40)
 
 

@@ -45,7 +45,7 @@ PREFILL = Prefill(workers=8, fixed_s=5e-3, per_token_s=1e-4)
 OUTPUT_TOKENS = 128
 SECONDS = 60.0  # duration of arrivals in a run
 CHANGED = ("shortest-queue", "locality-band, no refit", "locality-band, refit", "marginal-cost")
-HALVES = ("before_tpot_p50", "after_tpot_p50", "after_tpot_p99")  # of a run with a change in the middle
+HALVES = ("before_tpot_p50", "after_tpot_p50", "after_tpot_p99")  # columns of a run that changes midway
 
 
 def rates(options: Options) -> Rows:

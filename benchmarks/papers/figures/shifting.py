@@ -26,7 +26,7 @@ from offline.placement.forecast import decode_correction, expected_workload
 from offline.placement.workload import placed_work
 from offline.scenario import read_observed
 
-STEPS = 256  # decode steps of a batch; observed steps repeat
+STEPS = 256  # decode steps of a batch, in which observed steps repeat
 PER_RANK = 64  # requests per rank
 _CONCENTRATION = 0.3  # concentration of the Dirichlet mix: one or two domains dominate a batch
 
@@ -60,7 +60,7 @@ CLUSTERS = {
 class Batch:
     """Requests that decode together."""
 
-    requests: NDArray[np.int64]  # of the trace; request i lives on rank i mod G
+    requests: NDArray[np.int64]  # indices in the trace; request i lives on rank i mod G
     tokens: NDArray[np.float32]  # [T, L, G, E], by source rank in each observed step
 
     @property
