@@ -81,20 +81,9 @@ def serve_application(arguments: dict[str, Any], *, port: int) -> Iterator[Opera
         yield start_application(arguments, port=port)
 
 
-<<<<<<< HEAD
-        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": KEY})
-        serve.run(application, name="eldr", route_prefix="/")
-        wait_ready(f"http://127.0.0.1:{port}", 300)
-        yield OperatorClient(f"http://127.0.0.1:{port}", KEY)
-||||||| 4471f80f
-        application = build_app(arguments | {"ingress": {"port": port}, "admin_key": KEY})
-        serve.run(application, name="eldr", route_prefix="/")
-        wait_ready(f"http://127.0.0.1:{port}", 300)
-        yield Client(f"http://127.0.0.1:{port}", KEY)
-=======
 def start_application(
     arguments: dict[str, Any], *, port: int, name: str = "eldr", max_in_flight: int | None = None
-) -> Client:
+) -> OperatorClient:
     """Start an application in the running cluster; return its client when it is ready.
 
     Args:
@@ -109,8 +98,7 @@ def start_application(
     application = build_app(arguments | {"name": name, "ingress": ingress, "admin_key": KEY})
     serve.run(application, name=name, route_prefix="/" if name == "eldr" else f"/{name}")
     wait_ready(f"http://127.0.0.1:{port}", 300)
-    return Client(f"http://127.0.0.1:{port}", KEY)
->>>>>>> wmine
+    return OperatorClient(f"http://127.0.0.1:{port}", KEY)
 
 
 def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[OperatorClient]:

@@ -117,41 +117,6 @@ async def send_arrivals(
         return list(await asyncio.gather(*tasks))
 
 
-<<<<<<< HEAD
-    async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
-        """Send requests for `seconds`, and return all answers."""
-        tasks: set[asyncio.Task[Answer]] = set()
-        answers: list[Answer] = []
-        start_s = time.perf_counter()
-        async with session(_TIMEOUT_S) as http:
-            for due_s in itertools.takewhile(lambda due_s: due_s < seconds, poisson(per_s, seed)):
-                await asyncio.sleep(start_s + due_s - time.perf_counter())
-                running = sum(not task.done() for task in tasks)
-                body = next(self._requests)
-                if admission == COUNT and running >= self._limit:
-                    now = time.perf_counter()
-                    answers.append(Answer(now, now, error="HTTP 429: by count"))
-                else:
-                    tasks.add(asyncio.create_task(self._one(http, body, admission)))
-            return answers + list(await asyncio.gather(*tasks))
-||||||| 4471f80f
-    async def send(self, admission: str, *, per_s: float, seconds: float, seed: int) -> list[Answer]:
-        """Send requests for `seconds`; return all answers."""
-        tasks: set[asyncio.Task[Answer]] = set()
-        answers: list[Answer] = []
-        start_s = time.perf_counter()
-        async with session(_TIMEOUT_S) as http:
-            for due_s in itertools.takewhile(lambda due_s: due_s < seconds, poisson(per_s, seed)):
-                await asyncio.sleep(start_s + due_s - time.perf_counter())
-                running = sum(not task.done() for task in tasks)
-                body = next(self._requests)
-                if admission == COUNT and running >= self._limit:
-                    now = time.perf_counter()
-                    answers.append(Answer(now, now, error="HTTP 429: by count"))
-                else:
-                    tasks.add(asyncio.create_task(self._one(http, body, admission)))
-            return answers + list(await asyncio.gather(*tasks))
-=======
 def send_in_turn(
     services: dict[str, tuple[str, dict[str, str] | None]],
     requests: list[dict[str, Any]],
@@ -162,7 +127,6 @@ def send_in_turn(
     seed: int,
 ) -> dict[str, list[Answer]]:
     """Send the same arrivals to each service in each round; return the answers of each.
->>>>>>> wmine
 
     Args:
         services: URL and headers, by kind of admission.
@@ -231,31 +195,13 @@ def objectives(
         idle = summary(asyncio.run(_send_closed_loop(client.url, requests, 1)))
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
-<<<<<<< HEAD
-        arrivals = Arrivals(client.url, requests, objective, fit.in_flight)
-        for number in range(rounds):
-            for admission in sorted(answers, reverse=bool(number % 2)):
-                sent = arrivals.send(
-                    admission, per_s=_OVERLOAD * fit.per_s, seconds=seconds, seed=seed + number
-                )
-                answers[admission] += asyncio.run(sent)
-||||||| 4471f80f
-        arrivals = Arrivals(client.url, requests, objective, fit.in_flight)
-        for number in range(rounds):
-            for admission in sorted(answers, reverse=bool(number % 2)):
-                sent = arrivals.send(
-                    admission, per_s=overload * fit.per_s, seconds=seconds, seed=seed + number
-                )
-                answers[admission] += asyncio.run(sent)
-=======
         by_count = start_application(arguments, port=port + 2, name="by-count", max_in_flight=fit.in_flight)
         asyncio.run(_send_closed_loop(by_count.url, requests, fit.in_flight))  # warms up
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
         services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}
         answers = send_in_turn(
-            services, requests, per_s=overload * fit.per_s, rounds=rounds, seconds=seconds, seed=seed
+            services, requests, per_s=_OVERLOAD * fit.per_s, rounds=rounds, seconds=seconds, seed=seed
         )
->>>>>>> wmine
         predictions = client.status()["ingress"]["objectives"]
     publish(
         "objectives",

@@ -104,7 +104,9 @@ def test_equal_engines_fill_equal_nodes(nodes: int, per_node: int, ranks: int, c
 
 @pytest.mark.parametrize(("strategy", "nodes", "missing"), [("PACK", 2, 0), ("STRICT_PACK", 0, 1)])
 def test_an_engine_of_two_gpus_does_not_fit_nodes_of_one(strategy: str, nodes: int, missing: int) -> None:
-    placement = assign_nodes([NodePool("a", 3, {"GPU": 1})], [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, strategy)])
+    placement = assign_nodes(
+        [NodePool("a", 3, {"GPU": 1})], [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, strategy)]
+    )
     assert sum(bool(node.replicas) for node in placement.nodes) == nodes
     assert (placement.missing.get("x", 0), placement.spread.get("x", 0)) == (missing, int(nodes == 2))
 
