@@ -83,9 +83,9 @@ async def test_engines_get_the_placements_expected_tokens_unless_others_are_give
     expected = np.arange(6.0).reshape(2, 3)
     await place_everywhere(fleet, body(replace(PLACED, expected_tokens=expected), replicas=["r0"]))
     assert np.array_equal(engines["r0"].load, expected)
-    given = [[1.0, 2.0, 3.0]] * 2
-    await place_everywhere(fleet, body(replace(PLACED, expected_tokens=expected), load=given))
-    assert engines["r0"].load == engines["r1"].load == given
+    expected_tokens = [[1.0, 2.0, 3.0]] * 2
+    await place_everywhere(fleet, body(replace(PLACED, expected_tokens=expected), load=expected_tokens))
+    assert engines["r0"].load == engines["r1"].load == expected_tokens
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,6 @@ def test_a_scaled_deployment_gets_the_policy_unless_it_names_one() -> None:
         _policy(config)
 
 
-def _policy(given: dict[str, Any]) -> Any:
-    config = engine_spec(given, "decode", directory_name="d", kv_lease_s=30.0)
+def _policy(settings: dict[str, Any]) -> Any:
+    config = engine_spec(settings, "decode", directory_name="d", kv_lease_s=30.0)
     return config.deployment_config["autoscaling_config"]["policy"]["policy_function"]
