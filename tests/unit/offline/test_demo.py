@@ -23,14 +23,7 @@ MODEL = Path("somewhere/model_64")
 
 def plan(out: Path, rounds: int = 4) -> demo._Plan:
     load = LoadSpec(
-        "prompts",
-        "eldr-demo",
-        rate=0.0,
-        seconds=10,
-        warm_up_s=0,
-        users=8,
-        max_tokens=8,
-        temperature=0.8,
+        "prompts", "eldr-demo", rate=0.0, seconds=10, warm_up_s=0, users=8, max_tokens=8, temperature=0.8
     )
     arguments = demo_arguments(DEPLOYMENT, MODEL, 3, 20)
     return demo._Plan(arguments, load, rounds, 2, out, 0)
