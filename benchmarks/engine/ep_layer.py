@@ -91,14 +91,7 @@ def ep_layer(
     }
     rows = _rows(f"2 ranks together, {device()}", two_ranks, times_together, compute, seed)
     rows += _rows(f"{_MANY_RANKS} ranks one by one", many_ranks_plan, times_alone, compute, seed)
-    path = publish(
-        "ep_layer",
-        rows,
-        inputs=inputs,
-        seed=seed,
-        out=out,
-        notes=_NOTES,
-    )
+    path = publish("ep_layer", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
     gathered = [row | {"workload": row["how"]} for row in rows if row["dispatch"] == "all-gather"]
     lines(gathered, "replication", ["experts_ms"], path.with_suffix(".png"), by="routing")
     _publish_parts(path, _rank_rows(points, compute), message_rows, inputs, seed)

@@ -92,8 +92,7 @@ balanced_clusters = replay_command(
     "balanced_clusters", [ROUND_ROBIN, _band("balanced"), _band("vanilla", balanced=False)]
 )
 signature_transforms = replay_command(
-    "signature_transforms",
-    [ROUND_ROBIN, *(_band(t, transform=t) for t in TRANSFORMS)],
+    "signature_transforms", [ROUND_ROBIN, *(_band(t, transform=t) for t in TRANSFORMS)]
 )
 pool_size = replay_command("pool_size", [ROUND_ROBIN, LOCALITY, MARGINAL], default_workers="4,8,16")
 tail_replay = replay_command(

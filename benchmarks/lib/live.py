@@ -20,12 +20,7 @@ from typing import Any
 from benchmarks.lib.cluster import local_ray, wait_ready
 from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.engines import engine_roles, our_arguments
-from benchmarks.lib.normalised_time import (
-    NORMALISED,
-    NormalisedTime,
-    fit_engine_sensitivity,
-    normalise_trial,
-)
+from benchmarks.lib.normalised_time import NORMALISED, NormalisedTime, fit_engine_sensitivity, normalise_trial
 from benchmarks.lib.prompts import no_longer_than
 from eldr_serve.commands.client import OperatorClient
 from eldr_serve.config.ray_settings import QUIET

@@ -128,11 +128,7 @@ def _normalise_request(record: dict[str, Any], clock: NormalisedTime) -> dict[st
     rate = whole_s / end_s
     decode_s = end_s - record["ttft_s"]
     decode_rate = (whole_s - ttft_s) / decode_s if decode_s else 1.0
-    times: dict[str, Any] = {
-        "sent_s": record["sent_s"] + end_s - whole_s,
-        "ttft_s": ttft_s,
-        "end_s": whole_s,
-    }
+    times: dict[str, Any] = {"sent_s": record["sent_s"] + end_s - whole_s, "ttft_s": ttft_s, "end_s": whole_s}
     times["itl_s"] = [rate * gap for gap in record["itl_s"]]
     for name, factor in (("tpot_s", decode_rate), ("handover_s", rate)):
         if record[name] is not None:

@@ -70,10 +70,7 @@ def command_of_settings(command: Callable[[Settings], None]) -> Callable[..., No
 
     parameters = [
         inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
         for field in fields(settings)
     ]

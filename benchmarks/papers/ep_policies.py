@@ -112,14 +112,7 @@ def ep_policies(
             {arm: [trials[turn, group, *arm] for turn in range(rounds)] for arm in ARMS}, group, seed
         )
     ]
-    publish(
-        "ep_policies",
-        rows,
-        inputs=settings | {"rounds": rounds},
-        seed=seed,
-        out=out,
-        notes=_NOTES,
-    )
+    publish("ep_policies", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_NOTES)
     journal.remove()
 
 

@@ -81,8 +81,7 @@ def tail_price(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME,KEY=VALUE,...; repeatable.",
-            show_default="marginal-cost with tail_power 1 and 16",
+            help="NAME,KEY=VALUE,...; repeatable.", show_default="marginal-cost with tail_power 1 and 16"
         ),
     ] = None,
     per_worker: options.PerWorker = 1000,

@@ -216,8 +216,7 @@ def _compare_pairs(trials: list[dict[str, Any]], system: str, load: str) -> dict
 
 
 Turns = Annotated[
-    int,
-    typer.Option(min=1, help="Trials of each system after a start; above 1: all run, and take turns."),
+    int, typer.Option(min=1, help="Trials of each system after a start; above 1: all run, and take turns.")
 ]
 Requests = Annotated[
     int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 4 or more.")

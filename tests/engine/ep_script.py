@@ -119,11 +119,7 @@ def main(model: str, expected: Path) -> None:
             model,
             RANKS,
             additional_config={
-                "eldr_experts": {
-                    "redundant_experts": REDUNDANT,
-                    "fill_redundant": True,
-                    "moves_per_slice": 3,
-                }
+                "eldr_experts": {"redundant_experts": REDUNDANT, "fill_redundant": True, "moves_per_slice": 3}
             },
         )
     )

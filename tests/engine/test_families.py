@@ -26,9 +26,7 @@ ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, r
     ("GPT-OSS", "V2"),
 }
 GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "LFM2-MoE": 4, "Qwen3.5-MoE": 4}
-REFUSED = {
-    "ERNIE-4.5": "correction bias",
-}
+REFUSED = {"ERNIE-4.5": "correction bias"}
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills in one step, without a cache
 NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and its name
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted only requests that it could finish

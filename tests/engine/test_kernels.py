@@ -109,11 +109,7 @@ def is_open(kernel: Any) -> bool:
     ],
 )
 def test_gpt_oss_gets_a_kernel_that_exposes_its_choices(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    automatic: str,
-    backend: str,
-    chosen: str,
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], automatic: str, backend: str, chosen: str
 ) -> None:
     on_gpu(monkeypatch, *capability)
     assert selected_kernel("auto").__name__ == automatic
@@ -218,11 +214,7 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
 def test_choices_made_in_the_kernel_are_counted() -> None:
     config, impls, drivers = layers(InsideRouting)
     capture = DeviceCapture(
-        [router for _, router in moe_routers(config)],
-        max_tokens=32,
-        device="cpu",
-        num_blocks=4,
-        block_size=4,
+        [router for _, router in moe_routers(config)], max_tokens=32, device="cpu", num_blocks=4, block_size=4
     )
     logits = torch.randn(LAYERS, 6, EXPERTS)
     for impl, layer, layer_logits in zip(impls, drivers, logits, strict=True):

@@ -403,11 +403,7 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
     ],
 )
 def test_only_engines_that_verify_drafts_make_them(
-    role: Role,
-    drafting: dict[str, Any],
-    drafts: bool,
-    asynchronous: bool,
-    caplog: pytest.LogCaptureFixture,
+    role: Role, drafting: dict[str, Any], drafts: bool, asynchronous: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     kwargs = engine_kwargs(role, speculative_config=drafting)
     assert kwargs.get("speculative_config") == (drafting if drafts else None)

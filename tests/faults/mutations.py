@@ -181,11 +181,7 @@ MUTATIONS = (
         "for request_id in running_ids + queued_ids:",
         "for request_id in queued_ids:",
     ),
-    Mutation(
-        "leases that clients made are not taken",
-        "eldr_serve.router.state",
-        "self.placer.hold(lease)",
-    ),
+    Mutation("leases that clients made are not taken", "eldr_serve.router.state", "self.placer.hold(lease)"),
     Mutation(
         "leases that a client no longer has are kept when it restores the others",
         "eldr_serve.router.state",
@@ -248,12 +244,7 @@ MUTATIONS = (
         "        for task in calls.values():\n            task.cancel()\n",
         "",
     ),
-    Mutation(
-        "a silent channel stays open",
-        "eldr_serve.channel.peer",
-        "if now >= lost_at:",
-        "if False:",
-    ),
+    Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now >= lost_at:", "if False:"),
     # -- admission and tenants
     Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._permits[tenant.name] -= 1"),
     Mutation(

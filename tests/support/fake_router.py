@@ -210,15 +210,13 @@ class FakeActor(RouterCalls):
                 bind(methods.STATUS, lambda call: router_status(state)),
                 bind(methods.LIVE, lambda call: live_status(state)),
                 bind(
-                    methods.EXPECT_COUNTS,
-                    lambda call: state.expect_counts(call.num_layers, call.num_experts),
+                    methods.EXPECT_COUNTS, lambda call: state.expect_counts(call.num_layers, call.num_experts)
                 ),
                 bind(methods.SET_POLICY, lambda call: live.set_policy(call.policy, call.parameters)),
                 bind(methods.SET_SHADOW, lambda call: live.set_shadow(call.shadow)),
                 bind(methods.SWAP_TABLE, lambda call: live.swap_table(call.table)),
                 bind(
-                    methods.SWAP_PREDICTOR,
-                    lambda call: live.swap_predictor(call.predictor, call.tokenizer),
+                    methods.SWAP_PREDICTOR, lambda call: live.swap_predictor(call.predictor, call.tokenizer)
                 ),
                 bind(methods.DECODE_LOADS, lambda call: state.decode_loads(call.blocks)),
             ]

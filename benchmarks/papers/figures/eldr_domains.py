@@ -202,5 +202,5 @@ FIGURES = {
         "TPOT against shortest-queue by policy and mix: of all, of the worst and of the best domain",
         "languages in the mix of chat: median -5.9 to -10.0 %, p99 -6.2 to +1.5 % against the best balancer",
         domains,
-    ),
+    )
 }

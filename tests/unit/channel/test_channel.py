@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.channel import (
-    CallFailedError,
-    Channel,
-    ChannelLostError,
-    SlowReaderError,
-)
+from eldr_serve.channel import CallFailedError, Channel, ChannelLostError, SlowReaderError
 from eldr_serve.channel import client as client_module
 from eldr_serve.channel import peer as peer_module
 from eldr_serve.channel.client import SILENT_S

@@ -402,8 +402,8 @@ async def start(
 async def test_a_prefill_engine_with_expert_counts_starts_without_held_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted = {EXPERT_COUNTS: pack_counts(np.ones((3, 4), np.uint32))}
-    serving, abandoned, shape = await start(monkeypatch, counted)
+    packed_counts = {EXPERT_COUNTS: pack_counts(np.ones((3, 4), np.uint32))}
+    serving, abandoned, shape = await start(monkeypatch, packed_counts)
     assert shape == (3, 4)
     (request,) = serving.seen
     assert request.model == "m"

@@ -27,8 +27,8 @@ def test_the_fit_to_real_kernel_times_is_close() -> None:
     result = fit(QWEN)
     assert result.cost.per_expert_s == pytest.approx(3.1e-6, rel=0.05)  # as NVIDIA's rows of the kernel alone
     assert abs(result.errors).max() < 0.05
-    own = [step.routing == "skewed" for step in EP.steps]
-    assert abs(fit(EP).errors[own]).max() < 0.05
+    is_skewed = [step.routing == "skewed" for step in EP.steps]
+    assert abs(fit(EP).errors[is_skewed]).max() < 0.05
     summary = result.summary()
     assert summary["error_rms"] < 0.02
     assert summary["per_expert_us"] == pytest.approx(1e6 * result.cost.per_expert_s)
@@ -46,10 +46,10 @@ def test_the_terms_have_the_least_squares() -> None:
     best = lsq_linear(design / seconds[:, None], np.ones(len(steps)), (0, np.inf), tol=1e-14).x
     assert (1e-3 * cost.per_kv_token_s, cost.per_expert_s) == pytest.approx(best[-2:], rel=1e-3)
 
-    own = np.array([step.routing == "skewed" for step in steps])
+    is_skewed = np.array([step.routing == "skewed" for step in steps])
 
     def squares(some: StepCost) -> float:
-        return float(np.sum((some.seconds(requests, tokens, experts) / seconds - 1)[own] ** 2))
+        return float(np.sum((some.seconds(requests, tokens, experts) / seconds - 1)[is_skewed] ** 2))
 
     sizes, added = [*cost.batch_s], np.diff([*cost.batch_s.values()], prepend=0)
     for factor in (0.99, 1.01):

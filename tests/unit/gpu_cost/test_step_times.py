@@ -70,6 +70,6 @@ def test_the_report_has_the_expected_steps_in_text_and_json() -> None:
     text = io.StringIO()
     show(checked, Console(file=text))
     assert times.describe("decode") in text.getvalue()
-    (found,) = as_json(checked)["expected_decode_steps"].values()
-    assert [step["requests"] for step in found] == [1, 8, 32]
-    assert 0 < found[1]["most_saved"] < 1
+    (expected_step,) = as_json(checked)["expected_decode_steps"].values()
+    assert [step["requests"] for step in expected_step] == [1, 8, 32]
+    assert 0 < expected_step[1]["most_saved"] < 1

@@ -102,12 +102,12 @@ def test_the_manifest_is_valid_by_kuberays_schema(
 def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -> None:
     deployment, manifest = case
     demands = [*(engines.replicas for engines in deployment.engines), deployment.ingress]
-    placed = assign_nodes(pools(manifest, "maxReplicas"), demands)
-    assert not placed.missing
-    assert not placed.spread
-    assert all(node.replicas for node in placed.nodes)
+    placement = assign_nodes(pools(manifest, "maxReplicas"), demands)
+    assert not placement.missing
+    assert not placement.spread
+    assert all(node.replicas for node in placement.nodes)
     if deployment.engines[0].spec.device == "gpu":
-        assert all(len(node.replicas) == 1 for node in placed.nodes)
+        assert all(len(node.replicas) == 1 for node in placement.nodes)
         counts = {group["groupName"]: group for group in cluster_of(manifest)["workerGroupSpecs"]}
         for engines in deployment.engines:
             group = counts[engines.role]
@@ -116,9 +116,9 @@ def test_all_replicas_fit_and_each_engine_on_a_gpu_has_its_own_pod(case: Case) -
                 engines.initial_replicas,
                 engines.max_replicas,
             ]
-            asked = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+            limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
             assert (
-                int(asked["nvidia.com/gpu"]) == engines.spec.ranks == total_resources(engines.bundles)["GPU"]
+                int(limits["nvidia.com/gpu"]) == engines.spec.ranks == total_resources(engines.bundles)["GPU"]
             )
 
 
@@ -143,7 +143,7 @@ def test_the_application_equals_the_deployment_except_for_its_address(case: Case
     assert manifest["spec"]["rayClusterConfig"]["rayVersion"] == version("ray")
     replicas = [deployment.args.ingress_deployment_config]
     replicas += [engines.spec.deployment_config for engines in deployment.engines]
-    drain_s = [given["graceful_shutdown_timeout_s"] for given in replicas]
+    drain_s = [config["graceful_shutdown_timeout_s"] for config in replicas]
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= max(drain_s)
 
 
@@ -209,8 +209,8 @@ def test_pods_and_the_ray_up_cluster_have_the_same_resources(case: Case) -> None
     offered = {name for pool in read_cluster(ROOT / "ray_cluster.yaml") for name in pool.resources}
     named = {name for pool in pools(manifest, "maxReplicas") for name in pool.resources}
     assert named <= offered | {"CPU"}
-    wanted = {name for engines in deployment.engines for name in total_resources(engines.bundles)}
-    kinds = {name for name in wanted if name.startswith(ACCELERATOR)}
+    resource_names = {name for engines in deployment.engines for name in total_resources(engines.bundles)}
+    kinds = {name for name in resource_names if name.startswith(ACCELERATOR)}
     assert {name for name in named if name.startswith(ACCELERATOR)} == kinds
     for name, pod, container in pods(manifest):
         on_gpu = "nvidia.com/gpu" in container["resources"]["limits"]

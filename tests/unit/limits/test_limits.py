@@ -69,10 +69,10 @@ async def test_engines_receive_a_cache_salt_per_tenant_and_no_priority_of_the_cl
     async with with_tenants(tmp_path, {"a": {}, "b": {}}) as app:
         salts = []
         for tenant in "ab":
-            for own in ({}, {"cache_salt": "x"}, {"cache_salt": "y", "priority": -5}):
+            for own_fields in ({}, {"cache_salt": "x"}, {"cache_salt": "y", "priority": -5}):
                 app.valid_calls.clear()
                 steering = {"X-Vllm-Priority": "-9"}
-                answer = await app.post(path, body | own, tenant, **steering)
+                answer = await app.post(path, body | own_fields, tenant, **steering)
                 assert answer.status_code == 200, answer.text
                 calls = [c for c in app.valid_calls if c.method in ("prefill", "generate")]
                 assert len(calls) == (1 if "n" in body else 2)
@@ -118,8 +118,8 @@ async def test_each_tenant_has_its_own_rate_limits(tmp_path: Path) -> None:
 
 
 async def test_waiting_tenants_get_permits_in_fair_shares(tmp_path: Path) -> None:
-    held = asyncio.Event()
-    async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answer_with(held)) as app:
+    go_on = asyncio.Event()
+    async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answer_with(go_on)) as app:
         posts = [asyncio.create_task(app.post(COMPLETIONS, HELLO, tenant)) for tenant in "aaab"]
         await wait_until(lambda: app.ingress.gate.limiter.num_waiting == 2)
         posts[0].cancel()

@@ -92,8 +92,8 @@ def test_the_keys_command_writes_only_hashes(tmp_path: Path) -> None:
     keys = read_keys(file)
     assert keys.owners == {digest(key): "search" for key in (first, second)}
     assert keys.tenants["search"] == Limits(priority=4, requests_per_minute=60, tokens_per_minute=1000)
-    shown = json.loads(run_keys("list", file=file))["search"]["keys"]
-    assert list(shown) == [digest(key)[:12] for key in (first, second)]
+    hashes = json.loads(run_keys("list", file=file))["search"]["keys"]
+    assert list(hashes) == [digest(key)[:12] for key in (first, second)]
     run_keys("revoke", digest(first)[:12], file=file)
     assert read_keys(file).owners == {digest(second): "search"}
     before = file.read_bytes()

@@ -288,20 +288,21 @@ def test_only_steps_of_the_measured_part_are_counted() -> None:
             unix_s, [1, 2], None if steps is None else {"steps": steps, "active_experts": 20 * steps}
         )
 
-    seen = [sample(t, 10 * t) for t in (1, 2, 3, 4, 5, 6)]
-    assert totals_between(seen, 2, 5.5) == {"steps": 30, "active_experts": 600}
-    assert totals_between([sample(2.5, None), *seen], 2, 5.5) == {"steps": 30, "active_experts": 600}
-    assert totals_between([seen[0], seen[4]], 2, 5.5) == {"steps": 40, "active_experts": 800}  # a slow status
-    for lacking in ([], seen[:2], [sample(3, 5), sample(4, 5)], [sample(3, 50), sample(4, 5)]):
+    samples = [sample(t, 10 * t) for t in (1, 2, 3, 4, 5, 6)]
+    assert totals_between(samples, 2, 5.5) == {"steps": 30, "active_experts": 600}
+    assert totals_between([sample(2.5, None), *samples], 2, 5.5) == {"steps": 30, "active_experts": 600}
+    slow_status = [samples[0], samples[4]]
+    assert totals_between(slow_status, 2, 5.5) == {"steps": 40, "active_experts": 800}
+    for lacking in ([], samples[:2], [sample(3, 5), sample(4, 5)], [sample(3, 50), sample(4, 5)]):
         assert totals_between(lacking, 2, 5.5) is None  # no steps, or a restarted router
 
 
 def test_a_load_begins_with_its_first_request_or_the_first_busy_sample() -> None:
-    seen = [StatusSample(t, [0, in_flight], None) for t, in_flight in ((1.0, 0), (1.5, 2), (2.0, 0))]
+    samples = [StatusSample(t, [0, in_flight], None) for t, in_flight in ((1.0, 0), (1.5, 2), (2.0, 0))]
     ended = [{"sent_unix_s": 1.4, "sent_s": 0.1}, {"sent_unix_s": 1.7, "sent_s": 0.4}]
-    assert load_start_unix_s(ended, seen) == pytest.approx(1.3)
-    assert load_start_unix_s([], seen) == 1.5
-    assert load_start_unix_s([], seen[:1]) == math.inf
+    assert load_start_unix_s(ended, samples) == pytest.approx(1.3)
+    assert load_start_unix_s([], samples) == 1.5
+    assert load_start_unix_s([], samples[:1]) == math.inf
 
 
 def test_the_best_baseline_is_chosen_figure_by_figure() -> None:

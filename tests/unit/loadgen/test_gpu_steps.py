@@ -39,9 +39,9 @@ def test_a_step_has_the_measured_batch_and_share_of_experts() -> None:
 
 
 def test_without_steps_nothing_is_calculated() -> None:
-    made = [row | {"batch_size": None, "active_experts": None} for row in rows()]
-    assert add_gpu_steps(made, 64) == []
-    assert "h100_step_ms" not in made[0]
+    empty_rows = [row | {"batch_size": None, "active_experts": None} for row in rows()]
+    assert add_gpu_steps(empty_rows, 64) == []
+    assert "h100_step_ms" not in empty_rows[0]
 
 
 def test_the_cost_is_that_of_the_committed_result() -> None:

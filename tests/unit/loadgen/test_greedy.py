@@ -33,9 +33,9 @@ def test_every_policy_gets_the_same_greedy_requests(service: FakeService) -> Non
 
 def test_an_answer_that_a_policy_changes_is_reported(service: FakeService) -> None:
     service.says = lambda policy, prompt: policy if (policy, prompt) == ("random", "Say two") else prompt
-    found = find_differences(service)
-    assert found == {"shortest-queue": [], "random": ["two"], "locality-band:band=0.1": []}
-    assert greedy_sentence(found, 2) == "GREEDY ANSWERS DIFFER from those under shortest-queue (random: two)."
+    texts = find_differences(service)
+    assert texts == {"shortest-queue": [], "random": ["two"], "locality-band:band=0.1": []}
+    assert greedy_sentence(texts, 2) == "GREEDY ANSWERS DIFFER from those under shortest-queue (random: two)."
 
 
 def test_a_refused_prompt_is_reported_in_one_sentence(service: FakeService) -> None:

@@ -59,14 +59,14 @@ def test_an_open_loop_sends_by_the_clock_and_records_every_request(
         assert record["handover_s"] == pytest.approx(0.0125)
         assert (record["worker"], record["policy"]) == (REPLICAS[0], "locality-band")
     # The server received the requests at those times; a busy machine may delay some.
-    seen = np.diff(sorted(service.arrived_s))
-    assert np.median(np.abs(seen - np.diff(sorted(r["sent_s"] for r in records)))) < 0.05
+    gaps_s = np.diff(sorted(service.arrived_s))
+    assert np.median(np.abs(gaps_s - np.diff(sorted(r["sent_s"] for r in records)))) < 0.05
     assert all(body["ignore_eos"] and "seed" not in body for body in service.bodies)
     assert "ttft" in page.read_text()
     # The sum covers only requests; times within a request have their own rows.
     rows = re.findall(r"^\s*(?:POST|STREAM)?\s+(chat|ttft|Aggregated) +(\d+)", done.stderr, re.MULTILINE)
-    counted = dict(rows[:3])  # a table of percentiles follows
-    assert counted == dict.fromkeys(("chat", "ttft", "Aggregated"), str(len(due)))
+    rows_by_name = dict(rows[:3])  # a table of percentiles follows
+    assert rows_by_name == dict.fromkeys(("chat", "ttft", "Aggregated"), str(len(due)))
 
 
 def test_too_few_users_and_failures_are_in_the_first_line(service: FakeService, tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_locusts_web_page_can_start_several_loads(service: FakeService, tmp_path
             assert answer.json()["success"], answer.text
             _wait(lambda: stats()["state"] == "running")
             _wait(lambda: stats()["state"] == "stopped")
-            found = {s["name"]: s["num_requests"] for s in stats()["stats"]}
-            assert rate * 5 * 0.4 < found["chat"] < rate * 5 * 1.5
-            assert found["ttft"] == found["tpot"] == found["late"] == found["chat"]
+            numbers = {s["name"]: s["num_requests"] for s in stats()["stats"]}
+            assert rate * 5 * 0.4 < numbers["chat"] < rate * 5 * 1.5
+            assert numbers["ttft"] == numbers["tpot"] == numbers["late"] == numbers["chat"]
             assert "ttft" in requests.get(f"{page}/stats/report", timeout=10).text
     finally:
         process.terminate()

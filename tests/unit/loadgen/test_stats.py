@@ -25,19 +25,19 @@ VALUES = np.random.default_rng(5).lognormal(3, 0.6, 300)
 @pytest.mark.parametrize("q", [50, 90, 99])
 def test_a_paired_change_resamples_both_sides_together(q: int) -> None:
     base = VALUES * np.random.default_rng(6).normal(1.1, 0.01, len(VALUES))
-    drawn = np.random.default_rng(7).integers(len(VALUES), size=(DRAWS, len(VALUES)))
-    ratios = np.percentile(VALUES[drawn], q, axis=1) / np.percentile(base[drawn], q, axis=1)
-    found = paired_change_percent(VALUES, base, partial(np.percentile, q=q), seed=7)
-    assert found[1:] == pytest.approx(100 * (np.percentile(ratios, [2.5, 97.5]) - 1))
-    assert found.value == pytest.approx(100 * (np.percentile(VALUES, q) / np.percentile(base, q) - 1))
+    indices = np.random.default_rng(7).integers(len(VALUES), size=(DRAWS, len(VALUES)))
+    ratios = np.percentile(VALUES[indices], q, axis=1) / np.percentile(base[indices], q, axis=1)
+    change = paired_change_percent(VALUES, base, partial(np.percentile, q=q), seed=7)
+    assert change[1:] == pytest.approx(100 * (np.percentile(ratios, [2.5, 97.5]) - 1))
+    assert change.value == pytest.approx(100 * (np.percentile(VALUES, q) / np.percentile(base, q) - 1))
 
 
 def test_a_resample_by_counts_equals_a_direct_resample() -> None:
     for units in (np.arange(300), np.repeat(np.arange(60), 5)):  # a unit is drawn with all its values
         counts = resampled_counts(np.zeros(units[-1] + 1, int), draws=50)
-        found = Sample(VALUES, units).resample(counts, [0.25, 0.5, 0.99])
+        quantiles = Sample(VALUES, units).resample(counts, [0.25, 0.5, 0.99])
         expected = [np.quantile(np.repeat(VALUES, drawn[units]), [0.25, 0.5, 0.99]) for drawn in counts]
-        np.testing.assert_allclose(found, expected)
+        np.testing.assert_allclose(quantiles, expected)
     assert all(np.isnan(v) for v in median_ci([]))
     assert median_ci([3.0]) == (3.0, 3.0, 3.0)
 
@@ -45,9 +45,9 @@ def test_a_resample_by_counts_equals_a_direct_resample() -> None:
 def test_rounds_are_resampled_only_if_there_are_many() -> None:
     few, many = np.repeat(np.arange(3), 20), np.repeat(np.arange(5), 20)
     assert (resampled_counts(few, draws=50).reshape(50, 3, 20).sum(axis=2) == 20).all()
-    drawn = resampled_counts(many, draws=50).reshape(50, 5, 20)
-    assert (drawn == drawn[:, :, :1]).all()  # whole rounds are drawn
-    assert (drawn[:, :, 0].sum(axis=1) == 5).all()
+    counts = resampled_counts(many, draws=50).reshape(50, 5, 20)
+    assert (counts == counts[:, :, :1]).all()  # whole rounds are drawn
+    assert (counts[:, :, 0].sum(axis=1) == 5).all()
 
 
 def test_a_cluster_bootstrap_includes_variation_between_rounds() -> None:
@@ -106,8 +106,8 @@ def test_a_paired_interval_has_its_nominal_coverage() -> None:
     covered = 0
     for _ in range(1000):
         base = rng.lognormal(3, 1, 6)
-        found = paired_ratio_percent(base * 0.88 * rng.lognormal(0, 0.05, 6), base)
-        covered += found.low < -12 < found.high
+        change = paired_ratio_percent(base * 0.88 * rng.lognormal(0, 0.05, 6), base)
+        covered += change.low < -12 < change.high
     assert 930 <= covered <= 970
 
 

@@ -47,8 +47,8 @@ def test_a_log_of_openai_requests_is_a_workload(tmp_path: Path) -> None:
         (p.id, p.chat, p.max_tokens) for p in prompts
     ]
     # The smaller one of the client's limit and max_tokens applies.
-    asked = {a.prompt.id: a.max_tokens for a in itertools.islice(closed_loop(prompts, max_tokens=8), 3)}
-    assert asked == {"log.jsonl:1": 7, "a": 8, "log.jsonl:3": 8}
+    limits = {a.prompt.id: a.max_tokens for a in itertools.islice(closed_loop(prompts, max_tokens=8), 3)}
+    assert limits == {"log.jsonl:1": 7, "a": 8, "log.jsonl:3": 8}
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_an_invalid_workload_is_refused(tmp_path: Path, content: str | None) -> 
         path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 100)[:-20])
     elif content is not None:
         path.write_text(content)
-    for given in (path, tmp_path):
+    for source in (path, tmp_path):
         with pytest.raises(UserInputError):
-            read_prompts([given])
+            read_prompts([source])
 
 
 def test_a_sample_of_traffic_keeps_its_mix() -> None:

@@ -124,8 +124,8 @@ def _counted_keys() -> Iterator[str]:
 
 
 def test_each_counter_has_a_metric_and_each_metric_a_counter() -> None:
-    counted = set(_counted_keys()) | set(router_status(router_state())["counters"])
-    assert counted == set(COUNTERS) | {f"{key}:" for key in COUNTERS_BY_NAME}
+    keys = set(_counted_keys()) | set(router_status(router_state())["counters"])
+    assert keys == set(COUNTERS) | {f"{key}:" for key in COUNTERS_BY_NAME}
 
 
 async def test_each_status_key_of_the_ingress_has_a_metric() -> None:

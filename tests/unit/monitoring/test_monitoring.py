@@ -139,8 +139,8 @@ def test_metrics_of_ray_and_vllm_occur_in_their_installed_files() -> None:
         assert foreign.literal in file.read_text(), name
         stem = re.sub(r".*[:\"](\w+)\"$", r"\1", foreign.literal)
         assert name in {f"{prefix}{stem}{end}" for prefix in ("ray_", "ray_vllm_") for end in ("", "_total")}
-    shown = " ".join(expr for _, expr in expressions())
-    assert not [name for name in FOREIGN if name not in shown]
+    texts = " ".join(expr for _, expr in expressions())
+    assert not [name for name in FOREIGN if name not in texts]
 
 
 def _sections() -> dict[str, str]:

@@ -23,14 +23,7 @@ MODEL = Path("somewhere/model_64")
 
 def plan(out: Path, rounds: int = 4) -> demo._Plan:
     load = LoadSpec(
-        "prompts",
-        "eldr-demo",
-        rate=0.0,
-        seconds=10,
-        warm_up_s=0,
-        users=8,
-        max_tokens=8,
-        temperature=0.8,
+        "prompts", "eldr-demo", rate=0.0, seconds=10, warm_up_s=0, users=8, max_tokens=8, temperature=0.8
     )
     arguments = demo_arguments(DEPLOYMENT, MODEL, 3, 20)
     return demo._Plan(arguments, load, rounds, 2, out, 0)
@@ -73,8 +66,8 @@ def publish(out: Path, rounds: int, *, failed: bool = False) -> None:
     trace = synthetic_trace()
     trace.save(out / "trace.safetensors")
     fit_table(trace, 3, band=0.1, seed=0)[0].save(out / "table.safetensors")
-    made = trials(rounds, failed=failed)
-    demo._publish(plan(out, rounds), made, "GREEDY", out / "trace.safetensors", out / "table.safetensors")
+    results = trials(rounds, failed=failed)
+    demo._publish(plan(out, rounds), results, "GREEDY", out / "trace.safetensors", out / "table.safetensors")
 
 
 def test_terminal_and_report_begin_with_the_effect_of_placement(
@@ -129,8 +122,8 @@ def test_a_round_in_which_no_answer_ends_is_reported(
         trial.requests = next(ended)
 
     monkeypatch.setattr(demo, "_load", load)
-    made = demo._measure_rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
-    assert [len(trial.requests) for trial in made] == [5, 0, 5]
+    measured_trials = demo._measure_rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
+    assert [len(trial.requests) for trial in measured_trials] == [5, 0, 5]
     output = " ".join(capsys.readouterr().out.split())
     assert output == "no answer ended in the measured 10 s: give more --seconds"
 

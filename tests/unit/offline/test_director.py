@@ -40,11 +40,11 @@ def measured_s(tokens: np.ndarray, placement: np.ndarray, topology: Topology) ->
 def test_director_is_close_to_the_best_of_all_placements(seed: int, nodes: int, slots: int) -> None:
     topology = Topology(ranks=2, nodes=nodes)
     tokens = workload(seed, 3, 2, 4)
-    placed, report = director_placement(tokens, topology=topology, slots=slots, cost=COST, token_bytes=BYTES)
+    rows, report = director_placement(tokens, topology=topology, slots=slots, cost=COST, token_bytes=BYTES)
     of_a_rank = list(itertools.combinations_with_replacement(range(4), slots))
     every = [one + two for one, two in itertools.product(of_a_rank, repeat=2) if len({*one, *two}) == 4]
     best = np.min([measured_s(tokens, np.array([p] * 3), topology) for p in every], axis=0)
-    assert np.allclose(report.rank_s, measured_s(tokens, placed, topology), rtol=1e-9)
+    assert np.allclose(report.rank_s, measured_s(tokens, rows, topology), rtol=1e-9)
     assert (report.lp_s <= report.bound_s).all()
     assert (report.bound_s <= best * (1 + 1e-9)).all()
     assert (best <= report.rank_s * (1 + 1e-9)).all()
@@ -59,13 +59,13 @@ def test_every_expert_is_placed_within_capacity_and_repair_never_harms(
     experts, topology = 2 * ranks - 1, Topology(ranks=ranks, nodes=nodes)
     arguments = {"topology": topology, "slots": slots, "cost": COST, "token_bytes": BYTES}
     tokens, other = (workload(seed + n, 2, ranks, experts) for n in (0, 1))
-    placed, report = director_placement(tokens, **arguments, seed=seed)
-    assert placed.shape == (2, ranks * slots)
-    hosts = hosts_of(placed, experts, ranks)  # raises if an expert is nowhere
+    rows, report = director_placement(tokens, **arguments, seed=seed)
+    assert rows.shape == (2, ranks * slots)
+    hosts = hosts_of(rows, experts, ranks)  # raises if an expert is nowhere
     assert (hosts.sum(axis=1) <= slots).all()
-    assert np.allclose(report.rank_s, measured_s(tokens, placed, topology))
+    assert np.allclose(report.rank_s, measured_s(tokens, rows, topology))
     assert (report.rank_s >= report.bound_s * (1 - 1e-9)).all()
-    repaired, after = director_placement(other, **arguments, start=placed)
+    repaired, after = director_placement(other, **arguments, start=rows)
     assert np.allclose(after.rank_s, measured_s(other, repaired, topology))
 
 
@@ -75,11 +75,11 @@ def test_director_is_within_two_percent_of_the_bound_at_scale() -> None:
     sources = rng.dirichlet(np.full(32, 5.0), (2, 128)).swapaxes(1, 2)
     tokens = 250 * rng.lognormal(0, 1, (2, 1, 128)) * sources
     arguments = {"topology": topology, "slots": 5, "cost": COST, "token_bytes": BYTES}
-    placed, report = director_placement(tokens, **arguments)
+    rows, report = director_placement(tokens, **arguments)
     assert 0 <= report.gap < 0.02
-    repaired, after = director_placement(tokens, **arguments, start=placed)
+    repaired, after = director_placement(tokens, **arguments, start=rows)
     assert (after.rank_s <= report.rank_s * (1 + 1e-9)).all()
-    assert (repaired != placed).mean() < 0.1
+    assert (repaired != rows).mean() < 0.1
 
 
 def test_slow_links_keep_tokens_on_their_node_and_loads_without_sources_are_balanced() -> None:
@@ -87,8 +87,8 @@ def test_slow_links_keep_tokens_on_their_node_and_loads_without_sources_are_bala
     tokens[0, :2, :4] = tokens[0, 2:, 4:] = 100  # each node's tokens need four experts
     slow = COST.model_copy(update={"far_byte_s": 1e-6})
     topology = Topology(ranks=4, nodes=2)
-    placed, _ = director_placement(tokens, topology=topology, slots=2, cost=slow, token_bytes=BYTES)
-    assert set(placed[0, :4]) in ({0, 1, 2, 3}, set())
+    rows, _ = director_placement(tokens, topology=topology, slots=2, cost=slow, token_bytes=BYTES)
+    assert set(rows[0, :4]) in ({0, 1, 2, 3}, set())
     load = np.random.default_rng(0).lognormal(3, 0.5, (2, 24))
     cost = LayerCost(fixed_s=0, per_expert_s=0, per_token_s=1e-6)
     _, report = director_placement(load, topology=Topology(ranks=4), slots=8, cost=cost)
@@ -140,11 +140,11 @@ def test_each_layer_is_solved_and_rounded_even_if_ranks_look_alike(
     tokens = workload(3, 2, ranks, experts)
     topology = Topology(ranks=ranks, nodes=nodes)
     arguments = {"topology": topology, "slots": experts // ranks + 1, "cost": cost, "token_bytes": BYTES}
-    placed, _ = director_placement(tokens, **arguments)
+    rows, _ = director_placement(tokens, **arguments)
     assert calls["linprog"] == 2
     assert calls["round_in_polytope"] >= 2
     calls.clear()
-    renewed_placement(tokens, placed, **arguments)
+    renewed_placement(tokens, rows, **arguments)
     assert calls["linprog"] == 4  # a new placement, and the bound of a repair
     assert calls["round_in_polytope"] >= 2
 
@@ -170,11 +170,11 @@ def test_the_papers_algorithm_places_each_expert_once_near_its_budget(
 ) -> None:
     topology, experts = Topology(ranks=ranks, nodes=2), 4 * ranks - 1
     tokens = workload(seed, 2, ranks, experts)
-    placed, report = director_paper_placement(
+    rows, report = director_paper_placement(
         tokens, topology=topology, slots=slots, cost=COST, token_bytes=BYTES, seed=seed
     )
-    hosts = hosts_of(placed, experts, ranks)
-    assert placed.shape == (2, ranks * slots)
+    hosts = hosts_of(rows, experts, ranks)
+    assert rows.shape == (2, ranks * slots)
     assert (hosts.sum(axis=1) <= slots).all()
     if hosts.any(axis=1).all() and hosts.sum() == hosts.shape[0] * experts:
         assert report.reached_s == pytest.approx(
@@ -189,8 +189,8 @@ def paper_s(layer: tuple[np.ndarray, np.ndarray]) -> float:
     tokens, hosts = layer
     ranks = len(tokens)
     compute = [
-        sum(COST.per_token_s * tokens[:, e].sum() + COST.per_expert_s * tokens[:, e].any() for e in held)
-        for held in map(np.flatnonzero, hosts.T)
+        sum(COST.per_token_s * tokens[:, e].sum() + COST.per_expert_s * tokens[:, e].any() for e in experts)
+        for experts in map(np.flatnonzero, hosts.T)
     ]
     sent = np.zeros(ranks)
     for source, target in itertools.permutations(range(ranks), 2):

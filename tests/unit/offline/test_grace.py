@@ -109,8 +109,8 @@ def test_group_sizes_and_replicas_equal_the_papers() -> None:
 
 
 def test_planted_groups_are_found_and_related_ones_share_a_node() -> None:
-    found = spectral_groups(planted_affinity(3, 5), 3)
-    assert len({(int(found[e]), e % 3) for e in range(15)}) == 3
+    groups = spectral_groups(planted_affinity(3, 5), 3)
+    assert len({(int(groups[e]), e % 3) for e in range(15)}) == 3
     near = planted_affinity(2, 8, within=8, between=0.1)  # groups by parity, which contain smaller groups
     rank = hierarchical_groups(near + planted_affinity(4, 4, within=30, between=0), TOPOLOGY, ratio=0.3)
     assert len({(int(rank[e]), e % 4) for e in range(16)}) == 4
@@ -188,9 +188,9 @@ def test_spare_slots_get_the_busiest_expert_of_another_rank() -> None:
 def test_grace_places_every_expert_in_equal_slots(seed: int, redundant: int, ratio: float | None) -> None:
     routes = random_routes(seed)
     affinity, load = co_activation(routes, 8), expert_load(routes, 8)
-    placed, report = grace_placement(affinity, load, 8 + redundant, TOPOLOGY, ratio=ratio)
-    assert placed.shape == (2, 8 + redundant)
-    hosts = hosts_of(placed, 8, 4)  # raises if an expert has no slot
+    rows, report = grace_placement(affinity, load, 8 + redundant, TOPOLOGY, ratio=ratio)
+    assert rows.shape == (2, 8 + redundant)
+    hosts = hosts_of(rows, 8, 4)  # raises if an expert has no slot
     assert (hosts.sum(axis=1) == (8 + redundant) // 4).all()  # no rank holds an expert twice
     assert report["skew_replicas"] + report["spare_replicas"] == redundant
     assert 0 <= report["affinity_within_ranks"] <= 1
@@ -217,9 +217,9 @@ def test_every_pair_is_served_once_by_the_nearest_host(seed: int) -> None:
     local = route_local(experts, source, hosts, weights, TOPOLOGY, np.random.default_rng(seed))
     assert hosts[experts, anywhere].all()
     for token, choice in itertools.product(range(20), range(3)):
-        held = set(np.flatnonzero(hosts[experts[token, choice]]))
-        tiers = ({source[token]}, set(np.flatnonzero(node == node[source[token]])), held)
-        assert local[token, choice] in next(tier & held for tier in tiers if tier & held)
+        host_ranks = set(np.flatnonzero(hosts[experts[token, choice]]))
+        tiers = ({source[token]}, set(np.flatnonzero(node == node[source[token]])), host_ranks)
+        assert local[token, choice] in next(tier & host_ranks for tier in tiers if tier & host_ranks)
 
 
 def test_replicas_are_polled_in_proportion_to_their_weights() -> None:

@@ -19,12 +19,12 @@ def test_a_fit_recovers_the_cost_and_is_never_negative(
 ) -> None:
     activated, tokens = (a.ravel() for a in np.meshgrid([1, 2, 5, 9], [10, 20, 50]))
     times = fixed + per_expert * activated + per_token * tokens
-    found = LayerCost.fit_ranks(activated, tokens, times)
-    fitted = found.fixed_s + found.per_expert_s * activated + found.per_token_s * tokens
+    fit = LayerCost.fit_ranks(activated, tokens, times)
+    fitted = fit.fixed_s + fit.per_expert_s * activated + fit.per_token_s * tokens
     np.testing.assert_allclose(fitted, times, rtol=1e-6)
-    assert found.per_expert_s == pytest.approx(per_expert, rel=1e-4, abs=1e-9)
-    found = LayerCost.fit_ranks(activated, tokens, np.random.default_rng(seed).uniform(1e-4, 1e-3, 12))
-    assert min(found.fixed_s, found.per_expert_s, found.per_token_s) >= 0
+    assert fit.per_expert_s == pytest.approx(per_expert, rel=1e-4, abs=1e-9)
+    fit = LayerCost.fit_ranks(activated, tokens, np.random.default_rng(seed).uniform(1e-4, 1e-3, 12))
+    assert min(fit.fixed_s, fit.per_expert_s, fit.per_token_s) >= 0
 
 
 def test_a_layer_takes_as_long_as_its_slowest_rank() -> None:

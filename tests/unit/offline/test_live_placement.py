@@ -47,8 +47,8 @@ def planner(min_gain: float = 0.05) -> Planner:
     return Planner(COST, 2, 32, min_gain, 0)
 
 
-def on_different_ranks(placed: ExpertPlacement, *experts: int) -> bool:
-    hosts = hosts_of(placed.physical_to_logical, EXPERTS, RANKS)
+def on_different_ranks(placement: ExpertPlacement, *experts: int) -> bool:
+    hosts = hosts_of(placement.physical_to_logical, EXPERTS, RANKS)
     return bool((hosts[:, list(experts)].sum(axis=1) <= 1).all())
 
 

@@ -49,8 +49,8 @@ def test_a_placement_is_written_with_its_report(
     assert placement.expected_tokens is not None
     assert placement.expected_tokens.sum(axis=1) == pytest.approx([16 * top_k] * L, rel=1e-3)
     rules = ["-"] if method in ("activation", "director-paper") else ["turn", "metro", "local"]
-    found = [(row["placement"], row["replicas_by"]) for row in placement.report["held_out"]]
-    assert found == [("linear", "-"), *((method, rule) for rule in rules)]
+    methods = [(row["placement"], row["replicas_by"]) for row in placement.report["held_out"]]
+    assert methods == [("linear", "-"), *((method, rule) for rule in rules)]
     output = capsys.readouterr().out
     assert "experts_worst_rank" in output
     assert "p.meta.json" in output
@@ -100,9 +100,9 @@ def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) 
     run_place(trace, tmp_path / "t.json", method="activation", cluster_of=tmp_path / "table.safetensors")
     run_place(trace, tmp_path / "w.json", method="activation", workers=3)
     for name in ("t", "w"):
-        made = [ExpertPlacement.load(tmp_path / f"{name}.{worker}.json") for worker in range(3)]
-        assert [placement.report["held_out"][0]["worker"] for placement in made] == ["0", "1", "2"]
-        assert len({placement.to_json() for placement in made}) == 3
+        placements = [ExpertPlacement.load(tmp_path / f"{name}.{worker}.json") for worker in range(3)]
+        assert [placement.report["held_out"][0]["worker"] for placement in placements] == ["0", "1", "2"]
+        assert len({placement.to_json() for placement in placements}) == 3
         assert not (tmp_path / f"{name}.json").exists()
 
 
@@ -158,8 +158,8 @@ def test_bad_input_is_reported_in_one_sentence(
     fit_table(synthetic_trace(num_experts=8), 2)[0].save(tmp_path / "foreign.safetensors")
     (tmp_path / "cost.json").write_text('{"fixed_s": 1}')
     before = set(tmp_path.iterdir())
-    given = {"trace": trace, "method": "grace", "ranks": 4, "batch": 16, "out": "p.json"} | options
-    for name in given.keys() & {"trace", "cost", "cluster_of", "out"}:
-        given[name] = tmp_path / given[name]
-    assert words in sentence(command(place, **given))
+    arguments = {"trace": trace, "method": "grace", "ranks": 4, "batch": 16, "out": "p.json"} | options
+    for name in arguments.keys() & {"trace", "cost", "cluster_of", "out"}:
+        arguments[name] = tmp_path / arguments[name]
+    assert words in sentence(command(place, **arguments))
     assert set(tmp_path.iterdir()) == before

@@ -73,14 +73,14 @@ def test_a_sample_becomes_the_counts_of_its_prompt_and_the_routes_of_its_answer(
     trace = convert(route_file(tmp_path / "routes.jsonl.gz", records), tmp_path / "t.safetensors")
     assert (trace.model, trace.top_k, trace.ids) == (name, model.top_k, ["r0", "r1", "r2", "r3"])
     assert trace.domains == ["law", "intent"] * 2
-    for n, own in enumerate(chosen):
-        routes = np.array(own).reshape(-1, model.layers, model.top_k)
+    for n, record_routes in enumerate(chosen):
+        routes = np.array(record_routes).reshape(-1, model.layers, model.top_k)
         prompt, end = (len(routes) // 2, len(routes)) if name == DEEPSEEK else (96, 160)
         assert trace.prompt_tokens[n] == prompt
         assert np.array_equal(trace.decode_routes(np.array([n])), routes[prompt:end])
         for layer in (0, model.layers - 1):
-            counted = Counter(routes[:prompt, layer].ravel().tolist())
-            assert {e: c for e, c in enumerate(trace.prefill_counts[n, layer].tolist()) if c} == counted
+            counts = Counter(routes[:prompt, layer].ravel().tolist())
+            assert {e: c for e, c in enumerate(trace.prefill_counts[n, layer].tolist()) if c} == counts
 
 
 def test_options_say_which_tokens_are_prompt_and_answer(
@@ -238,9 +238,9 @@ def write_changed(line: int, **changes: Any) -> Callable[[Path, list[Record]], N
     """Return a function that writes the file with changes of one record; None removes a field."""
 
     def write(path: Path, records: list[Record]) -> None:
-        own = [dict(record) for record in records]
-        own[line - 1] = {k: v for k, v in (own[line - 1] | changes).items() if v is not None}
-        route_file(path, own)
+        own_records = [dict(record) for record in records]
+        own_records[line - 1] = {k: v for k, v in (own_records[line - 1] | changes).items() if v is not None}
+        route_file(path, own_records)
 
     return write
 

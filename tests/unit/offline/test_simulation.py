@@ -156,8 +156,8 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     if decode.whole is not None:
         times = (requests.arrival_s, outcome.placed_s, outcome.prefilled_s, outcome.last_s)
         assert (outcome.first_s[done] == outcome.prefilled_s[done]).all()
-    for earlier, later, apart in zip(times, times[1:], (0, handover_s, 0), strict=False):
-        assert (later[done] >= earlier[done] + apart).all()
+    for earlier, later, min_gap_s in zip(times, times[1:], (0, handover_s, 0), strict=False):
+        assert (later[done] >= earlier[done] + min_gap_s).all()
     assert outcome.batch.max() <= decode.max_batch
     # A preempted request generates its tokens once, so steps hold as many tokens as requested.
     assert outcome.batch.sum() == requests.output_tokens[done].sum()
@@ -341,9 +341,9 @@ def test_sampled_steps_activate_top_k_experts_by_their_probability() -> None:
     probability = np.full((1, 1, 8), 0.01)
     probability[0, 0, :2] = 0.98
     counts, tokens = np.ones((1, 1, 8), np.uint32), np.ones(1, int)
-    made = Experts.from_probabilities(counts, tokens, probability, 2, [""], steps=400)
-    assert set(np.bitwise_count(made.bits).sum(axis=1)) == {2}
-    assert np.mean(made.bits[:, 0] == 3) > 0.85
+    experts = Experts.from_probabilities(counts, tokens, probability, 2, [""], steps=400)
+    assert set(np.bitwise_count(experts.bits).sum(axis=1)) == {2}
+    assert np.mean(experts.bits[:, 0] == 3) > 0.85
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_sampled_steps_activate_top_k_experts_by_their_probability() -> None:
     ],
 )
 def test_impossible_requests_are_refused(change: dict[str, list[float]], message: str) -> None:
-    given = {"arrival_s": [0.0, 1.0], "prompt_tokens": [3, 4], "output_tokens": [1, 2]} | change
+    fields = {"arrival_s": [0.0, 1.0], "prompt_tokens": [3, 4], "output_tokens": [1, 2]} | change
     cluster = Cluster(decode=Decode(workers=1, kv_tokens=100, cost=COST))
     with pytest.raises(SimulationError, match=message):
-        simulate(Requests(**{k: np.array(v) for k, v in given.items()}), make_policy("random"), cluster)
+        simulate(Requests(**{k: np.array(v) for k, v in fields.items()}), make_policy("random"), cluster)

@@ -61,13 +61,13 @@ def test_a_run_has_rows_by_workers_and_policy_and_resumes(
         assert 3 < row["batch_size"] < 12
         assert 0 < row["router_load_pct"] < 90
         assert 0 <= row["goodput_per_s"] <= row["requests"] / 4 * 1.2
-    base, own = rows[:2]
+    base, ours = rows[:2]
     assert (base["tpot_p50_change_pct"], base["tpot_p99_change_pct"]) == (0, 0)
-    assert "tpot_p50_change_pct_low" not in own  # one seed has no interval
-    assert own["tpot_p50_change_pct"] < -3
-    assert own["active_experts"] < base["active_experts"]
-    assert own["workers_for_p50"] <= 4
-    assert own["saved_p50_pct"] == 100 * (1 - own["workers_for_p50"] / 4)
+    assert "tpot_p50_change_pct_low" not in ours  # one seed has no interval
+    assert ours["tpot_p50_change_pct"] < -3
+    assert ours["active_experts"] < base["active_experts"]
+    assert ours["workers_for_p50"] <= 4
+    assert ours["saved_p50_pct"] == 100 * (1 - ours["workers_for_p50"] / 4)
     assert "workers_for_p50" not in rows[2]
     monkeypatch.setattr(module, "simulate", lambda *a, **k: pytest.fail("simulated again"))
     assert command(at_scale, **all_options).exit_code == 0
@@ -81,8 +81,8 @@ def test_a_run_has_rows_by_workers_and_policy_and_resumes(
 
 def test_changes_have_intervals_over_the_seeds(options: dict[str, Any]) -> None:
     names = "shortest-queue,marginal-cost,marginal-cost,tail_power=1"
-    given = options | {"policies": names, "saving": "none", "seeds": "3", "workers": "4"}
-    assert command(at_scale, **given).exit_code == 0
+    arguments = options | {"policies": names, "saving": "none", "seeds": "3", "workers": "4"}
+    assert command(at_scale, **arguments).exit_code == 0
     rows = json.loads(Path(str(options["out"])).read_text())["rows"]
     assert [row["policy"] for row in rows] == [
         "shortest-queue",

@@ -73,9 +73,9 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
 def test_alignment_moves_as_few_experts_as_the_best_permutation() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
-        old, wanted = placement(rng, 1, 6, 9), placement(rng, 1, 6, 9)
-        moved = (old != minimise_moves(old, wanted, 3, alike=True)).sum()
-        rows = wanted.reshape(3, 3)
+        old, new = placement(rng, 1, 6, 9), placement(rng, 1, 6, 9)
+        moved = (old != minimise_moves(old, new, 3, alike=True)).sum()
+        rows = new.reshape(3, 3)
         fewest = min(
             sum(
                 3 - sum(min((old[0, 3 * g : 3 * g + 3] == e).sum(), (row == e).sum()) for e in range(6))

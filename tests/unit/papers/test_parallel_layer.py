@@ -76,9 +76,9 @@ def torch_products(w13: Tensor, w2: Tensor) -> Products:
     def products(rows: Tensor, slot: Tensor) -> Tensor:
         out = torch.empty_like(rows)
         for number in np.unique(slot.cpu().numpy()).tolist():
-            mine = slot == number
-            gate, up = (rows[mine] @ w13[number].T).chunk(2, -1)
-            out[mine] = (torch.nn.functional.silu(gate) * up) @ w2[number].T
+            of_expert = slot == number
+            gate, up = (rows[of_expert] @ w13[number].T).chunk(2, -1)
+            out[of_expert] = (torch.nn.functional.silu(gate) * up) @ w2[number].T
         return out
 
     return products
@@ -92,8 +92,8 @@ class Case(NamedTuple):
 
 
 @cache
-def products(placed: tuple[int, ...]) -> Products:
-    w13, w2 = read_experts(WEIGHTS, LAYER, placed)
+def products(slots: tuple[int, ...]) -> Products:
+    w13, w2 = read_experts(WEIGHTS, LAYER, slots)
     return torch_products(w13.float(), w2.float())
 
 
@@ -102,13 +102,13 @@ def outputs_of_rank(rank: int, cases: list[Case]) -> list[np.ndarray]:
     outputs = []
     for seed, case in enumerate(cases):
         ranks = len(case.sizes)
-        placed = placement(case.placement, ranks)
+        rows = placement(case.placement, ranks)
         layer = ParallelLayer(
             GATE,
-            products(tuple(placed.reshape(ranks, -1)[rank].tolist())),
-            placed,
+            products(tuple(rows.reshape(ranks, -1)[rank].tolist())),
+            rows,
             num_experts=E,
-            route=routing(case.routing, hosts_of(placed[None], E, ranks)[0]),
+            route=routing(case.routing, hosts_of(rows[None], E, ranks)[0]),
         )
         x = hidden_states(sum(case.sizes), seed).split(case.sizes)[rank]
         gathered = case.dispatch == "gathered"
@@ -132,8 +132,8 @@ def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_a_routing_uses_hosts_and_gives_the_counts_of_its_rule(name: str) -> None:
     rng = np.random.default_rng(1)
-    placed = placement("replicated", 4)
-    hosts = hosts_of(placed[None], E, 4)[0]
+    rows = placement("replicated", 4)
+    hosts = hosts_of(rows[None], E, 4)[0]
     experts = np.stack([rng.permutation(E)[:TOP_K] for _ in range(40)])
     home = rng.integers(4, size=40)
     ranks = routing(name, hosts)(experts, home)

@@ -73,8 +73,8 @@ def test_an_answer_of_one_token_is_not_in_the_tpot(small: Options) -> None:
     routes = np.delete(trace.routes, slice(1, 1 + num_removed), axis=0)
     cut = replace(trace, decode_counts=counts, decode_steps=steps, routes=routes, route_offsets=offsets)
     signatures = {"true prefill": cut.prefill_counts.astype(np.float32)}
-    found = predicted._simulate_policies(cut, signatures, np.arange(100), 4, small, 0, in_order=True)
-    assert all(np.isfinite(list(times.values())).all() for times in found.values())
+    figures = predicted._simulate_policies(cut, signatures, np.arange(100), 4, small, 0, in_order=True)
+    assert all(np.isfinite(list(times.values())).all() for times in figures.values())
 
 
 def test_the_previous_turn_is_another_prompt_of_the_domain() -> None:

@@ -40,8 +40,8 @@ def arrivals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def row_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    (row,) = [row for row in rows if all(row[k] == v for k, v in wanted.items())]
+def row_of(rows: list[dict[str, Any]], **columns: Any) -> dict[str, Any]:
+    (row,) = [row for row in rows if all(row[k] == v for k, v in columns.items())]
     return row
 
 

@@ -136,8 +136,8 @@ def test_marginal_cost_weighs_prefixes_experts_and_load_together(
 def test_unusable_input_is_refused_in_one_sentence(
     observed: Path, conversations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [f"--trace={trace}" for trace in (observed, conversations)]
-    few = command(reproduce, "whole", "policies", *given, out=tmp_path / "x.json")
+    trace_options = [f"--trace={trace}" for trace in (observed, conversations)]
+    few = command(reproduce, "whole", "policies", *trace_options, out=tmp_path / "x.json")
     assert "more than 600" in sentence(few)
     monkeypatch.setattr(whole, "CALIBRATION", 60)
     azure, cost = tmp_path / "trace.csv", tmp_path / "cost.json"

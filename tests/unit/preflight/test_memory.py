@@ -51,5 +51,5 @@ def test_each_rank_of_a_cpu_engine_needs_memory(ranks: int, sentences: int) -> N
     deployment: Any = SimpleNamespace(engines=[engines])
     answer = ProbeResult(weights=GIB, kv=2 * GIB, reserve=2 * GIB, kv_tokens=9, max_model_len=9, kernels=())
     node = SimpleNamespace(name="n", pool=SimpleNamespace(memory_gib=10), replicas=[("decode", 0)])
-    placed: Any = SimpleNamespace(nodes=[node])
-    assert len([*check_host_memory(deployment, placed, [answer])]) == sentences
+    placement: Any = SimpleNamespace(nodes=[node])
+    assert len([*check_host_memory(deployment, placement, [answer])]) == sentences

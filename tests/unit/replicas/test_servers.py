@@ -71,9 +71,7 @@ async def test_a_slow_lookup_of_the_router_does_not_block_the_loop(reporting: py
     assert free == [True]
 
 
-async def test_an_engine_with_calls_reports_also_while_it_ends_no_step(
-    reporting: pytest.MonkeyPatch,
-) -> None:
+async def test_an_engine_with_calls_reports_also_while_it_ends_no_step(reporting: pytest.MonkeyPatch) -> None:
     """A step may take longer than the period."""
     actor = router()
     await report(reporting, lambda name: actor, lambda: actor.reports() >= 2, steps=0.0, in_flight=1)
