@@ -303,7 +303,6 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         "model": plan.model,
     }
     write_result(plan.out / "demo.json", "demo", rows, inputs=inputs, seed=plan.seed, notes=notes)
-    report = plan.out / "report.html"
     content = page(
         "eldr-serve demo",
         table,
@@ -321,7 +320,7 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         lead=("What placement changes in the engines", placement_effects(rows, trials, plan.clock)),
         remarks=remarks,
     )
-    write_whole(report, content)
+    write_whole(report := plan.out / "report.html", content)
     console.print(f"report: {report}; figures: {plan.out / 'demo.json'}", soft_wrap=True)
     if failures := sum(row["failures"] for row in rows):
         raise UserInputError(f"{failures} requests failed; see {plan.out}/locust.log")

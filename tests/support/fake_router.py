@@ -245,10 +245,18 @@ class FakeActor(RouterCalls):
 
 @asynccontextmanager
 async def connected_client(
-    actor: FakeActor, *replicas: str, timeout_s: float = 0.3, release: bool = True
+    actor: FakeActor,
+    *replicas: str,
+    timeout_s: float = 0.3,
+    release: bool = True,
+    directory: ReplicaDirectory | None = None,
 ) -> AsyncIterator[RouterClient]:
-    """Run a client of the actor. At the end release its leases, and wait until both sides are idle."""
-    directory = ReplicaDirectory()
+    """Run a client of the actor. At the end release its leases, and wait until both sides are idle.
+
+    Args:
+        directory: where the client finds the replicas; None: a new one.
+    """
+    directory = ReplicaDirectory() if directory is None else directory
     directory.publish({replica: {} for replica in replicas})
     client = RouterClient(actor.calls(), lambda: directory.known_workers, timeout_s=timeout_s)
     client.start()

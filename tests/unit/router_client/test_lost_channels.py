@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
+from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.messages import Place, Restore, encode
 from tests.support.fake_router import FakeActor, connected_client, router_and_client, wait_until
 from tests.support.tables import counts_for, request
@@ -91,8 +92,8 @@ async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> No
 
 
 async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_one() -> None:
-    async with router_and_client("r0") as (actor, client):
-        directory: Any = client._link._workers
+    actor, directory = FakeActor(), ReplicaDirectory()
+    async with connected_client(actor, "r0", directory=directory) as client:
         await client.place(request("a"), None)
         directory.publish({"r1": {}})
         assert (await client.place(request("b"), None)).worker == "r1"
