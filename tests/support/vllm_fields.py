@@ -19,7 +19,7 @@ RESPONSES = "/v1/responses"
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 STREAMING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-# With such a request in a batch, vLLM 0.32 gives the others wrong log-probabilities.
+# With such a request in a batch, vLLM 0.32 gives the others wrong log-probabilities (vllm#51789).
 ALONE = ("logprob_token_ids",)
 # Fields that constrain the text, which then often has several, almost equally likely, sequences of tokens.
 CONSTRAINING = ("response_format", "structured_outputs")
@@ -297,12 +297,15 @@ NOT_TRIED: dict[str, dict[str, str]] = {
 _OWN_ID = "the service gives each request its own id"
 _NO_POOLING = "400 instead of 404, since the service has the endpoint"
 _BEFORE_STREAM = "streamed: refused by status 400, where vLLM sends 200 and an error in the stream"
+_SPOILS_OTHERS = "400, since vLLM would replace the log-probabilities of other requests of the batch"
 # The differences that docs/http_api.md describes: (endpoint, field) -> what the service does
 DIFFERENT: dict[tuple[str, str], str] = {
     (CHAT, "request_id"): _OWN_ID,
     (COMPLETIONS, "request_id"): _OWN_ID,
     (RESPONSES, "request_id"): _OWN_ID,
     (RESPONSES, "previous_response_id"): "400 instead of 404, since responses are not stored",
+    (CHAT, "logprob_token_ids"): _SPOILS_OTHERS,
+    (COMPLETIONS, "logprob_token_ids"): _SPOILS_OTHERS,
     (CHAT, "thinking_token_budget"): _BEFORE_STREAM,
     (COMPLETIONS, "thinking_token_budget"): _BEFORE_STREAM,
     (MESSAGES, "thinking"): _BEFORE_STREAM,

@@ -57,6 +57,7 @@ def is_one_sentence(answer: httpx.Response, status: int) -> bool:
         (CHAT, chat("x") | {"response_format": {"type": "structural_tag"}}),
         (COMPLETIONS, HELLO | {"structured_outputs": 5}),
         (COMPLETIONS, HELLO | {"repetition_detection": {"max_pattern_size": 488829119, "min_count": 65019}}),
+        (CHAT, chat("x") | {"logprobs": True, "logprob_token_ids": [5]}),
         (CHAT, chat("x") | {"repetition_detection": {"max_pattern_size": 488829119, "min_count": 65019}}),
         (COMPLETIONS, '{"model": "m", "prompt": "x", "n": NaN}'),
         (COMPLETIONS, '{"model": "m", "prompt": "x", "temperature": Infinity}'),

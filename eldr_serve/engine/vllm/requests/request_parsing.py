@@ -64,14 +64,7 @@ def parse_request(engine_request: EngineRequest) -> Any:
     request = request.model_copy(
         update={name: value for name, value in own_fields.items() if name in field_names and value}
     )
-    detection = getattr(request, "repetition_detection", None)
-    if detection is not None and detection.max_pattern_size > _MAX_PATTERN_TOKENS:
-        # At each token vLLM's scheduler tries each size, which delays all other requests.
-        size = detection.max_pattern_size
-        raise RequestRefusedError(
-            f"repetition_detection.max_pattern_size is {size}: must be at most {_MAX_PATTERN_TOKENS}",
-            status=400,
-        )
+    _check_neighbours(request)
     is_chat = "messages" in field_names and engine_request.method not in ("messages", "count_tokens")
     return _validate_messages(request) if is_chat else request
 
@@ -98,6 +91,26 @@ async def parse_generation(engine_request: EngineRequest, engine: Any) -> Any:
     if engine_request.id:
         chat = chat.model_copy(update={"request_id": engine_request.id})
     return _validate_messages(chat)
+
+
+def _check_neighbours(request: Any) -> None:
+    """Refuse a field with which vLLM would spoil or delay the other requests of a batch."""
+    if getattr(request, "logprob_token_ids", None):
+        # vLLM pads the log-probabilities of all requests of the batch to these tokens.
+        raise RequestRefusedError(
+            "logprob_token_ids is not supported, because vLLM would replace the log-probabilities of other "
+            "requests: use logprobs or top_logprobs",
+            status=400,
+            param="logprob_token_ids",
+        )
+    detection = getattr(request, "repetition_detection", None)
+    if detection is not None and detection.max_pattern_size > _MAX_PATTERN_TOKENS:
+        # At each token vLLM's scheduler tries each size, which delays all other requests.
+        size = detection.max_pattern_size
+        raise RequestRefusedError(
+            f"repetition_detection.max_pattern_size is {size}: must be at most {_MAX_PATTERN_TOKENS}",
+            status=400,
+        )
 
 
 def _check_response(request: ResponsesRequest) -> None:
