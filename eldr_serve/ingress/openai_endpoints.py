@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 from pydantic import ValidationError
 from starlette.requests import Request as HTTPRequest
@@ -176,12 +177,18 @@ def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFiel
         body,
         fields,
         _headers_for_engines(request),
-        request.headers.get(DOMAIN_HEADER),
+        _domain(request),
         tenant.name,
         tenant.priority,
         tenant_salt(tenant.name, fields),
         objective_of(request.headers, tenant.objective),
     )
+
+
+def _domain(request: HTTPRequest) -> str | None:
+    """Return the domain that the client names, percent-decoded; None if it names none."""
+    header = request.headers.get(DOMAIN_HEADER)
+    return None if header is None else unquote(header)
 
 
 def _placement_headers(lease: Lease) -> dict[str, str]:

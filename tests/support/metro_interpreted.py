@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.metro_triton import TritonMetro, _metro
+from eldr_serve.experts.parallel.metro_triton import TritonMetro, _metro, num_warps
 from eldr_serve.experts.parallel.placement import hosts_of
 from offline.placement.eplb import eplb_placement
 from tests.support.tables import random_hosts
@@ -54,12 +54,13 @@ def check_plan(plan: MetroPlan, hosts: np.ndarray, rng: np.random.Generator) -> 
 def compile_for_gpus() -> None:
     """Compile the kernel for the GPUs of the paper and a newer one, without a GPU."""
     types = {name: "*i32" for name in _metro.arg_names[:6]} | {"num_choosing": "i32"}
-    sizes = {"num_experts": 128, "num_ranks": 8, "experts_2": 128, "ranks_2": 8}
+    sizes = {"num_experts": 128, "num_ranks": 8, "experts_2": 128, "ranks_2": 8, "choosing_2": 16}
+    options = {"num_warps": num_warps(16 * 8)}
     for capability in (80, 90, 100):
         source = triton.compiler.ASTSource(
             fn=_metro, signature=types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes
         )
-        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert kernel.asm["cubin"]
 
 

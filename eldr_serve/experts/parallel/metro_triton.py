@@ -1,7 +1,7 @@
 """METRO as one Triton kernel: one program per layer, without host synchronisation, usable in CUDA graphs.
 
-The result is bitwise equal to `MetroPlan.route`. The loads of all ranks are in one vector of registers; one
-loop assigns the experts that have several hosts, like the paper's threads under their locks.
+The result is bitwise equal to `MetroPlan.route`. All experts that have several hosts choose at once, and again
+until no choice changes (see metro_torch), in place of the paper's threads under locks (METRO, section V).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from eldr_serve.experts.parallel.metro import UNIT, MetroPlan
 
 _UNIT = tl.constexpr(UNIT)
 _NEVER = tl.constexpr(1 << 30)  # larger than any load
-_IN_THE_LOOP = tl.constexpr(-2)
+_SEVERAL_HOSTS = tl.constexpr(-2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -25,7 +25,7 @@ def _metro(  # type: ignore[no-untyped-def]
     active,  # int32[N, E]
     shares,  # int32[N, E, G], of MetroPlan
     order,  # int32[N, M], of MetroPlan
-    only,  # int32[N, E], output value of an expert outside the loop
+    only,  # int32[N, E], output value of an expert with one host
     stored,  # int32[N, E, G], output value of each choice
     out,  # int32[N, E]
     num_choosing,
@@ -33,6 +33,7 @@ def _metro(  # type: ignore[no-untyped-def]
     num_ranks: tl.constexpr,
     experts_2: tl.constexpr,  # the next powers of 2
     ranks_2: tl.constexpr,
+    choosing_2: tl.constexpr,
 ):
     layer = tl.program_id(0).to(tl.int64)
     active += layer * num_experts
@@ -46,25 +47,35 @@ def _metro(  # type: ignore[no-untyped-def]
     expert_valid, rank_valid = expert < num_experts, rank < num_ranks
 
     is_active = tl.load(active + expert, mask=expert_valid, other=0) > 0
-    alone = tl.load(only + expert, mask=expert_valid, other=_IN_THE_LOOP)
-    tl.store(out + expert, tl.where(is_active, alone, -1), mask=expert_valid & (alone != _IN_THE_LOOP))
+    value = tl.load(only + expert, mask=expert_valid, other=_SEVERAL_HOSTS)
+    tl.store(out + expert, tl.where(is_active, value, -1), mask=expert_valid & (value != _SEVERAL_HOSTS))
     expected = tl.load(
         shares + expert[:, None] * num_ranks + rank[None, :],
         mask=is_active[:, None] & rank_valid[None, :],
         other=0,
     )
     load = tl.sum(tl.maximum(expected, 0), axis=0)
-    for turn in range(num_choosing):
-        current = tl.load(order + turn)
-        share = tl.load(shares + current * num_ranks + rank, mask=rank_valid, other=-1)
-        has_tokens = tl.load(active + current) > 0
-        load -= tl.where(has_tokens, tl.maximum(share, 0), 0)
-        # Load and rank in one number: the minimum is the first of the least loaded ranks.
-        key = tl.where(share < 0, _NEVER, load * ranks_2 + rank)
-        best = tl.min(key, axis=0)
-        load += tl.where((key == best) & has_tokens, _UNIT, 0)
-        choice = tl.load(stored + current * num_ranks + best % ranks_2)
-        tl.store(out + current, tl.where(has_tokens, choice, -1))
+
+    turn = tl.arange(0, choosing_2)
+    chooser = tl.load(order + turn, mask=turn < num_choosing, other=0)
+    chooses = (turn < num_choosing) & (tl.load(active + chooser) > 0)
+    cell = chooser[:, None] * num_ranks + rank[None, :]
+    share = tl.load(shares + cell, mask=(turn < num_choosing)[:, None] & rank_valid[None, :], other=-1)
+    before = load[None, :] - tl.cumsum(tl.where(chooses[:, None], tl.maximum(share, 0), 0), axis=0)
+    # Load and rank in one number: the minimum is the first of the least loaded ranks.
+    alone = tl.where(share < 0, _NEVER, before * ranks_2 + rank[None, :])
+    keys = alone
+    best = tl.min(keys, axis=1)
+    num_changed = 1
+    while num_changed > 0:
+        chosen = ((keys == best[:, None]) & chooses[:, None]).to(tl.int32)
+        earlier = tl.cumsum(chosen, axis=0) - chosen
+        keys = tl.where(share < 0, _NEVER, alone + earlier * (_UNIT * ranks_2))
+        last = best
+        best = tl.min(keys, axis=1)
+        num_changed = tl.sum((best != last).to(tl.int32), axis=0)
+    choice = tl.load(stored + chooser * num_ranks + best % ranks_2, mask=chooses, other=-1)
+    tl.store(out + chooser, choice, mask=turn < num_choosing)
 
 
 class TritonMetro:
@@ -84,7 +95,7 @@ class TritonMetro:
             np.arange(ranks) if stored is None else np.asarray(stored), plan.shares.shape
         )
         only = np.take_along_axis(values, plan.shares.argmax(axis=2)[..., None], axis=2)[..., 0]
-        only[np.arange(layers)[:, None], plan.order] = _IN_THE_LOOP.value
+        only[np.arange(layers)[:, None], plan.order] = _SEVERAL_HOSTS.value
 
         def on_device(array: ArrayLike) -> Tensor:
             return torch.tensor(np.asarray(array), dtype=torch.int32, device=device)
@@ -101,6 +112,7 @@ class TritonMetro:
                 without a host must have none.
         """
         experts, ranks, choosing = self._sizes
+        experts_2, ranks_2, choosing_2 = map(triton.next_power_of_2, (experts, ranks, max(choosing, 1)))
         _metro[(len(tokens),)](
             tokens,
             *self._tables,
@@ -108,8 +120,14 @@ class TritonMetro:
             choosing,
             experts,
             ranks,
-            triton.next_power_of_2(experts),
-            triton.next_power_of_2(ranks),
-            num_warps=1,
+            experts_2,
+            ranks_2,
+            choosing_2,
+            num_warps=num_warps(choosing_2 * ranks_2),
         )
         return self.chosen
+
+
+def num_warps(size: int) -> int:
+    """Return the warps for a tile of this size, a power of 2, so that its values fit into registers."""
+    return min(max(size // 512, 1), 16)

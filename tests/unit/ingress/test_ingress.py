@@ -277,3 +277,11 @@ async def test_an_ingress_whose_metrics_fail_is_healthy(monkeypatch: pytest.Monk
         await wait_until(lambda: actor.state.counters["background_failures"] == 1)
         assert actor.state.counters["failed_work:the export of metrics"] == 1
         await app.ingress.check_health()
+
+
+async def test_the_domain_of_a_request_is_percent_decoded() -> None:
+    actor = FakeActor()
+    async with running_app(actor=actor) as app:
+        for domain in ("code", "m%C3%A4rchen%20x"):
+            assert (await app.post(COMPLETIONS, HELLO, **{"x-eldr-domain": domain})).status_code == 200
+        assert [request.domain for request in actor.requests] == ["code", "märchen x"]
