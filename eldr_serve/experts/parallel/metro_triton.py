@@ -1,7 +1,7 @@
 """METRO as one Triton kernel: one program per layer, without host synchronisation, usable in CUDA graphs.
 
-The result is bitwise equal to `MetroPlan.route`. All experts that have several hosts choose at once, and again
-until no choice changes (see metro_torch), in place of the paper's threads under locks (METRO, section V).
+The result is bitwise equal to `MetroPlan.route`. All experts that have several hosts choose at once, and
+again until no choice changes (see metro_torch), instead of the paper's threads with locks (METRO, section V).
 """
 
 from __future__ import annotations
