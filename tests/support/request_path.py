@@ -44,7 +44,8 @@ def pack_ids(*ids: int) -> bytes:
 def request_context(method: str = "completions", **fields: Any) -> RequestContext:
     """Return the context that the ingress makes of a client's request."""
     body = {"model": "m", "prompt": "hello", "max_tokens": 5, **fields}
-    return RequestContext(Request(method, json.dumps(body).encode(), RequestFields.model_validate(body)))
+    request_fields = RequestFields.model_validate(body)
+    return RequestContext(Request(method=method, body=json.dumps(body).encode(), fields=request_fields))
 
 
 def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
