@@ -131,7 +131,8 @@ class EldrIngress:
         )
         self.admin = AdminEndpoints(
             gate=self.gate,
-            router=router,
+            operator=router.operator,
+            scorer=router.scorer,
             status=self._status,
             decode=fleets.decode,
             tokenizer=self._tokenizer,

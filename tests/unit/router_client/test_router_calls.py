@@ -105,7 +105,7 @@ async def running_client() -> AsyncIterator[tuple[Cluster, RouterCalls, RouterCl
 
 async def test_a_router_client_continues_after_a_restart() -> None:
     async with running_client() as (cluster, _, client):
-        await client.swap_table(unit_table(2).to_bytes())
+        await client.operator.swap_table(unit_table(2).to_bytes())
         for name in "ab":
             lease = await client.place(request(name), counts_for(1))
         assert (lease.worker, lease.reason) == ("r1", "locality-band")
