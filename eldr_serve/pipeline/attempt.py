@@ -59,14 +59,12 @@ class Attempt:
                 self._prompt = await services.prefill.prepare(context)
                 with context.record.stage("place") as placing:
                     context.lease = lease = await self._place()
-            try:
-                async with aclosing(self._decode_timed(lease, placing)) as payloads:
-                    async for payload in payloads:
-                        if payload:
-                            yield payload
-            finally:
-                services.router.release(context.request_id)
+            async with aclosing(self._decode_timed(lease, placing)) as payloads:
+                async for payload in payloads:
+                    if payload:
+                        yield payload
         finally:
+            services.router.release(context.request_id)  # no effect without a lease
             self._prompt.close(reader=self._call)
 
     # -- placement -------------------------------------------------------------------------------
