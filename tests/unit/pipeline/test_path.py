@@ -56,7 +56,7 @@ async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not pipeline.prefill.released
-    assert set(pipeline.path.stage_latencies.summary()) == {"prefill", "place", "first_token", "handover"}
+    assert set(pipeline.services.stage_latencies.summary()) == {"prefill", "place", "first_token", "handover"}
 
 
 @pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
@@ -329,7 +329,7 @@ async def test_progress_counts_tokens_not_chunks() -> None:
 @pytest.mark.parametrize("lost", [False, True])
 async def test_a_lost_call_is_no_progress_of_its_engine(lost: bool) -> None:
     pipeline = Pipeline(decode=on("d0", DEAD if lost else answer_with(refusal(500))))
-    starts = pipeline.path._services.decode_starts
+    starts = pipeline.services.decode_starts
     starts.leave = leave = Mock(wraps=starts.leave)
     assert await pipeline.run() == b"abc"
     assert leave.call_args_list[0].kwargs == {"answered": not lost}
