@@ -38,7 +38,7 @@ class RequestFields(BaseModel):
     truncate_prompt_tokens: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """A request for generated text."""
 

@@ -21,7 +21,8 @@ from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.router.messages import NamedPolicy, Settings
-from eldr_serve.router_client.client import RouterClient
+from eldr_serve.router_client.operator_calls import OperatorCalls
+from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.signatures.control import PoolControl
 
 _METRICS_ABOUT = (
@@ -43,6 +44,7 @@ class AdminEndpoints:
     """Answers operators, load balancers and monitoring; the HTTP application checks the admin key.
 
     Args:
+        scorer: learns the fingerprint of the served tokenizer, before a predictor is swapped in.
         decode: the decode replicas, which get expert placements and are drained.
         pool: the application's signature pool.
         engine_version: version that `GET /version` returns.
@@ -52,7 +54,8 @@ class AdminEndpoints:
         self,
         *,
         gate: Gate,
-        router: RouterClient,
+        operator: OperatorCalls,
+        scorer: Scorer,
         status: IngressStatus,
         decode: Fleet,
         tokenizer: PromptTokens,
@@ -60,7 +63,7 @@ class AdminEndpoints:
         engine_version: str,
     ) -> None:
         self._gate = gate
-        self._router = router
+        self._operator, self._scorer = operator, scorer
         self._status = status
         self._decode = decode
         self._tokenizer = tokenizer
@@ -74,7 +77,7 @@ class AdminEndpoints:
         """
         if not self._gate.is_operator(request.headers):
             return JSONResponse(self._status.public())
-        return JSONResponse(await self._status.with_routers(self._router.status()))
+        return JSONResponse(await self._status.with_routers(self._operator.status()))
 
     async def ready(self, request: Request) -> Response:
         """Return 200 if the service is ready for requests, else 503 with one sentence, for readiness probes.
@@ -102,26 +105,26 @@ class AdminEndpoints:
 
     async def live(self, request: Request) -> Response:
         """Return the status and the history that the live page draws."""
-        return JSONResponse(await self._status.with_routers(self._router.live()))
+        return JSONResponse(await self._status.with_routers(self._operator.live()))
 
     async def set_policy(self, request: Request) -> Response:
         """Change the policy for every ingress at once."""
         change = await _policy_change(request)
-        return await self._administer(self._router.set_policy(change.name, change.parameters))
+        return await self._administer(self._operator.set_policy(change.name, change.parameters))
 
     async def set_shadow(self, request: Request) -> Response:
         """Start a shadow comparison of the live policy with another one; DELETE ends it."""
         if request.method == "DELETE":
-            return await self._administer(self._router.set_shadow(None))
+            return await self._administer(self._operator.set_shadow(None))
         change = await _policy_change(request)
         shadow = NamedPolicy(change.name, change.parameters)
-        return await self._administer(self._router.set_shadow(shadow))
+        return await self._administer(self._operator.set_shadow(shadow))
 
     async def table(self, request: Request) -> Response:
         """Return the live routing table as a RoutingTable file; PUT swaps in the file of its body."""
         if request.method == "PUT":
-            return await self._administer(self._router.swap_table(await request.body()))
-        settings = await _from_router(self._router.router_settings())
+            return await self._administer(self._operator.swap_table(await request.body()))
+        settings = await _from_router(self._operator.settings())
         if settings.table is None:
             raise BadRequestError(
                 "no routing table is live: `signatures` in GET /eldr/status shows what is missing"
@@ -134,8 +137,8 @@ class AdminEndpoints:
             fingerprint = await self._tokenizer.fingerprint()
         except ValueError as error:
             raise BadRequestError(str(error)) from error
-        self._router.scorer.set_tokenizer(fingerprint)
-        return await self._administer(self._router.swap_predictor(await request.body(), fingerprint))
+        self._scorer.set_tokenizer(fingerprint)
+        return await self._administer(self._operator.swap_predictor(await request.body(), fingerprint))
 
     async def refit(self, request: Request) -> Response:
         """Fit a routing table to recent traffic and swap it in. The body is ignored."""

@@ -36,6 +36,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.services import build_services
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
 from eldr_serve.router.actor import actor_name, connect
@@ -105,7 +106,7 @@ class EldrIngress:
         self.gate = Gate(options, admin_key_sha256, counters)
         self._router_settings = router_settings
         self._tokenizer = PromptTokens(tokenizer)
-        self._path = RequestPath(
+        self._services = build_services(
             fleets=fleets, router=router, counters=counters, options=path_options, tokenizer=self._tokenizer
         )
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
@@ -116,12 +117,12 @@ class EldrIngress:
             gate=self.gate,
             router=router,
             fleets=fleets,
-            path=self._path,
+            services=self._services,
             warmup=self._warmup,
             model_id=model_id,
         )
         self.openai = OpenAIEndpoints(
-            path=self._path,
+            path=RequestPath(self._services),
             router=router,
             counters=counters,
             log=self._log,
@@ -131,7 +132,8 @@ class EldrIngress:
         )
         self.admin = AdminEndpoints(
             gate=self.gate,
-            router=router,
+            operator=router.operator,
+            scorer=router.scorer,
             status=self._status,
             decode=fleets.decode,
             tokenizer=self._tokenizer,

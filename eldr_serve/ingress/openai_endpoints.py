@@ -173,15 +173,15 @@ def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFiel
     """Return the request as the pipeline takes it."""
     tenant = request.state.reservation.tenant
     return Request(
-        method,
-        body,
-        fields,
-        _headers_for_engines(request),
-        _domain(request),
-        tenant.name,
-        tenant.priority,
-        tenant_salt(tenant.name, fields),
-        objective_of(request.headers, tenant.objective),
+        method=method,
+        body=body,
+        fields=fields,
+        headers=_headers_for_engines(request),
+        domain=_domain(request),
+        tenant=tenant.name,
+        priority=tenant.priority,
+        cache_salt=tenant_salt(tenant.name, fields),
+        objective=objective_of(request.headers, tenant.objective),
     )
 
 

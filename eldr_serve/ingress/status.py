@@ -9,7 +9,7 @@ from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.worker_names import replica_of
@@ -31,14 +31,14 @@ class IngressStatus:
         gate: Gate,
         router: RouterClient,
         fleets: Fleets,
-        path: RequestPath,
+        services: Services,
         warmup: Warmup,
         model_id: str,
     ) -> None:
         self._gate = gate
         self._router = router
         self._fleets = fleets
-        self._path = path
+        self._services = services
         self._warmup = warmup
         self.watch = LoopWatch("ingress")
         self._model_id = model_id
@@ -59,11 +59,11 @@ class IngressStatus:
             "ready": self._warmup.ready,
             "prefill_in_flight": self._fleets.prefill.in_flight,
             "prefill_oldest_s": self._fleets.prefill.oldest_s,
-            "stages": self._path.stage_latencies.summary(),
-            "prefill_wait_s": self._path.admission.predict_waits(),
+            "stages": self._services.stage_latencies.summary(),
+            "prefill_wait_s": self._services.admission.predict_waits(),
             "prefill_kv_usage": self._fleets.prefill.kv_usage,
             "decode_kv_usage": self._fleets.decode.kv_usage,
-            "objectives": self._path.latency_admission.status(),
+            "objectives": self._services.latency_admission.status(),
             "experts": self._fleets.decode.directory.experts,
         }
 

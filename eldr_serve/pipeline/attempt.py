@@ -59,14 +59,12 @@ class Attempt:
                 self._prompt = await services.prefill.prepare(context)
                 with context.record.stage("place") as placing:
                     context.lease = lease = await self._place()
-            try:
-                async with aclosing(self._decode_timed(lease, placing)) as payloads:
-                    async for payload in payloads:
-                        if payload:
-                            yield payload
-            finally:
-                services.router.release(context.request_id)
+            async with aclosing(self._decode_timed(lease, placing)) as payloads:
+                async for payload in payloads:
+                    if payload:
+                        yield payload
         finally:
+            services.router.release(context.request_id)  # no effect without a lease
             self._prompt.close(reader=self._call)
 
     # -- placement -------------------------------------------------------------------------------
@@ -199,23 +197,22 @@ class Attempt:
                 if decode.call is not None:
                     context.failures.lost_engines += not error.silent
                     self._prompt.on_engine_lost()
-                self._raise_unless_complete(error, decode, alive=False)
+                self._raise_unless_complete(error, decode, suspects_prefill=False)
             except CallTimeoutError as error:
                 services.outliers.record_failure(lease.worker, error)
-                # Before the first token the blocks may be at fault.
-                self._raise_unless_complete(error, decode, alive=not decode.begun)
+                self._raise_unless_complete(error, decode, suspects_prefill=not decode.begun)
             except CallFailedError as error:
                 if error.status < 500 and not context.answer.sent and not decode.begun:
                     raise
                 if error.status >= 500:  # else the resumed request is at fault, for example too long
                     services.outliers.record_failure(lease.worker, error)
-                self._raise_unless_complete(error, decode, alive=True)
+                self._raise_unless_complete(error, decode, suspects_prefill=True)
             else:
                 stages.transport_s = self._call.engine_report.get(TRANSPORT_S)
                 if not is_resumed:
                     self._count_cached_tokens(lease)
                 if not decode.begun:
-                    raise self._decode_failure("the answer was empty", decode, alive=True)
+                    raise self._decode_failure("the answer was empty", decode, suspects_prefill=True)
                 services.outliers.record_success(lease.worker)
 
     def _count_cached_tokens(self, lease: Lease) -> None:
@@ -227,17 +224,16 @@ class Attempt:
             counters.count(IngressEvent.PREFIX_TOKENS_PREDICTED, lease.cached_tokens)
             counters.count(IngressEvent.PREFIX_TOKENS_MEASURED, int(cached_tokens))
 
-    def _raise_unless_complete(self, error: Exception, decode: DecodeCall, *, alive: bool) -> None:
+    def _raise_unless_complete(self, error: Exception, decode: DecodeCall, *, suspects_prefill: bool) -> None:
         """Raise DecodeFailedError, unless the client has the complete answer.
 
         Args:
-            alive: the worker's replica reported the failure itself, or the prompt's blocks may be at fault.
+            suspects_prefill: the prompt's blocks may be at fault, because the worker's replica reported the
+                failure itself or sent no token in time.
         """
         if not self._context.answer.complete:
-            raise self._decode_failure(error, decode, alive=alive) from error
+            raise self._decode_failure(error, decode, suspects_prefill=suspects_prefill) from error
 
-    def _decode_failure(self, reason: Any, decode: DecodeCall, *, alive: bool) -> DecodeFailedError:
-        replica = self._prompt.prefill_replica
-        return DecodeFailedError(
-            reason, decode.worker, alive=alive, begun=decode.begun, prefill_replica=replica
-        )
+    def _decode_failure(self, reason: Any, call: DecodeCall, *, suspects_prefill: bool) -> DecodeFailedError:
+        suspect = self._prompt.prefill_replica if suspects_prefill else ""
+        return DecodeFailedError(reason, call.worker, begun=call.begun, suspect_replica=suspect)

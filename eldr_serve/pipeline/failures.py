@@ -23,17 +23,15 @@ class DecodeFailedError(Exception):
 
     Attributes:
         worker: the decode worker.
-        alive: the worker's replica reported the failure itself.
         begun: part of the answer had arrived by this call.
-        prefill_replica: the replica that prefilled the prompt; "" without one.
+        suspect_replica: the prefill replica whose blocks may be at fault; "" if there is none.
     """
 
-    def __init__(self, reason: Any, worker: str, *, alive: bool, begun: bool, prefill_replica: str) -> None:
+    def __init__(self, reason: Any, worker: str, *, begun: bool, suspect_replica: str) -> None:
         super().__init__(f"{reason}")
         self.worker = worker
-        self.prefill_replica = prefill_replica
-        self.alive = alive
         self.begun = begun
+        self.suspect_replica = suspect_replica
 
 
 @dataclass
@@ -75,7 +73,7 @@ class Failures:
         """
         self.messages.append(f"decode worker {error.worker} failed: {error}")
         self.decode_workers.append(error.worker)
-        if error.alive and error.prefill_replica:  # the blocks may be at fault: use another prefill engine
-            self.prefill_replicas.append(error.prefill_replica)
+        if error.suspect_replica:
+            self.prefill_replicas.append(error.suspect_replica)
         if sent and error.begun:
             self.streams += 1

@@ -13,92 +13,21 @@ from typing import Any
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import error_event
 from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError
-from eldr_serve.fleet.decode_start import DecodeStartEstimator
-from eldr_serve.fleet.outliers import OutlierDetector
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.pipeline.attempt import Attempt
 from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFailedError
-from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.forward import forward
-from eldr_serve.pipeline.kv_release import KvRelease
-from eldr_serve.pipeline.latency_admission import LatencyAdmission
-from eldr_serve.pipeline.move_limiter import MoveLimiter
-from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.retry_limiter import RetryLimiter
-from eldr_serve.pipeline.services import Prefill, Services
-from eldr_serve.pipeline.split_prefill import SplitPrefill
-from eldr_serve.pipeline.stage_latencies import StageLatencies
-from eldr_serve.pipeline.whole_prefill import WholePrefill
-from eldr_serve.router_client.client import RouterClient
+from eldr_serve.pipeline.services import Services
 
 _LOST_BECAUSE = "the decode engine was lost while it generated; send the request again"
 
 
 class RequestPath:
-    """Runs the requests of one ingress on the prefill and decode deployments.
+    """Runs the requests of one ingress on the prefill and decode deployments."""
 
-    Args:
-        tokenizer: tokenises prompts that are placed before an engine has tokenised them.
-
-    Attributes:
-        admission: admits prompts to the queues of the replicas that prefill.
-        latency_admission: admits requests by predicted latency.
-        kv_release: releases KV blocks on the prefill engines.
-        stage_latencies: durations of the stages before the first token.
-    """
-
-    def __init__(
-        self,
-        *,
-        fleets: Fleets,
-        router: RouterClient,
-        counters: IngressCounters,
-        options: PathOptions,
-        tokenizer: PromptTokens | None = None,
-    ) -> None:
-        self.stage_latencies = StageLatencies()
-        self.kv_release = KvRelease(fleets.prefill)
-        outliers = OutlierDetector(fleets.decode, counters)
-        self.admission = PrefillAdmission(
-            fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters
-        )
-        prefill: Prefill
-        if fleets.whole:
-            prefill = WholePrefill(outliers, self.admission, tokenizer)
-        else:
-            prefill = SplitPrefill(
-                fleets=fleets,
-                admission=self.admission,
-                options=options,
-                counters=counters,
-                kv_release=self.kv_release,
-                stage_latencies=self.stage_latencies,
-                tokenizer=tokenizer,
-            )
-        decode_starts = DecodeStartEstimator(fleets.decode)
-        self.latency_admission = LatencyAdmission(
-            fleets=fleets,
-            router=router,
-            counters=counters,
-            admission=self.admission,
-            decode_starts=decode_starts,
-        )
-        self._services = Services(
-            fleets=fleets,
-            router=router,
-            counters=counters,
-            options=options,
-            prefill=prefill,
-            retries=RetryLimiter(options),
-            outliers=outliers,
-            decode_starts=decode_starts,
-            latency_admission=self.latency_admission,
-            moves=MoveLimiter(fleets.decode, decode_starts, options.moves_at_once),
-            stage_latencies=self.stage_latencies,
-        )
+    def __init__(self, services: Services) -> None:
+        self._services = services
 
     async def generate(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
         """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
@@ -111,7 +40,7 @@ class RequestPath:
         failures = context.failures
         answer = context.answer
         moves = self._services.moves
-        with context, moves.track(context.request_id), self.latency_admission.track(context):
+        with context, moves.track(context.request_id), self._services.latency_admission.track(context):
             while True:
                 try:
                     async with aclosing(Attempt(self._services, context).run()) as payloads:

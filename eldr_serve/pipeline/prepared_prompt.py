@@ -30,8 +30,8 @@ class PreparedPrompt:
     ids_to_compute: NDArray[np.uint32] | None = None
 
     @property
-    def expert_counts(self) -> Any:
-        """Return the encoded expert counts of the prompt; None if unknown."""
+    def expert_counts(self) -> NDArray[np.uint32] | None:
+        """Return the prompt's expert counts, uint32[L,E]; None if unknown."""
         return None
 
     @property
@@ -85,7 +85,7 @@ class HeldPrompt(PreparedPrompt):
         self._held = True
 
     @property
-    def expert_counts(self) -> Any:
+    def expert_counts(self) -> NDArray[np.uint32] | None:
         return expert_counts_of(self.kv_params)
 
     def on_first_token(self) -> None:

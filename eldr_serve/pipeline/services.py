@@ -9,13 +9,18 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.fleets import Fleets
+from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.latency_admission import LatencyAdmission
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.retry_limiter import RetryLimiter
+from eldr_serve.pipeline.split_prefill import SplitPrefill
 from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.pipeline.whole_prefill import WholePrefill
 from eldr_serve.router_client.client import RouterClient
 
 
@@ -35,17 +40,22 @@ class Services:
 
     Attributes:
         counters: counters of the ingress.
+        admission: admits prompts to the queues of the replicas that prefill.
+        kv_release: releases KV blocks on the prefill engines.
         retries: limits how many failed requests are tried again at once.
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode workers start on waiting calls.
         latency_admission: admits requests by predicted latency.
         moves: limits how many answers leave their decode replicas at once.
+        stage_latencies: durations of the stages before the first token.
     """
 
     fleets: Fleets
     router: RouterClient
     counters: IngressCounters
     options: PathOptions
+    admission: PrefillAdmission
+    kv_release: KvRelease
     prefill: Prefill
     retries: RetryLimiter
     outliers: OutlierDetector
@@ -53,3 +63,53 @@ class Services:
     latency_admission: LatencyAdmission
     moves: MoveLimiter
     stage_latencies: StageLatencies
+
+
+def build_services(
+    *,
+    fleets: Fleets,
+    router: RouterClient,
+    counters: IngressCounters,
+    options: PathOptions,
+    tokenizer: PromptTokens | None = None,
+) -> Services:
+    """Build the services of one ingress.
+
+    Args:
+        tokenizer: tokenises prompts that are placed before an engine has tokenised them.
+    """
+    stage_latencies = StageLatencies()
+    kv_release = KvRelease(fleets.prefill)
+    outliers = OutlierDetector(fleets.decode, counters)
+    admission = PrefillAdmission(fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters)
+    prefill: Prefill
+    if fleets.whole:
+        prefill = WholePrefill(outliers, admission, tokenizer)
+    else:
+        prefill = SplitPrefill(
+            fleets=fleets,
+            admission=admission,
+            options=options,
+            counters=counters,
+            kv_release=kv_release,
+            stage_latencies=stage_latencies,
+            tokenizer=tokenizer,
+        )
+    decode_starts = DecodeStartEstimator(fleets.decode)
+    return Services(
+        fleets=fleets,
+        router=router,
+        counters=counters,
+        options=options,
+        admission=admission,
+        kv_release=kv_release,
+        prefill=prefill,
+        retries=RetryLimiter(options),
+        outliers=outliers,
+        decode_starts=decode_starts,
+        latency_admission=LatencyAdmission(
+            fleets=fleets, router=router, counters=counters, admission=admission, decode_starts=decode_starts
+        ),
+        moves=MoveLimiter(fleets.decode, decode_starts, options.moves_at_once),
+        stage_latencies=stage_latencies,
+    )

@@ -13,8 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
-from eldr_serve.channel import CallFailedError, Channel
-from eldr_serve.errors import SwapRefusedError
+from eldr_serve.channel import Channel
 from eldr_serve.router.messages import encode
 from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router.settings import RouterSettings
@@ -38,8 +37,7 @@ class RouterCalls:
         """Call a method of the actor and return its result.
 
         Raises:
-            SwapRefusedError: the method raised it.
-            CallFailedError: the method failed.
+            CallFailedError: the method failed; its status is below 500 if it raised SwapRefusedError.
             RayError, ConnectionError: the actor is unavailable.
         """
         channel = await self.get_channel()
@@ -48,10 +46,6 @@ class RouterCalls:
         try:
             while (chunk := await call.read()) is not None:
                 parts.append(chunk.payload)
-        except CallFailedError as error:
-            if error.status < 500:
-                raise SwapRefusedError(error.body.decode()) from None
-            raise
         except asyncio.CancelledError:
             call.cancel()
             raise

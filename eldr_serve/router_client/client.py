@@ -28,7 +28,6 @@ from eldr_serve.router.messages import (
     Counted,
     IngressReport,
     Leased,
-    NamedPolicy,
     Place,
     Queued,
     Settings,
@@ -40,6 +39,7 @@ from eldr_serve.router.messages import (
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.link import RouterLink
 from eldr_serve.router_client.local_fallback import LocalFallback
+from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
@@ -63,6 +63,7 @@ class RouterClient:
         name: id of this ingress at the actor.
         leases: leases that are not DONE, by request id.
         scorer: the live settings and the predictor.
+        operator: calls of the actor on behalf of operators, over this client's connection.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RouterClient:
         self.leases: dict[str, Lease] = {}
         self._counters = counters or IngressCounters()
         self._link = RouterLink(self.name, router_calls, workers, self, self._counters, timeout_s=timeout_s)
+        self.operator = OperatorCalls(self._link)
         self._fallback = LocalFallback(workers)
         count_expired = partial(self._counters.count, IngressEvent.QUEUE_EXPIRED)
         self._waiting = WaitingRequests(timeout_s, self._link.give_up, count_expired)
@@ -125,39 +127,9 @@ class RouterClient:
 
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
-    async def status(self) -> dict[str, Any]:
-        return await self._link.call(methods.STATUS, methods.NoArguments())
-
-    async def live(self) -> dict[str, Any]:
-        return await self._link.call(methods.LIVE, methods.NoArguments())
-
-    async def router_settings(self) -> Settings:
-        """Return the live settings at the actor, which may be newer than `settings`."""
-        return await self._link.call(methods.SETTINGS, methods.NoArguments())
-
-    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
-        return await self._link.call(methods.SET_POLICY, methods.PolicyArguments(policy, parameters))
-
-    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
-        return await self._link.call(methods.SET_SHADOW, methods.ShadowArguments(shadow))
-
-    async def swap_table(self, table: bytes) -> Settings:
-        await self._send_shape()
-        return await self._link.call(methods.SWAP_TABLE, methods.TableArguments(table))
-
-    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
-        await self._send_shape()
-        arguments = methods.PredictorArguments(predictor, tokenizer)
-        return await self._link.call(methods.SWAP_PREDICTOR, arguments)
-
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
         self.scorer.shape = (num_layers, num_experts)
-        await self._send_shape()
-
-    async def _send_shape(self) -> None:
-        """Send the shape of expert counts; a restarted actor does not know it."""
-        if self.scorer.shape is not None:
-            await self._link.call(methods.EXPECT_COUNTS, methods.CountsShape(*self.scorer.shape))
+        await self._link.send_shape()
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
         return await self._link.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))

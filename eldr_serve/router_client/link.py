@@ -10,6 +10,7 @@ from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.router import methods
 from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
 from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router_client.calls import RouterCalls
@@ -106,6 +107,11 @@ class RouterLink:
         # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer.
         async with asyncio.timeout(10 * self._timeout_s):
             return await self._calls.call(method, arguments)
+
+    async def send_shape(self) -> None:
+        """Send the shape of expert counts, if known; a restarted actor does not know it."""
+        if self._owner.scorer.shape is not None:
+            await self.call(methods.EXPECT_COUNTS, methods.CountsShape(*self._owner.scorer.shape))
 
     def place(
         self, message: Place, on_message: Callable[[bytes], None], on_failed: Callable[[Exception], None]

@@ -41,6 +41,7 @@ class PlacementRequest:
     expert_counts: NDArray[Any] | None
     prompt_tokens: int
     max_new_tokens: int
+    _: KW_ONLY
     domain: str | None = None
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None

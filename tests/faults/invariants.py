@@ -39,7 +39,7 @@ def has_subscribed(ingress: Process) -> bool:
 
 def failed_replicas(ingress: Process) -> set[str]:
     """Return the replicas for which the ingress remembers failed calls."""
-    return set(ingress.servable_object.openai._path._services.outliers._records)
+    return set(ingress.servable_object._services.outliers._records)
 
 
 def router_state(world: World) -> Any:
@@ -90,21 +90,21 @@ def find_leftovers(world: World) -> list[str]:
     held_items: dict[str, Any] = {}
     for process in world.live["ingress"]:
         ingress = process.servable_object
-        path = ingress.openai._path
+        services = ingress._services
         held_items |= {
             f"{process} in flight": ingress.gate.in_flight,
             f"{process} waiting": ingress.gate.limiter.num_waiting,
             f"{process} places of tenants": dict(ingress.gate.limiter._permits),
-            f"{process} retries": world.retries_at_once - path._services.retries._permits._value,
-            f"{process} moves": set(path._services.moves._moving),
+            f"{process} retries": world.retries_at_once - services.retries._permits._value,
+            f"{process} moves": set(services.moves._moving),
             f"{process} placements": dict(ingress._router.leases),
             f"{process} requests that wait for the router": list(ingress._router._waiting),
             f"{process} open calls to the router": ingress._router._calls,
             f"{process} progress to report": ingress._router._progress,
             f"{process} ended streams to report": len(ingress._router._ended_streams),
             f"{process} local fallback": len(ingress._router._fallback._ledger),
-            f"{process} background": path.kv_release.num_pending,
-            f"{process} prompts that wait for prefill": path.admission.queues.outstanding,
+            f"{process} background": services.kv_release.num_pending,
+            f"{process} prompts that wait for prefill": services.admission.queues.outstanding,
             f"{process} open calls": sum(ingress._fleets.prefill.in_flight.values())
             + sum(ingress._fleets.decode.in_flight.values()),
         }

@@ -20,6 +20,7 @@ from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.services import build_services
 from eldr_serve.request import Request, RequestFields
 from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
 from tests.faults.virtual_time import VirtualLoop
@@ -44,7 +45,8 @@ def pack_ids(*ids: int) -> bytes:
 def request_context(method: str = "completions", **fields: Any) -> RequestContext:
     """Return the context that the ingress makes of a client's request."""
     body = {"model": "m", "prompt": "hello", "max_tokens": 5, **fields}
-    return RequestContext(Request(method, json.dumps(body).encode(), RequestFields.model_validate(body)))
+    request_fields = RequestFields.model_validate(body)
+    return RequestContext(Request(method=method, body=json.dumps(body).encode(), fields=request_fields))
 
 
 def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
@@ -130,13 +132,14 @@ class Pipeline:
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokens("") if whole else None
-        self.path = RequestPath(
+        self.services = build_services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router=self.router,
             counters=self.counters,
             options=path_options,
             tokenizer=tokenizer,
         )
+        self.path = RequestPath(self.services)
 
     async def run(self, **fields: Any) -> bytes:
         """Return the answer to a request, after the lease has ended."""

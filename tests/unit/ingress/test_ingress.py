@@ -249,7 +249,7 @@ async def test_a_client_is_told_not_to_repeat_a_request_that_has_lost_too_many_e
 
 async def test_an_ejected_replica_gets_no_requests_for_answers_without_tokens() -> None:
     async with running_app() as app:
-        outliers = app.ingress._path._services.outliers
+        outliers = app.ingress._services.outliers
         for _ in range(3):
             outliers.record_failure("r0", refusal(500))
         for _ in range(8):

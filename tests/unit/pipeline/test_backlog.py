@@ -18,6 +18,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.services import build_services
 from eldr_serve.request import Request, RequestFields
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
 from tests.support.request_path import (
@@ -59,12 +60,13 @@ class Backlog:
         self.router: Any = FakeRouterClient()
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
-        self.path = RequestPath(
+        self.services = build_services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router=self.router,
             counters=self.counters,
             options=PathOptions(),
         )
+        self.path = RequestPath(self.services)
         self.statuses: Counter[int] = Counter()
         self.refused_s: list[float] = []
         self.tries: list[int] = []
@@ -120,7 +122,7 @@ def test_each_prompt_is_answered_or_refused_at_once_with_a_retry_time(before: in
 def test_a_wait_behind_other_prompts_is_no_failure_of_an_engine() -> None:
     """Prompts wait longer than the limit if the engine is slower than the rate that admitted them."""
     backlog = Backlog()
-    backlog.path.admission.queues._bound_s = 10**6
+    backlog.services.admission.queues._bound_s = 10**6
     backlog.send_all(range(700))  # 117 s
     assert backlog.statuses == {200: 700}
     assert len(backlog.prefill.requests) == 700
@@ -249,7 +251,8 @@ def test_whole_engines_bound_their_waiting_prompts_too() -> None:
 
 def test_a_retry_is_recognised_by_its_tenant_and_body() -> None:
     def key(tenant: str, body: bytes) -> bytes:
-        return RequestContext(Request("chat", body, RequestFields(), tenant=tenant)).retry_key
+        request = Request(method="chat", body=body, fields=RequestFields(), tenant=tenant)
+        return RequestContext(request).retry_key
 
     assert key("a", b"x") == key("a", b"x")
     assert len({key(*one) for one in (("a", b"x"), ("b", b"x"), ("a", b"y"), ("", b"ax"))}) == 4

@@ -20,6 +20,7 @@ from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.services import build_services
 from eldr_serve.queues.prediction import WINDOW_S
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
@@ -56,13 +57,14 @@ class Service:
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         tokenizer: Any = PromptTokens("") if whole else None
-        self.path = RequestPath(
+        self.services = build_services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router=self.router,
             counters=self.counters,
             options=PathOptions(retry_backoff_s=0.0, **options),
             tokenizer=tokenizer,
         )
+        self.path = RequestPath(self.services)
 
     async def _compute(self, sent: Sent) -> None:
         async with self._turns.setdefault(sent.replica, asyncio.Lock()):
@@ -86,7 +88,7 @@ class Service:
 
     def report_measurement(self, rate: float = RATE, *, queued: float = 0.0, replica: str = "p0") -> None:
         """Let a replica report its throughput and its queue."""
-        fleet = self.decode if self.path._services.fleets.whole else self.prefill
+        fleet = self.decode if self.services.fleets.whole else self.prefill
         self._reports += 1
         report = {"number": self._reports, "rate": rate, "measured_s": 60.0, "callers": 2}
         reports = {name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live}
@@ -109,7 +111,7 @@ class Service:
 def run(service: Service, main: Any) -> None:
     async def to_the_end() -> None:
         await main()
-        service.latencies = service.path.latency_admission.status()
+        service.latencies = service.services.latency_admission.status()
 
     on_virtual_time(to_the_end)
 
@@ -244,7 +246,7 @@ def test_a_request_may_retry_when_enough_others_will_have_ended() -> None:
         running = [asyncio.create_task(service.send(10, seed=n)) for n in range(8)]
         await asyncio.sleep(0.5)
         service.router.loads = loads(4, 4)
-        service.path.latency_admission._ends.wait_s = lambda ahead: 2.0 * ahead  # type: ignore[method-assign]
+        service.services.latency_admission._ends.wait_s = lambda ahead: 2.0 * ahead  # type: ignore[method-assign]
         assert await service.send(tpot_s=0.045) is None  # three requests of one worker, six of both
         assert await service.send(tpot_s=0.019, seed=1) is None  # alone it takes 20 ms
         for task in running:

@@ -56,7 +56,7 @@ async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not pipeline.prefill.released
-    assert set(pipeline.path.stage_latencies.summary()) == {"prefill", "place", "first_token", "handover"}
+    assert set(pipeline.services.stage_latencies.summary()) == {"prefill", "place", "first_token", "handover"}
 
 
 @pytest.mark.parametrize(("fields", "timed"), [({}, True), ({"n": 2}, False)])
@@ -110,7 +110,7 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "alive", "released"),
+    ("failure", "suspects_prefill", "released"),
     [
         (
             ChannelLostError("away"),
@@ -122,7 +122,7 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
     ids=["lost", "fails"],
 )
 async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
-    failure: Any, alive: bool, released: int
+    failure: Any, suspects_prefill: bool, released: int
 ) -> None:
     pipeline = Pipeline(decode=on("d0", answer_with(failure)), queue_timeout_s=7.0)
     assert await pipeline.run() == b"abc"
@@ -132,7 +132,7 @@ async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
     assert first.header["id"] != second.header["id"]
     # The prefix cache makes a second prefill on the same engine cheap. But if the decode engine lives and
     # cannot serve, perhaps it could not read the blocks of that engine.
-    assert (first.replica != second.replica) == alive
+    assert (first.replica != second.replica) == suspects_prefill
     await wait_until(lambda: len(pipeline.prefill.released) == released)
 
 
@@ -329,7 +329,7 @@ async def test_progress_counts_tokens_not_chunks() -> None:
 @pytest.mark.parametrize("lost", [False, True])
 async def test_a_lost_call_is_no_progress_of_its_engine(lost: bool) -> None:
     pipeline = Pipeline(decode=on("d0", DEAD if lost else answer_with(refusal(500))))
-    starts = pipeline.path._services.decode_starts
+    starts = pipeline.services.decode_starts
     starts.leave = leave = Mock(wraps=starts.leave)
     assert await pipeline.run() == b"abc"
     assert leave.call_args_list[0].kwargs == {"answered": not lost}

@@ -204,7 +204,7 @@ async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
 )
 async def test_a_whole_answer_that_cannot_resume_in_time_is_refused(failure: Exception, message: str) -> None:
     pipeline = Pipeline(decode=Engines((3, failure)), retry_wait_s=0.0)
-    pipeline.path._services.retries._permits = asyncio.Semaphore(0)
+    pipeline.services.retries._permits = asyncio.Semaphore(0)
     with pytest.raises(OverloadedError, match=message):
         await pipeline.run(stream=False)
 
@@ -239,6 +239,6 @@ async def test_the_prefill_of_a_resumed_answer_counts_the_generated_tokens(
 ) -> None:
     pipeline = Pipeline(decode=Engines((5, LOST)))
     finished: list[int] = []
-    monkeypatch.setattr(pipeline.path.admission, "finish", lambda ticket, tokens: finished.append(tokens))
+    monkeypatch.setattr(pipeline.services.admission, "finish", lambda ticket, tokens: finished.append(tokens))
     assert await pipeline.run(stream=True) == WHOLE + END
     assert finished == [len(TOKEN_IDS) // 4, len(TOKEN_IDS) // 4 + 5]

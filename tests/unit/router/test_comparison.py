@@ -102,7 +102,7 @@ async def test_expert_counts_are_sent_if_only_the_shadow_reads_them() -> None:
     async with router_and_client("r0", "r1", policy="shortest-queue") as (actor, client):
         await client.place(request("sampled"), counts_for(0))  # the first one is always sampled
         for shadow in (None, NamedPolicy("random")):
-            await client.set_shadow(shadow)
+            await client.operator.set_shadow(shadow)
             name = f"r{shadow}"
             await client.place(request(name), counts_for(0))
             (sent,) = [known for known in actor.requests if known.request_id == name]

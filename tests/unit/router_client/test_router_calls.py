@@ -14,7 +14,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
-from eldr_serve.errors import SwapRefusedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router import methods
 from eldr_serve.router.actor import DecodeRouter
@@ -71,8 +70,9 @@ async def test_calls_return_the_actors_results_and_raise_its_errors() -> None:
     async with run_cluster() as (cluster, calls):
         table = unit_table(3).to_bytes()
         assert (await calls.call(methods.SWAP_TABLE, methods.TableArguments(table))).table == table
-        with pytest.raises(SwapRefusedError, match="unknown policy 'nonsense'"):
+        with pytest.raises(CallFailedError, match="unknown policy 'nonsense'") as refused:
             await calls.call(methods.SET_POLICY, methods.PolicyArguments("nonsense", {}))
+        assert refused.value.status == 400
         for name in ("observe_steps", "nonsense"):
             method = methods.RouterMethod(name, methods.NoArguments, type(None))
             with pytest.raises(CallFailedError, match=f"no method '{name}'"):
@@ -105,7 +105,7 @@ async def running_client() -> AsyncIterator[tuple[Cluster, RouterCalls, RouterCl
 
 async def test_a_router_client_continues_after_a_restart() -> None:
     async with running_client() as (cluster, _, client):
-        await client.swap_table(unit_table(2).to_bytes())
+        await client.operator.swap_table(unit_table(2).to_bytes())
         for name in "ab":
             lease = await client.place(request(name), counts_for(1))
         assert (lease.worker, lease.reason) == ("r1", "locality-band")

@@ -54,7 +54,7 @@ async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restore
         client.release("b")
         await wait_until(lambda: not running())
         assert not client.leases
-        await client.set_policy("shortest-queue", {})
+        await client.operator.set_policy("shortest-queue", {})
         await client.place(request("c"), counts_for(0))
         assert actor.requests[-1].expert_counts is None
 
@@ -142,8 +142,8 @@ async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another(
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):
             actor.state.live_settings.swap_table(other)
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):
-            await client.swap_table(other)
-        assert (await client.swap_table(unit_table(2).to_bytes())).table_version > 1
+            await client.operator.swap_table(other)
+        assert (await client.operator.swap_table(unit_table(2).to_bytes())).table_version > 1
 
 
 async def test_clients_without_a_router_choose_different_workers() -> None:

@@ -64,7 +64,7 @@ def _blocks(tokens: int) -> Iterator[object]:
 
 async def test_the_router_answers_with_loads_cost_and_cached_tokens() -> None:
     async with router_and_client("r0", "r1", cost=COST) as (actor, client):
-        await client.status()
+        await client.operator.status()
         place_one(actor.state, "a", blocks=_blocks(33), prompt_tokens=33)
         (busy,) = (lease.worker for lease in actor.running.values())
         loads = await client.decode_loads(_blocks(65))

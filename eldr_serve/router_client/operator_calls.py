@@ -1,0 +1,52 @@
+"""Calls of the DecodeRouter actor on behalf of operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eldr_serve.channel import CallFailedError
+from eldr_serve.errors import SwapRefusedError
+from eldr_serve.router import methods
+from eldr_serve.router.messages import NamedPolicy, Settings
+from eldr_serve.router.methods import Arguments, RouterMethod
+from eldr_serve.router_client.link import RouterLink
+
+
+class OperatorCalls:
+    """Calls methods of the DecodeRouter actor, see there; for the exceptions see RouterCalls.call."""
+
+    def __init__(self, link: RouterLink) -> None:
+        self._link = link
+
+    async def status(self) -> dict[str, Any]:
+        return await self._link.call(methods.STATUS, methods.NoArguments())
+
+    async def live(self) -> dict[str, Any]:
+        return await self._link.call(methods.LIVE, methods.NoArguments())
+
+    async def settings(self) -> Settings:
+        """Return the live settings at the actor, which may be newer than those of the ingress."""
+        return await self._link.call(methods.SETTINGS, methods.NoArguments())
+
+    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+        return await self._change(methods.SET_POLICY, methods.PolicyArguments(policy, parameters))
+
+    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+        return await self._change(methods.SET_SHADOW, methods.ShadowArguments(shadow))
+
+    async def swap_table(self, table: bytes) -> Settings:
+        await self._link.send_shape()
+        return await self._change(methods.SWAP_TABLE, methods.TableArguments(table))
+
+    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+        await self._link.send_shape()
+        return await self._change(methods.SWAP_PREDICTOR, methods.PredictorArguments(predictor, tokenizer))
+
+    async def _change(self, method: RouterMethod[Arguments, Settings], arguments: Arguments) -> Settings:
+        """Change the live settings; raise SwapRefusedError if the actor refuses the new ones."""
+        try:
+            return await self._link.call(method, arguments)
+        except CallFailedError as error:
+            if error.status < 500:
+                raise SwapRefusedError(error.body.decode()) from None
+            raise
