@@ -1,4 +1,4 @@
-"""The processes of an application that this process has started: find, kill, stop and resume them."""
+"""The processes of an application that this process has started: search, kill, stop and resume."""
 
 from __future__ import annotations
 

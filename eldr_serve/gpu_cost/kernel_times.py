@@ -1,4 +1,4 @@
-"""Read kernel times that NVIDIA measured, and the times of steps made of them, from `aiconfigurator-core`.
+"""Kernel times that NVIDIA measured, and the times of steps made of them, from `aiconfigurator-core`.
 
 No other module imports this Python package. In `eldr_serve.gpu_cost`, "NVIDIA's package" means it.
 """

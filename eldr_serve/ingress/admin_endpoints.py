@@ -40,7 +40,7 @@ class PolicyChange(BaseModel):
 
 
 class AdminEndpoints:
-    """Answers operators, load balancers and monitoring; the HTTP application checks the admin key.
+    """Endpoints for operators, load balancers and monitoring; the HTTP application checks the admin key.
 
     Args:
         decode: the decode replicas, which get expert placements and are drained.

@@ -38,7 +38,7 @@ _LOST_BECAUSE = "the decode engine was lost while it generated; send the request
 
 
 class RequestPath:
-    """Runs the requests of one ingress on the prefill and decode deployments.
+    """The path of one ingress's requests through the prefill and decode deployments.
 
     Args:
         tokenizer: tokenises prompts that are placed before an engine has tokenised them.

@@ -1,4 +1,4 @@
-"""Give our placements to vLLM's expert-parallel load balancer (EPLB), in its workers."""
+"""Our placements in vLLM's expert-parallel load balancer (EPLB), in its workers."""
 
 from __future__ import annotations
 
