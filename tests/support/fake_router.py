@@ -43,7 +43,7 @@ def router_state(
 
 
 def place(state: RouterState, *requests: str | PlacementRequest, client: str = "c") -> list[Lease]:
-    """Place requests together. A name stands for a request that may wait."""
+    """Place requests in one call, and return their leases. A name stands for a request that may wait."""
     leases = [
         Lease(request(one, may_wait=True) if isinstance(one, str) else one, State.SENT, client)
         for one in requests
@@ -62,7 +62,7 @@ def place_one(state: RouterState, name: str, centroid: int | None = None, **fiel
 
 
 def release(state: RouterState, *names: str) -> None:
-    """End requests, and place those that wait for their room."""
+    """End requests, and place the requests that wait for a free worker."""
     for name in names:
         state.finish(name)
     state.place([])  # as an iteration of the event loop does

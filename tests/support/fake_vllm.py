@@ -150,7 +150,7 @@ class Chat(_Serving, OpenAIServingChat):
 
 
 class Messages(Chat, AnthropicServingMessages):
-    """vLLM's messages, made from those chats."""
+    """vLLM's Messages API over these chats."""
 
     _merge_inline_system = False
     _disabled_thinking_effort = "none"

@@ -38,7 +38,7 @@ class Decoded:
 
 
 class EpEngine(EngineProcesses):
-    """Context with one engine.
+    """A context manager of one engine.
 
     Args:
         model: directory. The ranks must divide the number of heads.

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command. Cost of a decode step and requests per run are the figure's own if None."""
+    """Options of the command. Without `cost` or `requests`, each figure uses its own value."""
 
     traces: tuple[Path, ...] = ()
     cost: StepCost | None = None
