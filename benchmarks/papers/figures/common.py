@@ -127,7 +127,7 @@ def over_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def change_pct(value: float, reference: float) -> float:
-    """Return by how many percent the value is above the reference."""
+    """Return how far the value is above the reference, in percent."""
     return 100 * (value / reference - 1)
 
 
