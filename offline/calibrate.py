@@ -122,7 +122,7 @@ def build_trace(
     """Build a CalibrationTrace of the records, in their order.
 
     Args:
-        vocabulary: of the tokenizer that made the token ids.
+        vocabulary: token id of each token, by the tokenizer that made the prompts' ids.
 
     Raises:
         UserInputError: an engine reported no counts.

@@ -21,9 +21,9 @@ def round_in_polytope(
 
     Args:
         replicas: [E, N], whole row sums.
-        price: [E, N] of one replica, s.
+        price: [E, N], price of one replica, s.
         room: [N] slots; a column that exceeds them gets no fuller.
-        budget_s: of each column.
+        budget_s: budget of each column.
 
     Returns:
         int[E, N] with the same row sums; column sums within `room`, or rounded if they exceeded it.

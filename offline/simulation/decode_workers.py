@@ -52,15 +52,15 @@ class _Worker:
         self.busy = False
 
 
-@dataclass(slots=True)  # not frozen: one is made for each step
+@dataclass(slots=True)  # not frozen, which would slow down each step
 class EndedStep:
     """Requests that a step of a worker has advanced or ended.
 
     Attributes:
         prefilled: requests whose prompt the worker has computed.
         answers: running requests, each of which got a token.
-        first: those that got their first one.
-        finished: those that got their last one.
+        first: requests that got their first token.
+        finished: requests that got their last token.
     """
 
     prefilled: list[int] = field(default_factory=list)

@@ -302,12 +302,12 @@ SLOTS = "tests.support.fake_router:SlotPolicy"  # its import path
 
 
 class SlotPolicy(QueuedPolicy):
-    """First come, first served, on the first worker with a free slot. The policy records its callbacks.
+    """A policy that serves requests in order of arrival, on the first free slot. It records its callbacks.
 
     Attributes:
-        waiting: requests at the last dispatch.
+        waiting: requests that waited at the last dispatch.
         running: worker by request id.
-        assigned: the same requests.
+        assigned: all requests that have been assigned to a worker, by id.
         lengths: generated tokens of the requests that have ended.
     """
 

@@ -35,7 +35,7 @@ def policy_rows(
     resample rounds if there are four or more, else requests within rounds, and parts of trials.
 
     Args:
-        trials, predictions: those of all rounds, by policy. A round has equal requests for all policies.
+        trials, predictions: values of all rounds, by policy. A round has equal requests for all policies.
     """
     sent = max(trial.sent for rounds in trials.values() for trial in rounds)
     measured = {policy: _figures(rounds, sent, seed) for policy, rounds in trials.items()}
