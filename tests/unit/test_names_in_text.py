@@ -18,8 +18,8 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _VERB = re.compile(
     r"(?:Accumulates|Admits|Apply|Carry|Choose|Collect|Complete|Computes|Configure|Create|Decides|Define|"
     r"Derive|Describe|Draw|Ejects|Ends|Estimates|Extend|Find|Frees|Gathers|Generate|Get|Give|Hold|Implement|"
-    r"Keeps?|Limit|Makes?|Measures?|Move|Parse|Places|Prefills|Publish|Publishes|Put|Receives|Register|Replaces|"
-    r"Restore|Return|Runs?|Scores|Select|Sends|Serialize|Serve|Starts|Tokenise|Track|Use|Wakes|Warms)\s"
+    r"Keeps?|Limit|Makes?|Measures?|Move|Parse|Places|Prefills|Publish|Publishes|Put|Receives|Register|Warms|"
+    r"Replaces|Restore|Return|Runs?|Scores|Select|Sends|Serialize|Serve|Starts|Tokenise|Track|Use|Wakes)\s"
 )
 
 
