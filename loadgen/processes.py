@@ -1,4 +1,4 @@
-"""The processes of an application that this process has started: find, kill, stop and resume them."""
+"""The processes of an application that this process has started, and ways to kill, stop and resume them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def step_sentences(rows: list[dict[str, Any]], *, clock: str = "engine time") ->
         clauses, named = [], ""
         for key, verb, words, per in figures:
             if row.get(f"{key}_change_pct") is None:
-                continue  # not measured, or the baseline itself
+                continue  # the figure was not measured, or the policy is the baseline
             than = "" if row[f"{key}_baseline"] == named else f" than {row[f'{key}_baseline']}"
             named = row[f"{key}_baseline"]
             change = row[f"{key}_change_pct"]

@@ -33,7 +33,7 @@ class LoadSpec:
     prompts: str
     model: str
     rate: float  # requests/s; 0: a closed loop
-    seconds: int  # measured
+    seconds: int  # duration of the measured part
     warm_up_s: int  # load before the measured part
     users: int  # maximum requests in flight; constant in a closed loop
     max_tokens: int

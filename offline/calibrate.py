@@ -40,8 +40,8 @@ from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.workload import Prompt, balanced_sample, read_prompts, traffic_sample
 
-_FIRST_PORT = 25600  # NIXL side channels; one range each, for the ranks of tensor parallelism
-_BATCH = 16  # prompts of an actor's call; also the most that a resumed run repeats, per actor
+_FIRST_PORT = 25600  # the first of NIXL's side channels; each engine has a range with a port per rank
+_BATCH = 16  # prompts in a call of an actor; a resumed run repeats at most one call of each actor
 
 
 class EngineActor:
@@ -51,7 +51,7 @@ class EngineActor:
         self._engine = BACKEND.start_calibration(kwargs, port)
 
     def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
-        """Trace prompts with this engine, see trace_texts."""
+        """Return the records of prompts from this engine; see trace_texts."""
         return trace_texts(self._engine, prompts, sampling, chat)
 
 
@@ -122,7 +122,7 @@ def build_trace(
     """Build a CalibrationTrace of the records, in their order.
 
     Args:
-        vocabulary: of the tokenizer that made the token ids.
+        vocabulary: token id of each token, by the tokenizer that made the prompts' ids.
 
     Raises:
         UserInputError: an engine reported no counts.

@@ -19,7 +19,7 @@ from eldr_serve.gpu_cost.readings import Setting
 from loadgen.results import print_table
 
 _PLOTS = (".png", ".svg", ".pdf")
-_MOST = 100_000  # KV tokens of a request or requests of a step
+_MOST = 100_000  # upper limit of a request's KV tokens, and of a step's requests
 
 
 def cost(

@@ -94,7 +94,7 @@ class _Plan:
 
     @property
     def hardware(self) -> str:
-        """Return what all engines share."""
+        """Return the hardware that all engines share, in words."""
         gpu = "one GPU and " if self.clock != "CPU time" else ""
         return f"{gpu}{os.cpu_count()} cores"
 

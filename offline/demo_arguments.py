@@ -47,7 +47,7 @@ def demo_arguments(
 def move_to_one_gpu(arguments: dict[str, Any]) -> None:
     """Move the engines of a deployment for CPUs to one GPU, which they share evenly.
 
-    Each is one process with bf16 weights, whose decode steps run in CUDA graphs unless its arguments say
+    Each engine is one process with bf16 weights. Decode steps run in CUDA graphs unless its arguments say
     `enforce_eager`; nothing is compiled by inductor.
     """
     configs = [arguments[role] for role in _ROLES]

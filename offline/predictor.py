@@ -165,7 +165,7 @@ def choose_penalty(
 
 
 def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -> list[Floats]:
-    """Return float64[N, *] for each penalty; a prediction is the prompt's kernel row times it."""
+    """Return weights float64[N, *] for each penalty. A prompt's kernel row times these is its prediction."""
     values, vectors = np.linalg.eigh(kernel)
     along = vectors.T @ y
     scale = max(float(np.trace(kernel)) / len(kernel), 1e-300)

@@ -33,7 +33,7 @@ class Cut:
     """Division of a sample's tokens into prompt and answer.
 
     Attributes:
-        prompt_tokens: first tokens, which are the prompt; None: by share.
+        prompt_tokens: number of first tokens that are the prompt; None: by `prompt_share`.
         prompt_share: share of the sample that is the prompt, rounded down, at least one token.
         output_tokens: maximum tokens after the prompt that are the answer; None: all.
         min_output_tokens: samples with a shorter answer are left out.
@@ -59,7 +59,7 @@ class RouteModel:
         alphabet: letters of `routes`; the place of a letter is the expert's id.
         tokens_field: field with the number of tokens.
         max_tokens: tokens whose routes a record has at most; None: all of them.
-        cut: default of the command.
+        cut: cut that the command uses by default.
     """
 
     name: str

@@ -117,7 +117,7 @@ def simulate_all(
 
 
 def _split_by_domain(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the row of a run, followed by the rows of its domains if there are any."""
+    """Return the row of a run, and after it the row of each domain if there are domains."""
     domains = row.pop("domains", None)
     if domains is None:
         return [row]

@@ -55,10 +55,10 @@ from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 
 WORKERS = 16
-PAPER_TTFT_MS = 0.86 / 0.012  # 0.86 ms are 1.2 % of it
-_WARM_UP = 8  # prompts
+PAPER_TTFT_MS = 0.86 / 0.012  # in the paper, 0.86 ms are 1.2 % of TTFT
+_WARM_UP = 8  # prompts before the measured ones
 _MODEL = Path("examples/demo_model/weights")
-_VOCABULARY = 4096  # the demo model's
+_VOCABULARY = 4096  # token ids of the demo model
 _SIZES = {"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS}
 _NOTES = (
     "parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
@@ -104,7 +104,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     cache.record(slots, chosen, ids)
     counts = cache.total(ids).cpu().numpy().astype(np.uint32)
     packed = pack_counts(counts)
-    narrow = chosen.to(torch.int16)  # the hooks store them like this
+    narrow = chosen.to(torch.int16)  # the type in which the hooks store experts
     answer = {"eldr_expert_counts": packed, "remote_block_ids": ids.tolist()}
 
     table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)

@@ -2,13 +2,13 @@
 
     python -m benchmarks.engine.expert_use NAME --prompts DIR
 
-- activation_by_domain (1): each domain over-activates certain experts. Decode activation of each expert
-  by domain, relative to the mean over domains, at the layer where the domains differ most. `own_experts` is
-  the number of the layer's experts that the domain uses more than any other domain. `own_excess` says how far
-  the domain's use of these experts exceeds the mean.
-- prefill_decode (3): prefill shows which experts decode will use. Correlation over experts (normalised
-  activation pooled over the domains, with a point for each expert of each layer), and over requests: rho, the
-  rank correlation of pairwise distances (the paper's Eq. 1).
+- activation_by_domain (1): each domain over-activates certain experts. The result is the decode activation of
+  each expert by domain, relative to the mean over domains, at the layer where the domains differ most.
+  `own_experts` is the number of the layer's experts that the domain uses more than any other domain.
+  `own_excess` says how far the domain's use of these experts exceeds the mean.
+- prefill_decode (3): prefill shows which experts decode will use. One correlation is over experts (normalised
+  activation pooled over the domains, with a point for each expert of each layer). The other is over requests:
+  rho, the rank correlation of pairwise distances (the paper's Eq. 1).
 - same_domain (4): batches of one domain activate fewer experts than mixed ones. Batches are drawn at random,
   each request at a random decode step of its real routes. A domain counts as often as it occurs. Domains
   with too few requests for a batch are left out of that batch size.

@@ -2,11 +2,12 @@
 
     python -m benchmarks.engine.gpu_cost
 
-It needs no GPU, but `aiconfigurator-core`. A fit has one cost for batches of 1 to 64 requests of 512 to
-8,192 KV tokens: terms of experts and KV tokens by even and skewed routing, and the rest, by batch, by skewed
-routing alone, which the package's own steps have. `error_pct_N` is the fit's error there at N requests of
-1,024 KV tokens. `error_max_of_8_to_32_pct` is the largest error, with both kinds of routing, of a fit to
-batches of 8, 16 and 32 alone. It is empty if these do not tell experts from the rest.
+It needs no GPU, but the package `aiconfigurator-core`. Each model on a GPU gets one step cost, for batches of
+1 to 64 requests with 512 to 8,192 KV tokens each. The terms of experts and KV tokens are fitted to even and
+skewed routing, and the other terms, by batch, to the package's own steps, which have skewed routing alone.
+`error_pct_N` is the fit's error with skewed routing at N requests of 1,024 KV tokens.
+`error_max_of_8_to_32_pct` is the largest error, with both kinds of routing, of a fit to batches of 8, 16 and
+32 alone. It is empty if these batches do not tell the cost of experts from the other terms.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SETTINGS = tuple(Setting(m, gpu, tp, ep) for gpu in ("h100_sxm", "h200_sxm") for
 
 
 def row_of(readings: Readings) -> dict[str, Any]:
-    """Return one model on one GPU: terms, errors, and what placement could save."""
+    """Return the row of a model on a GPU: terms of its cost, errors, and what placement could save."""
     fitted = fit(readings)
     summary, setting = fitted.summary(), readings.setting
     row = {"model": setting.model, "gpu": setting.gpu, "tp": setting.tp, "ep": setting.ep}

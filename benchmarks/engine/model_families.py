@@ -82,7 +82,7 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
 
 
 def report(path: Path, status: int) -> dict[str, Any]:
-    """Read an engine's report. Report the exit status if there is none, so that other families count."""
+    """Return an engine's report or, if it has none, its exit status as an error, so that the others count."""
     if not path.exists():
         return {"error": f"the engines' process ended with status {status} before this one"}
     content: dict[str, Any] = json.loads(path.read_text())

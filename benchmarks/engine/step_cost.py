@@ -89,7 +89,7 @@ class ComposedEngine(ReplayEngine):
 
             return store_prescribed
 
-        for kind in (DeviceCapture, HostCapture):  # captured in the graphs, like everything that a hook does
+        for kind in (DeviceCapture, HostCapture):  # the graphs capture this like all work of a hook
             kind.store_choices = replace_choices(kind.store_choices)  # type: ignore[method-assign]
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
@@ -103,7 +103,7 @@ class ComposedEngine(ReplayEngine):
             self._engine.add_request(f"request{number}", {"prompt_token_ids": prompt}, params)
 
     def run_step(self, routed: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Run a step, token n by the experts of row n of int64[T, k], and return the available records."""
+        """Run a step in which token n uses the experts of row n, int64[T, k]. Return available records."""
         import torch
 
         full = np.resize(routed, self._table.shape)  # padding repeats the batch's experts

@@ -2,8 +2,8 @@
 
     python -m benchmarks.lib.capture --prompts DIR
 
-Runs the prompts once on one real engine, and stores the result in the work folder. Prompts are filled up to
-whole KV blocks and one token (see replay_engine), so that a replay uses the same tokens.
+It runs the prompts once on a real engine, and stores the result in the work folder. Prompts are filled up to
+whole KV blocks and one token (benchmarks/lib/replay/engine.py), so that a replay uses the same tokens.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class _Stream:
 
     Attributes:
         due: number of tokens to send.
-        ready: set when there are such tokens.
+        ready: set when there are tokens to send.
     """
 
     __slots__ = ("due", "ready")

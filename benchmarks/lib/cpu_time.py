@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-# Marks in a process's title or command, first match; haproxy counts as a proxy, all others as Ray.
+# The first of these marks in a process's title or command names its part. Processes without one count as Ray.
 PARTS: Mapping[str, str] = {
     "EngineCore": "engines",
     "Fake": "engines",

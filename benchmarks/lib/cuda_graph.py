@@ -9,7 +9,7 @@ import torch
 
 
 class TimedGraph:
-    """Calls captured once, replayed with other inputs in the same tensors.
+    """A CUDA graph of calls, which is replayed with other inputs in the same tensors.
 
     `work` reads and writes tensors at fixed addresses. It runs before the capture, which compiles its
     kernels.
@@ -26,11 +26,11 @@ class TimedGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._kept = work()
-        # Reading it keeps the GPU busy until the replay is queued, and evicts our data from its cache.
+        # Its sum keeps the GPU busy until the replay is queued, and evicts the inputs from the GPU's cache.
         self._flushed = torch.ones(1 << 26, dtype=torch.float32, device="cuda")
 
     def seconds(self) -> float:
-        """Return the seconds of one replay on the GPU with no inputs in the L2 cache."""
+        """Return the time of one replay on the GPU, in seconds, without inputs in the L2 cache."""
         start, end = (self._event() for _ in range(2))
         self._flushed.sum()
         start.record()

@@ -21,17 +21,17 @@ Served = tuple[dict[str, np.ndarray], Steps]
 
 
 class Replays(Protocol):
-    """Interface to serve arrivals: EnginePool, or a stand-in without engines."""
+    """The interface of objects that serve arrivals: EnginePool, or a stand-in without engines."""
 
     def probe_s(self) -> float:
-        """Return the present time of CpuSpeed's product in seconds."""
+        """Return the CPU time that the matrix product of CpuSpeed takes now, in seconds."""
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
-        """Serve arrivals, and return token times in seconds by request, and the steps."""
+        """Serve arrivals. The future gives the token times of each request, in seconds, and the steps."""
 
 
 class EngineProcesses:
-    """Context of processes in which engines run. Its exit raises UserInputError if one has died."""
+    """A context manager of engine processes. Its exit raises UserInputError if one of them has died."""
 
     def __init__(self, processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
@@ -51,7 +51,7 @@ class EngineProcesses:
 
 
 class EnginePool(EngineProcesses):
-    """Context with `engines` replay engines of one model, each on its own core, or one on a GPU.
+    """A context manager of `engines` replay engines of one model, each on its own core, or one on a GPU.
 
     Raises UserInputError for fewer cores than engines, or several engines on a GPU.
     """
@@ -70,7 +70,7 @@ class EnginePool(EngineProcesses):
         super().__init__(engines, _start, str(model), device, free)
 
     def probe_s(self) -> float:
-        """Return the seconds of CpuSpeed's product on a core of the engines."""
+        """Return the CPU time of the matrix product of CpuSpeed on a core of the engines, in seconds."""
         return self._pool.submit(_probe).result()
 
     def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:

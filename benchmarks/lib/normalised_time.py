@@ -67,7 +67,7 @@ def fit_engine_sensitivity(trials: Sequence[Trial], clock: NormalisedTime, alike
     """Fit the sensitivity of engine time per request. All policies in `alike` are one group.
 
     Args:
-        clock: with sensitivity 1.
+        clock: a clock with sensitivity 1.
     """
     groups, slowdowns, seconds = [], [], []
     for trial in trials:
@@ -86,7 +86,7 @@ def fit_sensitivity(groups: Sequence[str], slowdowns: Sequence[float], seconds: 
 
     Args:
         groups: name of each trial's group.
-        slowdowns: of each trial, by a clock with sensitivity 1.
+        slowdowns: slowdown of each trial, by a clock with sensitivity 1.
         seconds: time of each trial's work in seconds.
     """
     if len(groups) - len(set(groups)) < _SPARE_TRIALS:

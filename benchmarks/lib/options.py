@@ -42,7 +42,7 @@ FitRequests = Annotated[
     int, typer.Option(min=12, help="Requests that fit the step cost before the replay; few fit it coarsely.")
 ]
 StepsOut = Annotated[
-    Path | None, typer.Option(help="Write the fitted steps, for offline.simulate --calibrate-from.")
+    Path | None, typer.Option(help="Write the fitted steps, for `eldr simulate --calibrate-from`.")
 ]
 RouterVenv = Annotated[Path | None, typer.Option(help="Virtual environment with vllm-router; none: skipped.")]
 Policies = Annotated[str, typer.Option(help="Policies, with commas.")]

@@ -51,7 +51,7 @@ def tpot() -> None:
     for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
         for x, (name, by_policy, form) in enumerate(groups):
             for policy, row in by_policy.items():
-                change = row.get(form.format(percentile)) or 0.0  # none: the best balancer itself
+                change = row.get(form.format(percentile)) or 0.0  # the best balancer has no change
                 if policy in POLICY_COLOURS:
                     offset = 0.17 if policy == "locality-band" else -0.17
                     axes.bar(x + offset, change, 0.32, color=policy_colour(policy), label=policy)

@@ -20,7 +20,7 @@ def placement_s(
     """Return the median CPU time of the placer for a placement and its release, in seconds.
 
     Args:
-        policy: a new one, with its table and cost.
+        policy: a new policy, with its table and cost.
         in_flight: requests that run meanwhile, at most half of all.
     """
     sent = PlacementRequests(requests, experts, policy, None, reads_counts=policy.reads_counts)

@@ -29,7 +29,7 @@ VIEWS = {"live_page": (1100, False), "live_page_dark": (1100, True), "live_page_
 def screenshots(
     out: Annotated[Path, typer.Option(help="Folder for the PNGs.")],
     url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Its admin key.")] = None,
+    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="The admin key.")] = None,
     report: Annotated[Path | None, typer.Option(help="Also a report.html of `eldr compare`.")] = None,
 ) -> None:
     """Write live_page.png, live_page_dark.png and live_page_phone.png of a running service."""

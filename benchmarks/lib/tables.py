@@ -103,7 +103,7 @@ def heading(key: str) -> str:
 
 
 def has_result(name: str) -> bool:
-    """Return whether the result has been committed. Those of a GPU may be missing."""
+    """Return whether the result has been committed. Results of a GPU may be missing."""
     return (RESULTS / f"{name}.json").exists()
 
 

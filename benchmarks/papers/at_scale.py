@@ -115,7 +115,7 @@ class Size:
     """A number of workers, of which each router has an equal share.
 
     Attributes:
-        simulated: routers that are simulated, the first ones. The others are alike.
+        simulated: number of routers that are simulated. The others are like them.
     """
 
     workers: int
@@ -129,7 +129,7 @@ class Size:
 
 
 class UnfinishedError(Exception):
-    """A run is not in the journal, and none is to be made."""
+    """A run is missing in the journal, and no run may be made."""
 
 
 class Runs:

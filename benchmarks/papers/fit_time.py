@@ -48,7 +48,7 @@ def fit_time(
     trace = _trace(1000, rng)
     rows = []
     for workers in (4, 16, 64):
-        timed = []  # fit, signature, clustering, with report
+        timed = []  # seconds of the parts: fit, signature, clustering, fit with report
         for _ in range(rounds):
             start = time.perf_counter()
             _, report = fit_table(trace, workers, seed=seed)

@@ -73,7 +73,7 @@ def plan_migration(
     gain_s: ArrayLike | None = None,
     steps: int | None = None,
 ) -> MigrationPlan:
-    """Schedule the moves: layers with the largest gain per byte first. Layers that would not pay stay.
+    """Schedule the moves, first of the layers with the largest gain per byte. Layers that would not pay stay.
 
     Args:
         old, new: int[L, P], the new one from minimise_moves.
@@ -115,7 +115,7 @@ def plan_migration(
 
 
 class _Timetable:
-    """When each rank's links and staging buffer become free, idle time."""
+    """The idle times at which each rank's links and staging buffer become free."""
 
     def __init__(self, topology: Topology, links: Links) -> None:
         self._node, self._links = topology.node_of, links

@@ -22,7 +22,7 @@ class _Limited(Policy):
 
 
 class SessionHash(_Limited):
-    """Choose a session's worker by rendezvous hash of its key, or the least loaded without key or room."""
+    """The worker by rendezvous hash of a session's key, or the least loaded one without key or room."""
 
     name = "session-hash"
 
@@ -37,7 +37,7 @@ class SessionHash(_Limited):
 
 
 class LongestPrefix(_Limited):
-    """Choose the worker with most of the prompt among those not overloaded; break ties by load."""
+    """The worker that caches most of the prompt, among those not overloaded; ties are broken by load."""
 
     name = "longest-prefix"
 

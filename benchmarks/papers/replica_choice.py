@@ -16,9 +16,9 @@ Ints = NDArray[np.int64]
 
 
 def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Minimise the activated experts on the worst rank: bipartite flow, binary search of the bound.
+    """Minimise the activated experts on the worst rank, by a bipartite flow and a binary search of the bound.
 
-    Returns and raises as `route_metro`; an optimum for comparison, too slow for serving.
+    The optimum is a baseline and too slow for serving. Results and errors are those of `route_metro`.
     """
     count, is_host = parse_batch(tokens, hosts)
     rank = np.full(count.shape, -1, np.int64)

@@ -43,20 +43,20 @@ PAPERS = {
 
 
 def reproduce(
-    paper: Annotated[str | None, typer.Argument(help="Paper; default: list the papers.")] = None,
-    figure: Annotated[str | None, typer.Argument(help="Figure; default: list the paper's.")] = None,
+    paper: Annotated[str | None, typer.Argument(help="Paper; if left out, papers are listed.")] = None,
+    figure: Annotated[str | None, typer.Argument(help="Figure; if left out, figures are listed.")] = None,
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="eldr, grace, metro, director: a calibration trace with routes, or published routes (metro, "
-            "director: one or more); balanceroute: request traces; together, whole: one of each; predicted: "
-            "a calibration trace; GPT-OSS-20B's routes for gptoss."
+            help="Input file; repeatable. eldr, grace, metro, director: a calibration trace with routes, or "
+            "published routes; balanceroute: request traces; together, whole: routes, then a request trace; "
+            "predicted: a calibration trace with token ids, but for gptoss the routes of GPT-OSS-20B."
         ),
     ] = None,
     cost: Annotated[
-        Path | None, typer.Option(help="Step cost (JSON, by offline.simulate --calibrate-from).")
+        Path | None, typer.Option(help="Step cost, a file that `eldr simulate --calibrate-from` wrote.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=10, help="Requests per run; default: figure's.")] = None,
+    requests: Annotated[int | None, typer.Option(min=10, help="Requests; default: by figure.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other seeds.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON to write; default out/PAPER_FIGURE.json.")] = None,
 ) -> None:

@@ -19,7 +19,7 @@ BASE = "shortest-queue"
 
 @dataclass(frozen=True)
 class Study:
-    """All settings of the simulations but workers, policies and seeds.
+    """All settings of the simulations except workers, policies and seeds.
 
     Attributes:
         batch: requests that a worker runs on average if they are spread at random.
@@ -69,7 +69,7 @@ def load_of(study: Study, arrivals: Path) -> Load:
 
 
 def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:
-    """Return a scenario. `rate_per_s` is that of all workers."""
+    """Return a scenario in which all workers together get `rate_per_s` requests/s."""
     experts = routes_of(study.routes).model_copy(
         update={"parts": study.parts, "centroids": study.centroids, "fit_share": 0.3}
     )

@@ -1,4 +1,4 @@
-"""Validate the simulator against a real engine: same arrivals, same placements, TPOT by request.
+"""Validate the simulator against a real engine, by TPOT under the same arrivals and placements.
 
     python -m benchmarks.papers.simulator_validation --prompts DIR
 

@@ -54,7 +54,7 @@ class Point:
     """A load to simulate.
 
     Attributes:
-        labels: its columns in the table.
+        labels: columns of the point in the table, with their values.
         cost: cost of a step.
         balancers: policies that look at load, and on whole replicas at prefixes, by name.
         prepare: returns a function that simulates a policy with the requests of a seed.
@@ -150,7 +150,7 @@ def _requests(
     """Return Poisson arrivals that keep `batch` requests on each worker if routes are drawn at random."""
     kinds = np.arange(len(experts.domains))
     active = active_experts(experts, kinds, batch, np.random.default_rng(0))
-    kv_tokens = float(experts.count_tokens.mean()) + output_tokens / 2  # KV tokens of a request
+    kv_tokens = float(experts.count_tokens.mean()) + output_tokens / 2  # mean KV tokens of a running request
     step_s = float(cost.seconds(batch, batch * kv_tokens, active))
     rng = np.random.default_rng(seed)
     arrival_s = np.cumsum(rng.exponential(output_tokens * step_s / (workers * batch), number))

@@ -2,11 +2,12 @@
 
     python -m benchmarks.serving.barrier --trace azure_conv.csv.gz --trace azure_code.csv.gz
 
-One prefill engine, and one decode engine whose data-parallel ranks are the workers. The policies take turns
-on the running service, in a random order in each round, with the same requests in a round. The load is a
-closed loop with more requests in flight than slots, as in the paper, so that requests wait and policies
-choose among them. Each rank writes its KV tokens in each step. What waits in the end was not measured: with
-many waiting requests and short trials, a policy that postpones long prompts would look faster (`kv_tokens`).
+One prefill engine serves one decode engine, whose data-parallel ranks are the workers. The policies take
+turns on the running service, in a random order in each round, with the same requests in a round. The load is
+a closed loop with more requests in flight than slots, as in the paper, so that requests wait and policies
+choose among them. Each rank writes its KV tokens in each step. Requests that still wait at the end are not
+measured. With many of them and short trials, a policy that postpones long prompts would look faster; column
+`kv_tokens` would show that.
 
 Prompts have the lengths of the trace, scaled to a mean, and are beginnings of a few texts that the prefill
 engine has in its prefix cache. So prefill takes little of the cores that it shares with the ranks. The paper

@@ -8,7 +8,7 @@ a chunk of one token: 250 bytes and the token's id. A round runs every way with 
 order.
 Each row is one way with one number of open streams:
 
-    tokens_per_s, client_us, server_us   at a given pace: tokens read, and CPU time of either process a token
+    tokens_per_s, client_us, server_us   at a given pace: tokens read, and CPU time per token in each process
     step_ms                              from a step until the client has read its last token, median
     peak_*                               the same without a pace: the next step follows when all is sent
     open_us                              CPU time of both processes for opening a stream
@@ -18,8 +18,8 @@ Each row is one way with one number of open streams:
     slow_*                               one stream of large chunks that the client does not read: whether it
                                          was ended, the bytes that its handler sent, the memory by which the
                                          processes grew, and the others' tokens/s as % of the pace
-    times_cpu, times_peak                CPU time a token at the pace, and peak tokens/s, as multiples of the
-                                         channel's in the same round
+    times_cpu, times_peak                CPU time per token at the pace, and peak tokens/s, as multiples of
+                                         those of the channel in the same round
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ async def _trial(
     Requests that begin together would queue for prefill together.
     """
     rows = {}
-    cpu_marks: list[Counter[str]]  # when the first that counts begins, and when the last ends
+    cpu_marks: list[Counter[str]]  # at the start of the counted answers, and at their end
 
     async def send_one(number: int, last: int) -> client.Answer:
         answer = await send(http, work[number % len(work)])

@@ -74,7 +74,7 @@ async def _answer(http: aiohttp.ClientSession, url: str, prompt: list[int], toke
 async def converse(
     url: str, chosen: Sequence[list[TraceRequest]], *, in_flight: int, think_s: float, longest: int, seed: int
 ) -> int:
-    """Have these conversations, `in_flight` at a time, and return the number of requests."""
+    """Run these conversations, `in_flight` at a time, and return the number of requests."""
     rng, requests, waiting = random.Random(seed), 0, iter(chosen)
 
     async def user(http: aiohttp.ClientSession) -> None:

@@ -35,7 +35,7 @@ from loadgen.results import publish
 _KEY = "scaling"
 _TIMEOUT_S = 120.0  # slower requests count as failed
 _PROMPTS = 8
-_STEADY_S = 20.0  # load after a phase has its engines
+_STEADY_S = 20.0  # duration of the load after a phase has its engines
 _MAX_SCALING_S = 480.0  # time limit to get them: four engines start on the serving cores
 _TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight per engine; prefills are short
 _DELAYS = {"upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1}
@@ -68,7 +68,7 @@ class _Service:
             self.wrong += answer.timing.text != expected
 
     async def load(self, clients: int, engines: int, most_s: float) -> dict[str, Any]:
-        """Load until there are so many engines of each kind, and a little longer, and return a row."""
+        """Send load until there are so many engines of each kind, and a little longer. Return a row."""
         self.answers, self.wrong = [], 0
         start_s, over = time.perf_counter(), asyncio.Event()
 

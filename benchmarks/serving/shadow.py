@@ -51,7 +51,7 @@ _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's 
 class Part:
     """Sums of the measured part of one trial; from `steps` on they are OperatorClient.decode_totals."""
 
-    tokens: float  # priced
+    tokens: float  # tokens that were priced
     live: float  # price of these tokens under the live policy, s
     shadow: float  # price of these tokens under the shadow policy, s
     steps: float
@@ -60,7 +60,7 @@ class Part:
     seconds: float
     token_seconds: float
     tpot: float  # mean of the requests that ended in this part
-    step_cost: dict[str, float]  # fitted at its end
+    step_cost: dict[str, float]  # the cost fitted at the end of the part
 
 
 def sums(status: dict[str, Any]) -> NDArray[np.float64]:

@@ -80,7 +80,7 @@ async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
 async def _load(
     url: str, way: str, count: int, tokens: int, gap_ms: float, ramp_s: float, kill: list[str]
 ) -> list[Answer]:
-    """Send all requests at once, and kill: first when all have begun, then one process every 3 s."""
+    """Send all requests at once. Kill the first process when all have begun, then another one every 3 s."""
     body = request_body(tokens, gap_ms)
     async with session(_TIMEOUT_S) as http:
 

@@ -7,8 +7,8 @@ this measures the limit of the serving layer. At 2,000 open streams there should
 tokens_per_s is below offered_tokens_per_s, the layer or the client is the bottleneck.
 
 `server_us_per_token` is the CPU time of all processes except the client, minus their idle CPU time (idle_pct,
-of a core). Other columns have that of its parts. It includes the fixed cost of a request (HTTP, prefill call,
-placement), so it is lower for longer answers.
+% of a core). It includes the fixed cost of a request (HTTP, prefill call, placement), so it is lower for
+longer answers. Other columns have the CPU time of each part.
 
 The way `proxy` is Ray Serve's default, `haproxy` is its HAProxy in front of a port in the ingress, and `own`
 is the ingress's own HTTP server (`ingress.port`). With `-quiet`, Ray's idle cost is lowered

@@ -84,7 +84,7 @@ async def _trial(
     requests were sent.
     """
     counted_answers: list[Answer] = []
-    marks: list[tuple[float, Counter[str]]] = []  # when those that count begin, and the next ones
+    marks: list[tuple[float, Counter[str]]] = []  # start of the counted requests, start of later ones
     enough = asyncio.Event()
     numbers, waiting = count(), iter(chains)
 
@@ -121,7 +121,7 @@ async def _trial(
     cpu = {part: s - before[part] for part, s in after.items()}
     tokens = row["tokens_per_s"] * (end_s - begin_s)
     row["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
-    row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # a request
+    row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # per request
     unix_s = time.time() - time.perf_counter()
     row["span"] = [unix_s + begin_s, unix_s + max(a.end for a in counted_answers)]
     return row | {"errors": errors(counted_answers)}
@@ -238,7 +238,7 @@ def _prepare(settings: Settings, systems: list[str]) -> _Comparison:
     )
     model = widen_model(settings.intermediate, settings.work)
     arguments = wide_arguments(settings.deployment, model, settings.stream_interval)
-    # So that eight engines fit 24 GiB.
+    # With this size eight engines fit into 24 GiB.
     memory = {"dtype": settings.dtype, "num_gpu_blocks_override": settings.blocks}
     arguments["decode_config"]["engine_kwargs"] |= memory
     return _Comparison(
@@ -338,7 +338,7 @@ class _Comparison:
         return make(self.prompts, self._answer_tokens, rng, tag=tag, count=most)
 
     def _burn_in(self, send: Send, order: random.Random) -> None:
-        """Send load that does not count."""
+        """Send requests that no figure includes."""
         settings = self.settings
         tag, most = f"{order.getrandbits(32):08x}", settings.burn_in + 2 * settings.in_flight
         chains = many_domains(self.prompts, self._answer_tokens, random.Random(tag), tag=tag, count=most)

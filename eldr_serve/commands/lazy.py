@@ -31,11 +31,11 @@ class LazyCommand(TyperCommand):
             package = str(error.name).partition(".")[0]
             if package == "benchmarks":
                 raise UserInputError(
-                    f"it is part of the repository, not of the installed package: clone the repository, run "
-                    f"`make setup` in it, then `.venv/bin/eldr {self.name}`"
+                    f"the command is part of the repository, not of the installed package: clone the "
+                    f"repository, run `make setup` in it, then `.venv/bin/eldr {self.name}`"
                 ) from None
             raise UserInputError(
-                f"it needs the Python package {package}, which is not installed: install "
+                f"the command needs the Python package {package}, which is not installed: install "
                 "eldr-serve[cpu] or eldr-serve[gpu]"
             ) from None
         return get_command(app)

@@ -1,4 +1,4 @@
-"""Track prompts whose KV blocks no decode engine will read, in each worker of a prefill engine.
+"""Prompts whose KV blocks no decode engine will read, in each worker of a prefill engine.
 
 A client may disconnect before, in or after the step in which its prompt ends. The engine's own id of the
 prompt reaches the caller only with the answer, so callers name their prompts themselves. A name that was

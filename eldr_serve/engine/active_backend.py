@@ -1,4 +1,4 @@
-"""Select the kind of engine in use; no other module names one.
+"""The kind of engine in use; no other module names one.
 
 Every process may import this module: the engine software is imported only when a method needs it.
 """

@@ -1,4 +1,4 @@
-"""Define the interface of a kind of engine, through which deployments are built, checked and calibrated.
+"""The interface of a kind of engine, through which deployments are built, checked and calibrated.
 
 `eldr_serve.engine.vllm.backend` implements it with vLLM. `eldr_serve.engine.protocol` has running engines.
 """

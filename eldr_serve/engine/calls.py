@@ -1,4 +1,4 @@
-"""Make the headers of calls to engines, read their replies, and name the keys of `kv_transfer_params`.
+"""Headers of calls to engines, readers of their replies, and the keys of `kv_transfer_params`.
 
 Ingresses, replicas and engine cores share this module, which imports no engine software.
 """

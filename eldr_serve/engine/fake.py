@@ -1,4 +1,4 @@
-"""Implement the engine interface without any computation, for tests and benchmarks of the serving code."""
+"""Engines without any computation, for tests and benchmarks of the serving code."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class InProcess:
 
 
 class FakeEngine(InProcess):
-    """Implement protocol.Engine without a model.
+    """An implementation of protocol.Engine without a model.
 
     A completion has tokens 0 to `max_tokens` - 1, one every `gap_ms`; both are fields of the request's body.
     The events of a stream have the format of an OpenAI server; other answers are one JSON body.
@@ -223,7 +223,7 @@ class FakeTokenizer:
 
 
 class FakeCalibrationEngine:
-    """Implement protocol.CalibrationEngine without a model.
+    """An implementation of protocol.CalibrationEngine without a model.
 
     Args:
         config: the configuration; its expert counts are assigned to prompts in turn.

@@ -1,4 +1,4 @@
-"""Define the engine interface that serving and calibration use.
+"""The engine interface that serving and calibration use.
 
 `eldr_serve.engine.vllm` implements it with vLLM, `eldr_serve.engine.fake` without any computation.
 Array sizes: L MoE layers, E experts per layer, k experts per token, T tokens.

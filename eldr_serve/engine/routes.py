@@ -1,4 +1,4 @@
-"""Serialize the routes of one request: the experts that each decode step chose.
+"""The serialized routes of one request: the experts that each decode step chose.
 
 The engine core packs them; calibration unpacks them.
 """

@@ -1,4 +1,4 @@
-"""Keep the expert samples of finished requests until they are sent to the signature pool, in a replica."""
+"""The expert samples of a replica's finished requests, until they are sent to the signature pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SampleBuffer:
-    """Keeps the newest samples of an engine.
+    """The newest samples of an engine.
 
     Args:
         size: maximum number of samples; when the buffer is full, a new sample replaces the oldest.

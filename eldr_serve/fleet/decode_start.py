@@ -1,4 +1,4 @@
-"""Estimate, in an ingress, when a decode worker starts on a call; it works on one call per slot."""
+"""The estimated time at which a decode worker starts on a call: when one of its slots is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eldr_serve.scheduling.worker_names import replica_of
 
 
 class DecodeStartEstimator:
-    """Estimates when workers start on the calls of one ingress that have not received a token yet."""
+    """An estimator of when workers start on the calls of one ingress that have not received a token yet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

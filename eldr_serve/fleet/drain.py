@@ -1,4 +1,4 @@
-"""Drain a decode replica: it takes no further calls, and its answers move to others (see MoveLimiter)."""
+"""The drain of a decode replica: it takes no further calls, and its answers move away (see MoveLimiter)."""
 
 from __future__ import annotations
 

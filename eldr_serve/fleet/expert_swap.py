@@ -1,4 +1,4 @@
-"""Change the expert placement of decode engines while they serve."""
+"""Changes of the expert placement of decode engines while they serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Select, in an ingress, prefill replicas with free KV cache, by the reports that they send every second."""
+"""The choice of prefill replicas with free KV cache, by the reports that they send every second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publish the live replicas of a deployment to the ingress of the same process, from Serve's own handle."""
+"""The live replicas of a deployment, published to the ingress of the same process from Serve's own handle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eldr_serve.fleet.directory import ReplicaDirectory, directory
 
 
 class ReplicaPublisher(RequestRouter):
-    """Publishes the live replicas; a call goes to any of them.
+    """A request router that publishes the live replicas; a call goes to any of them.
 
     Set it by `deployment_config.request_router_config`. Keyword arguments (request_router_kwargs):
         directory_name: name of the ReplicaDirectory that the ingress of this process reads.

@@ -1,4 +1,4 @@
-"""Fit a step cost to the steps of a model on a GPU that NVIDIA's package gives (see `kernel_times`)."""
+"""The fit of a step cost to a model's steps on a GPU, as NVIDIA's package gives them (`kernel_times`)."""
 
 from __future__ import annotations
 

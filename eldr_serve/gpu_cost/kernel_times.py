@@ -1,4 +1,4 @@
-"""Read kernel times that NVIDIA measured, and the times of steps made of them, from `aiconfigurator-core`.
+"""Kernel times that NVIDIA measured, and the times of steps made of them, from `aiconfigurator-core`.
 
 No other module imports this Python package. In `eldr_serve.gpu_cost`, "NVIDIA's package" means it.
 """
@@ -244,7 +244,7 @@ def _has_experts(config: dict[str, Any]) -> bool:
 def _root() -> Path:
     spec = find_spec("aiconfigurator_core")
     if spec is None or spec.origin is None:
-        raise UserInputError(f"it needs the Python package aiconfigurator-core: pip install {REQUIREMENT}")
+        raise UserInputError(f"install the Python package aiconfigurator-core: pip install {REQUIREMENT}")
     return Path(spec.origin).parent
 
 

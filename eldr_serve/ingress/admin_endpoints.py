@@ -41,7 +41,7 @@ class PolicyChange(BaseModel):
 
 
 class AdminEndpoints:
-    """Answers operators, load balancers and monitoring; the HTTP application checks the admin key.
+    """Endpoints for operators, load balancers and monitoring; the HTTP application checks the admin key.
 
     Args:
         scorer: learns the fingerprint of the served tokenizer, before a predictor is swapped in.

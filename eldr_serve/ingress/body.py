@@ -1,4 +1,4 @@
-"""The body of a request: read and decompress it within limits, and parse its JSON."""
+"""The body of a request, which is read and decompressed within limits, and its parsed JSON."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class OpenAIEndpoints:
 
         headers = request.state.id_headers | _placement_headers(lease)
         if fields.stream and context.record.handover_s is not None:
-            # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
+            # Only for streams: a whole answer arrives after its last token, so its hand-over includes decode.
             headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
         if fields.stream:
             return _Streamed(first, run, headers, sending_tasks, record)

@@ -16,7 +16,7 @@ from eldr_serve.scheduling.worker_names import replica_of
 
 
 class IngressStatus:
-    """Gathers the status of an ingress replica from its parts.
+    """The status of an ingress replica, gathered from its parts.
 
     Args:
         model_id: name of the served model.

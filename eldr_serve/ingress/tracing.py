@@ -25,7 +25,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """Makes the spans of one ingress replica's requests.
+    """The spans of one ingress replica's requests.
 
     A thread of OpenTelemetry exports them in batches. If the collector is unavailable, spans are dropped and
     requests do not wait.

@@ -1,4 +1,4 @@
-"""Place the calls of another Ray Serve LLM application on its decode replicas, without our ingress."""
+"""Placement of another Ray Serve LLM application's calls on its decode replicas, without our ingress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeRequestRouter(ReplicaPublisher):
-    """Leases a replica for each call by the expert counts in its `kv_transfer_params`, until the call ends.
+    """A request router that leases a replica for each call, by the expert counts in `kv_transfer_params`.
 
     A call that names a live replica (calls.REPLICA) goes there. A call without parameters, or whose leased
     replica is gone, goes to the least loaded replica. No call waits in the decode queue, since it would

@@ -1,4 +1,4 @@
-"""Measure stalls of this process's event loop, and count its tasks."""
+"""The stalls of this process's event loop, and the number of its tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Create Ray's metrics from their definitions in `eldr_serve.metrics`, with the label `application`."""
+"""Ray's metrics, made from their definitions in `eldr_serve.metrics`, with the label `application`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MAX_CACHED_SHARE = 0.95
 
 
 class LatencyAdmission:
-    """Admits the requests of one ingress that have an objective, and measures its own predictions.
+    """The admission of one ingress's requests with an objective, which measures its own predictions.
 
     The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the
     uncached tokens of this one, and the waits for a decode worker and for a slot of its engine. The TPOT is

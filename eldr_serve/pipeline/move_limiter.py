@@ -1,4 +1,4 @@
-"""Limit, in one ingress, how many answers move off draining decode engines at once."""
+"""A limit, in one ingress, on the number of answers that move off draining decode engines at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_MOVES = 3  # of one answer; then it stays until it ends
 
 
 class MoveLimiter:
-    """Limits the number of answers that move at once; a move ends with the next engine's first token.
+    """A limit on the number of answers that move at once; a move ends with the next engine's first token.
 
     An answer that may not move goes on where it is, so nothing waits for a move.
 

@@ -24,7 +24,7 @@ _LOST_BECAUSE = "the decode engine was lost while it generated; send the request
 
 
 class RequestPath:
-    """Runs the requests of one ingress on the prefill and decode deployments."""
+    """The path of one ingress's requests through the prefill and decode deployments."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -1,4 +1,4 @@
-"""Tokenise prompts in the ingress, to predict their experts before an engine has seen them."""
+"""The tokens of prompts in the ingress, from which it predicts experts before an engine has the prompt."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ async def read_prefill_reply(call: Call) -> Any:
 
 
 class SplitPrefill:
-    """Prefills prompts on the prefill deployment.
+    """Prefill on the engines of the prefill deployment.
 
     Args:
         tokenizer: tokenises prompts that no prefill engine has tokenised.

@@ -11,7 +11,7 @@ from eldr_serve.request import needs_whole_engine
 
 
 class WholePrefill:
-    """Admits prompts to the queues of engines that prefill and decode.
+    """Prefill on the engines that also decode: the admission of prompts to their queues.
 
     Args:
         outliers: knows the workers that may get a prompt.

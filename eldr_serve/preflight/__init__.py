@@ -1,1 +1,1 @@
-"""`eldr check`: check whether a deployment would start on a described cluster, without starting anything."""
+"""`eldr check`: the check whether a deployment would start on a described cluster; it starts nothing."""

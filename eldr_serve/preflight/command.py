@@ -53,7 +53,7 @@ def check(
     deployments: Annotated[list[Path], typer.Argument(help="Deployment YAMLs.")],
     cluster: Cluster = None,
     gpu: Gpu = None,
-    gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Its memory, GiB.")] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="Memory of a GPU, GiB.")] = None,
     nodes: Nodes = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node, with --nodes.")] = 8,
     cpus_per_node: Annotated[float, typer.Option(min=0, help="Cores per node, with --nodes.")] = float(

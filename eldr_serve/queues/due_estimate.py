@@ -1,4 +1,4 @@
-"""Estimate when a worker has computed a call's prompt, so that time limits exclude the wait before it."""
+"""The estimated time at which a worker has computed a call's prompt; time limits count from then on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class QueuedCall:
 
 
 class DueEstimator:
-    """Estimates when workers have computed the prompts of this process's calls, in order of arrival.
+    """An estimator of when workers have computed the prompts of this process's calls, in order of arrival.
 
     A call is due at its predicted time. Each answer to an earlier call shows that the worker makes progress,
     and postpones the due times of later calls to that moment at least.

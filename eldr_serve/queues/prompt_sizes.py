@@ -1,4 +1,4 @@
-"""Estimate the number of tokens of a prompt before it is tokenised."""
+"""The estimated number of tokens of a prompt that is not tokenised yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MEMORY = 100  # time constant of the mean, prompts
 
 
 class PromptSizes:
-    """Estimates tokens by the mean number of characters per token of earlier prompts."""
+    """An estimator of tokens by the mean number of characters per token of earlier prompts."""
 
     def __init__(self) -> None:
         self._characters, self._tokens = 1000 * _CHARACTERS_PER_TOKEN, 1000.0

@@ -1,4 +1,4 @@
-"""Measure how fast an engine computes prompts."""
+"""The measured speed at which an engine computes prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRIOR_S = 0.1
 
 
 class Throughput:
-    """Measures the throughput of an engine in tokens/s while it is busy.
+    """The throughput of an engine in tokens/s, measured while it is busy.
 
     Args:
         clock: returns the time, s.

@@ -1,4 +1,4 @@
-"""Predict how long a request waits in a line, from how fast the line has moved."""
+"""The predicted wait of a request in a line, from how fast the line has moved."""
 
 from __future__ import annotations
 

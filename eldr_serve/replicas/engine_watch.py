@@ -1,4 +1,4 @@
-"""Check the health of an engine's core, in its replica: a replica whose core is lost takes no calls."""
+"""The health check of an engine's core, in its replica: a replica whose core is lost takes no calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply an expert placement to the engine of a replica, for the calls of PLACE_EXPERTS."""
+"""The expert placement of a replica's engine, set by calls of PLACE_EXPERTS."""
 
 from __future__ import annotations
 

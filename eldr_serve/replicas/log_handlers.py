@@ -1,4 +1,4 @@
-"""Restore Serve's log handlers after vLLM closes them."""
+"""Serve's log handlers, which are restored after vLLM closes them."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class EngineServer:
 
 
 class PrefillServer(EngineServer):
-    """Computes prompts for decode engines, and frees KV blocks that no decode engine will read.
+    """An engine that computes prompts for decode engines, and frees KV blocks that none of them will read.
 
     A finished prompt's blocks are held until the decode engine has read them or the lease
     (`kv_lease_duration`, s) ends. If the client disconnects in between, call `release` frees them at once.

@@ -127,11 +127,11 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Queued(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The request waits in the decode queue."""
+    """The answer that a request waits in the decode queue."""
 
 
 class Unplaced(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The router knows no decode replica; the ingress decides."""
+    """The answer that the router knows no decode replica, so the ingress decides."""
 
 
 class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):

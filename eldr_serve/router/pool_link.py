@@ -1,4 +1,4 @@
-"""The router's side of the signature pool: starts and stops the actors and keeps their last status."""
+"""The router's side of the signature pool, which starts and stops the actors and keeps their last status."""
 
 from __future__ import annotations
 

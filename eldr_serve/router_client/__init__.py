@@ -1,1 +1,1 @@
-"""The ingress's side of the DecodeRouter actor: score requests, ask for leases, place locally without it."""
+"""The ingress's side of the DecodeRouter actor: scores, leases, and local placement without the actor."""

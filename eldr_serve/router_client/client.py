@@ -1,4 +1,4 @@
-"""Get a lease of a decode replica from the DecodeRouter actor for each request of one ingress.
+"""The client of the DecodeRouter actor in an ingress, which gets a lease for each request.
 
 docs/request_path.md describes a request's open `place` call and the states of its lease. If the router does
 not answer in time, the ingress closes the channel, and local fallback decides until there is another one.
@@ -51,7 +51,7 @@ _decode_reply = decoder(Leased | Queued | Unplaced)
 
 
 class RouterClient:
-    """Places, tracks and releases the requests of one ingress, in one event loop.
+    """A client that places, tracks and releases the requests of one ingress, in one event loop.
 
     Args:
         router_calls: calls to the actor.

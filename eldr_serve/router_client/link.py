@@ -52,7 +52,7 @@ class LinkOwner(Protocol):
 
 
 class RouterLink:
-    """Keeps one ingress subscribed to the actor, for one event loop.
+    """A link that keeps one ingress subscribed to the actor, for one event loop.
 
     Args:
         name: id of the ingress at the actor.

@@ -13,7 +13,7 @@ from eldr_serve.scheduling import Lease, LoadLedger, State
 
 
 class LocalFallback:
-    """Places requests of one process on the worker on which it holds the fewest leases.
+    """Placement of one process's requests on the worker on which it holds the fewest leases.
 
     Args:
         workers: returns the workers that requests can be placed on.

@@ -28,7 +28,7 @@ class _WaitingRequest:
 
 
 class WaitingRequests:
-    """Bounds each wait: an answer may take `timeout_s`, the decode queue as long as the request allows.
+    """Waits with bounds: `timeout_s` for an answer, and what the request allows in the decode queue.
 
     Args:
         timeout_s: maximum time for an answer, s.

@@ -1,4 +1,4 @@
-"""Placement policies and the placer. Depends on NumPy, SciPy and pydantic, not on Ray or vLLM."""
+"""Placement policies and the placer. They depend on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
 from eldr_serve.scheduling.cost import StepCost, StepSums
 from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoads

@@ -45,7 +45,7 @@ def configuration(vocabulary: int) -> Qwen3MoeConfig:
 
 
 class ToExperts(torch.autograd.Function):
-    """Gather rows of x [T, D] into slots [S, D]. Both directions are gathers, which are fast on a CPU."""
+    """A gather of rows of x [T, D] into slots [S, D]. Both directions are gathers: these are fast on CPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of: Tensor, slot_of: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """Compute the weighted sum [T, D] of each token's slots of y [S, D]."""
+    """The weighted sum [T, D] of each token's slots of y [S, D]."""
 
     @staticmethod
     def forward(

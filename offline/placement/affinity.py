@@ -27,7 +27,7 @@ def co_activation(routes: ArrayLike, num_experts: int) -> Floats:
 
 
 def _layers(routes: ArrayLike) -> NDArray[np.int64]:
-    """Return int[L, T, k]."""
+    """Return the routes by layer, int[L, T, k]."""
     array = np.asarray(routes)
     if array.ndim != 3 or not array.size:
         raise UserInputError(f"routes have shape {array.shape}, not [tokens, layers, k]")

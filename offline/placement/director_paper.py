@@ -42,7 +42,7 @@ class DirectorPaperReport:
 
     Attributes:
         infeasible_s: largest budget found without a fractional placement, a lower bound of every placement.
-        budget_s: least budget found with one.
+        budget_s: least budget found with a fractional placement.
         reached_s: latency of the whole placement.
         lp_solves: LPs solved.
     """
@@ -63,8 +63,8 @@ class _Latency:
     """The latency of a layer as linear functions of x[E, G].
 
     Attributes:
-        compute_s: [E] on any rank.
-        send_s: [G, E, G], from each source rank, if the expert is on each rank.
+        compute_s: [E], time that each expert takes on any rank.
+        send_s: [G, E, G], time that each source rank takes to send an expert's tokens to each rank.
     """
 
     compute_s: Floats

@@ -92,7 +92,7 @@ def knee_ratio(
 
 
 def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:
-    """Return P / G.
+    """Return the number of slots of each rank, P / G.
 
     Raises:
         UserInputError: slots do not divide by the ranks, or are fewer than experts, or more per rank.

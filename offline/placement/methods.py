@@ -35,9 +35,9 @@ class Problem:
         topology: ranks and nodes.
         batch: tokens of a decode step.
         groups: expert groups of the model.
-        cost: of a layer; None: unknown.
+        cost: cost of a layer; None: unknown.
         token_bytes: bytes of a token's hidden state.
-        seed: of clustering and rounding.
+        seed: seed of clustering and rounding.
     """
 
     routes: NDArray[np.unsignedinteger[Any]]

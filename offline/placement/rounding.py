@@ -21,9 +21,9 @@ def round_in_polytope(
 
     Args:
         replicas: [E, N], whole row sums.
-        price: [E, N] of one replica, s.
+        price: [E, N], price of one replica, s.
         room: [N] slots; a column that exceeds them gets no fuller.
-        budget_s: of each column.
+        budget_s: budget of each column.
 
     Returns:
         int[E, N] with the same row sums; column sums within `room`, or rounded if they exceeded it.
@@ -46,7 +46,7 @@ def round_in_polytope(
         rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
         direction = _null_vector(rows, rng)
         if direction is None:
-            if not tight.any():  # a single fraction in its row: a rounding error
+            if not tight.any():  # a row with a single fraction has a rounding error
                 break
             budgets = np.flatnonzero(tight[columns:])
             # Experts and slots alone have whole vertices; slots are relaxed last, only by rounding errors.

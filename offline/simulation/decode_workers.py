@@ -42,9 +42,9 @@ class _Worker:
         self.prefill = None if whole is None else WholePrefill(whole)
         self.jobs: list[int] = []
         self.waiting: deque[int] = deque()
-        self.without_token: list[int] = []  # running, without a token
+        self.without_token: list[int] = []  # running requests without a token
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        self.ahead: list[int] = []  # active experts of the next steps, if the jobs stay the same; last first
+        self.ahead: list[int] = []  # active experts of the next steps with these jobs, the last step first
         self.same_jobs = False
         self.steps = 0
         self.kv = 0  # tokens of running requests
@@ -52,15 +52,15 @@ class _Worker:
         self.busy = False
 
 
-@dataclass(slots=True)  # not frozen: one is made for each step
+@dataclass(slots=True)  # not frozen, which would slow down each step
 class EndedStep:
     """Requests that a step of a worker has advanced or ended.
 
     Attributes:
         prefilled: requests whose prompt the worker has computed.
         answers: running requests, each of which got a token.
-        first: those that got their first one.
-        finished: those that got their last one.
+        first: requests that got their first token.
+        finished: requests that got their last token.
     """
 
     prefilled: list[int] = field(default_factory=list)
@@ -237,7 +237,7 @@ class DecodeWorkers:
         while worker.ends and worker.ends[0][0] <= worker.steps:
             at, j = heapq.heappop(worker.ends)
             if at != self._ends_at[j]:
-                continue  # preempted since
+                continue  # the request was preempted in the meantime
             finished.append(j)
             worker.jobs.remove(j)
             worker.same_jobs = False

@@ -80,7 +80,7 @@ class Outcome:
         return self._per_s(self.tokens[self.finished].sum())
 
     def _per_s(self, number: float) -> float:
-        """Return the number by the time from the first arrival to the last token."""
+        """Return the number divided by the seconds from the first arrival to the last token."""
         done = self.finished
         return float(number / (self.last_s[done].max() - self.arrival_s.min())) if done.any() else 0.0
 

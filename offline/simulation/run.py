@@ -50,10 +50,10 @@ def simulate(
     seed: int = 0,
     on_finished: Callable[[int], None] = lambda number: None,
 ) -> Outcome:
-    """Run all requests; deterministic for a seed.
+    """Run all requests. The outcome is the same for the same seed.
 
     Args:
-        policy: a new one; with its table, if it needs one.
+        policy: a new policy, which has its table if it needs one.
         experts: the experts that `requests.kind` refers to; None for a dense model.
         ranks: int[L,E], the EP rank of each expert, the same on all workers, or int[K,L,E]; in each layer a
             step then pays for the rank with most active experts. None: one rank.
@@ -73,7 +73,7 @@ def simulate(
 
 
 def _fail(error: Exception) -> None:
-    """End the simulation if a policy fails."""
+    """End the simulation, since a policy has failed."""
     raise error
 
 
@@ -273,13 +273,13 @@ class _Simulation:
             self._record.sample(now, self._decode.kv_tokens)
         if num_ended:
             self._submit(now)
-        if not self._decode.is_busy(w):  # else a request placed just now has begun the next step
+        if not self._decode.is_busy(w):  # otherwise a newly placed request has begun the next step
             self._begin(now, w)
 
     def _on_round_end(self, now: float, _: int) -> None:
         num_ended = sum([self._end_step(now, w) for w in range(len(self._decode))])
         if num_ended:
-            self._submit(now)  # while the round counts as running, so that all begin together
+            self._submit(now)  # the round still counts as running, so all workers begin together
         self._begin_round(now)
 
     def _end_step(self, now: float, w: int) -> int:

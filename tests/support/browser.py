@@ -7,7 +7,7 @@ from benchmarks.lib.screenshots import browser
 
 
 class Rendered(NamedTuple):
-    """A page's DOM once it is loaded, the widths of its images (px; 0: a broken one), and a picture (PNG)."""
+    """A loaded page: its DOM, the widths of its images in px (0: a broken image), and a PNG of the page."""
 
     dom: str
     widths: list[int]

@@ -189,7 +189,7 @@ async def an_engine_says_how_full_it_is(subject: Subject) -> None:
 
 async def a_signature_is_that_of_the_prompt(subject: Subject) -> None:
     counting = asyncio.create_task(subject.generates.wait_for_counts("whole prompt"))
-    await asyncio.sleep(0)  # requested before the engine gets the prompt
+    await asyncio.sleep(0)  # counts are requested before the engine gets the prompt
     await subject.generates.generate(request("whole prompt"), Sent())
     tokens, packed = await counting
     assert tokens == len(subject.ids), tokens

@@ -43,7 +43,7 @@ def router_state(
 
 
 def place(state: RouterState, *requests: str | PlacementRequest, client: str = "c") -> list[Lease]:
-    """Place requests together. A name stands for a request that may wait."""
+    """Place requests in one call, and return their leases. A name stands for a request that may wait."""
     leases = [
         Lease(request(one, may_wait=True) if isinstance(one, str) else one, State.SENT, client)
         for one in requests
@@ -62,7 +62,7 @@ def place_one(state: RouterState, name: str, centroid: int | None = None, **fiel
 
 
 def release(state: RouterState, *names: str) -> None:
-    """End requests, and place those that wait for their room."""
+    """End requests, and place the requests that wait for a free worker."""
     for name in names:
         state.finish(name)
     state.place([])  # as an iteration of the event loop does
@@ -302,12 +302,12 @@ SLOTS = "tests.support.fake_router:SlotPolicy"  # its import path
 
 
 class SlotPolicy(QueuedPolicy):
-    """First come, first served, on the first worker with a free slot. The policy records its callbacks.
+    """A policy that serves requests in order of arrival, on the first free slot. It records its callbacks.
 
     Attributes:
-        waiting: requests at the last dispatch.
+        waiting: requests that waited at the last dispatch.
         running: worker by request id.
-        assigned: the same requests.
+        assigned: all requests that have been assigned to a worker, by id.
         lengths: generated tokens of the requests that have ended.
     """
 

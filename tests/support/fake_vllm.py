@@ -27,8 +27,8 @@ class Client:
     """vLLM's engine client.
 
     Args:
-        token: the next one, by all before it.
-        dies_after: tokens of a call.
+        token: returns the next token id, given all token ids before it.
+        dies_after: number of generated tokens after which a call fails; None: no call fails.
     """
 
     def __init__(self, token: Callable[[list[int]], int], dies_after: int | None = None) -> None:
@@ -150,7 +150,7 @@ class Chat(_Serving, OpenAIServingChat):
 
 
 class Messages(Chat, AnthropicServingMessages):
-    """vLLM's messages, made from those chats."""
+    """vLLM's Messages API over these chats."""
 
     _merge_inline_system = False
     _disabled_thinking_effort = "none"

@@ -37,7 +37,7 @@ class Replica:
     """An engine's replica in a process of its own.
 
     Attributes:
-        metadata: what it reports to Serve, once it has started.
+        metadata: values that the replica reports to Serve, once it has started.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], read_line: ReadLine) -> None:

@@ -8,11 +8,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class HttpCollector:
-    """Context that stores all received requests.
+    """A context manager of a collector, which stores all received requests.
 
     Attributes:
-        received: (path, request) of each.
-        http: its address, in an exporter's format.
+        received: (path, request) of each received request.
+        http: URL of the collector, as exporters expect it.
     """
 
     def __init__(self) -> None:

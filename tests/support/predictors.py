@@ -12,7 +12,7 @@ def predictor(seed: int = 0, scale: float = 1.0) -> SignaturePredictor:
     mean = rng.uniform(0.3, 0.6, (L, E))
     mean *= K / mean.sum(axis=1, keepdims=True)
     directions = rng.normal(size=(R, L, E))
-    directions -= directions.mean(axis=2, keepdims=True)  # what one expert gains others lose
+    directions -= directions.mean(axis=2, keepdims=True)  # what one expert gains, the others lose
     experts = np.linalg.qr(directions.reshape(R, -1).T)[0].T.reshape(R, L, E)
     parts = (mean, scale * rng.normal(size=(V, R)), experts, np.ones(V))
     return SignaturePredictor("m", "t", K, *(np.ascontiguousarray(a, np.float32) for a in parts))

@@ -50,7 +50,7 @@ def request_context(method: str = "completions", **fields: Any) -> RequestContex
 
 
 def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
-    """Return engines of which one has this answer, and the others have another."""
+    """Return engines of which the replica gives `answer`, and all others give `others`."""
     return lambda sent: (answer if sent.replica == replica else others)(sent)
 
 

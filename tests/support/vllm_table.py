@@ -50,7 +50,7 @@ def _shown(answer: Any) -> str:
 
 @dataclass
 class FieldTable:
-    """The outcome of each tried field, and the reason of each other field."""
+    """The outcome of each tried field, and the reason why each other field is not tried."""
 
     outcomes: dict[tuple[str, str, bool], str] = field(default_factory=dict)
 

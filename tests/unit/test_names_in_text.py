@@ -1,4 +1,4 @@
-"""Docstrings and pages name only attributes of classes, modules, members and files that exist."""
+"""Docstrings and pages name only what exists, and docstrings of modules and classes are noun phrases."""
 
 import ast
 import re
@@ -15,6 +15,12 @@ _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./-]*\.(?:json|md|
 _FILES = (".json", ".md", ".py", ".yaml")
 _WITHOUT_ATTRIBUTES = {"ABC", "Exception", "Generic", "NamedTuple", "Protocol", "object"}
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_VERB = re.compile(
+    r"(?:Accumulates|Admits|Apply|Carry|Choose|Collect|Complete|Computes|Configure|Create|Decides|Define|"
+    r"Derive|Describe|Draw|Ejects|Ends|Estimates|Extend|Find|Frees|Gathers|Generate|Get|Give|Hold|Implement|"
+    r"Keeps?|Limit|Makes?|Measures?|Move|Parse|Places|Prefills|Publish|Publishes|Put|Receives|Register|Warms|"
+    r"Replaces|Restore|Return|Runs?|Scores|Select|Sends|Serialize|Serve|Starts|Tokenise|Track|Use|Wakes)\s"
+)
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
@@ -94,6 +100,17 @@ KNOWN = _Known({name: path.read_text("utf-8") for name, path in modules()})
 
 def test_docstrings_name_what_exists() -> None:
     assert not [*KNOWN.missing_in_docstrings()]
+
+
+def test_docstrings_of_modules_and_classes_are_noun_phrases() -> None:
+    offenders = [
+        f"{module}: {getattr(node, 'name', 'the module')}"
+        for module, tree in KNOWN.trees.items()
+        if module.split(".")[0] == "eldr_serve"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef) and _VERB.match(ast.get_docstring(node) or "")
+    ]
+    assert not offenders, "begin with a noun that says what the module or class is"
 
 
 def test_pages_name_what_exists() -> None:

@@ -94,7 +94,7 @@ def test_a_subcommand_outside_a_checkout_explains_where_it_is() -> None:
         "import sys, eldr_serve.cli as c\nsys.modules['benchmarks'] = None\n"
         "sys.argv[1:] = ['reproduce']\nc.main()"
     )
-    assert output.startswith("eldr reproduce: it is part of the repository")
+    assert output.startswith("eldr reproduce: the command is part of the repository")
     assert len(output.strip().splitlines()) == 1
 
 

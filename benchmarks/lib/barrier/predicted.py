@@ -54,7 +54,7 @@ def fit_handover_s(all_steps: Sequence[RankSteps], slots: int, mean_output: floa
 
     Args:
         all_steps: steps under policies with a decode queue, which send a request when a slot is free. Without
-            it the next request is at the engine before.
+            the queue, the next request is already at the engine.
         slots: requests that a rank runs at once.
         mean_output: mean tokens of an answer.
     """

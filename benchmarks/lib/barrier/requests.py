@@ -25,7 +25,7 @@ _BLOCK = 32  # tokens of a KV block of an engine on CPUs
 
 @dataclass(frozen=True)
 class Scale:
-    """The lengths to which a trace is scaled, tokens.
+    """The lengths to which a trace is scaled, in tokens.
 
     Attributes:
         prompt, output: means after scaling, before the limits.

@@ -35,7 +35,7 @@ def policy_rows(
     resample rounds if there are four or more, else requests within rounds, and parts of trials.
 
     Args:
-        trials, predictions: those of all rounds, by policy. A round has equal requests for all policies.
+        trials, predictions: values of all rounds, by policy. A round has equal requests for all policies.
     """
     sent = max(trial.sent for rounds in trials.values() for trial in rounds)
     measured = {policy: _figures(rounds, sent, seed) for policy, rounds in trials.items()}
@@ -78,11 +78,11 @@ def _figures(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]
 
 
 def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
-    """Return the quantiles of TPOT in ms. Requests of equal number in a round are drawn together."""
+    """Return the quantiles of TPOT in ms. A draw takes requests with the same number in a round together."""
     counts = resampled_counts(np.repeat(np.arange(len(trials)), sent), seed=seed)
     ms = np.concatenate([trial.tpot_ms for trial in trials])
     units = np.concatenate([sent * round_ + trial.number for round_, trial in enumerate(trials)])
-    known = np.isfinite(ms)  # one token has no time per token
+    known = np.isfinite(ms)  # an answer of one token has no time per token
     sample = Sample(ms[known], units[known])
     draws = sample.resample(counts, QUANTILES)
     return {_quantile_name(q): (sample.quantile(q), draws[:, n]) for n, q in enumerate(QUANTILES)}
@@ -101,7 +101,7 @@ def _imbalances(trials: Sequence[Trial], seed: int) -> dict[str, Values]:
 
 
 def _simulated(predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Return the same figures of all rounds together, simulated."""
+    """Return the simulated values of the same figures, over all rounds."""
     ms = np.concatenate([prediction.tpot_ms for prediction in predictions])
     figures = {_quantile_name(q): float(np.quantile(ms, q)) for q in QUANTILES}
     means = {f"{name}_tokens": float(np.mean([getattr(p, name) for p in predictions])) for name in MEASURES}

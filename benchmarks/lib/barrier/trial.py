@@ -62,7 +62,7 @@ class Trial:
 
         Args:
             start_s: start of the load, by time.perf_counter().
-            answers: all that have ended, by number.
+            answers: all answers that have ended, by number.
             steps: all steps of the ranks.
 
         Raises:
@@ -104,7 +104,7 @@ async def timed_loop(
     """Send requests in a closed loop for so many seconds, and then abandon the incomplete answers.
 
     Args:
-        bodies: requests without end.
+        bodies: an endless iterator of requests.
 
     Returns:
         The start by time.perf_counter(), the number of requests sent, and the answers that have ended, by

@@ -38,7 +38,7 @@ class Decoded:
 
 
 class EpEngine(EngineProcesses):
-    """Context with one engine.
+    """A context manager of one engine.
 
     Args:
         model: directory. The ranks must divide the number of heads.
@@ -69,8 +69,8 @@ class EpEngine(EngineProcesses):
 
         Args:
             name: name of these prompts, whose KV blocks are in the prefix cache when they are measured.
-            migrate_to: int[L, P], reached from the first decode step on, one slice between two steps.
-            load: float[L, E] expected with it; None: as before.
+            migrate_to: int[L, P], placement to reach, by one slice of moves after each decode step.
+            load: float[L, E], expected tokens of each expert under `migrate_to`; None: as before.
         """
         return self._pool.submit(_decode, prompts, tokens, name, migrate_to, load).result()
 

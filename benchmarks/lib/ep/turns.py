@@ -42,7 +42,7 @@ def measure_in_turns(
     """Return the measurement of each key, in this order. Measure only those that the journal lacks.
 
     Args:
-        engine: called if anything is left to measure. It returns a context with what `measure` needs.
+        engine: called if anything is left to measure. It returns a context manager of the engine.
         measure: function that returns a JSON-serialisable result.
         minutes: time limit, after which UserInputError is raised; None: no limit.
     """

@@ -27,7 +27,7 @@ def in_new_process(work: Callable[..., T], *arguments: Any) -> T:
 
 @contextmanager
 def fake_service(port: int, *, own: bool, **options: Any) -> Iterator[str]:
-    """Run `fake_application`, and yield its URL: Serve's `port` or, if `own`, the ingress's own, the next."""
+    """Run `fake_application`, and yield its URL: Serve's `port` or, if `own`, the ingress's, `port` + 1."""
     with local_ray(http_port=port):
         from ray import serve
 

@@ -24,10 +24,10 @@ ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_
 TEMPERATURE = 0.8  # sampling temperature of captures and replays
 STEP_TOKENS = 4096  # maximum tokens of a step
 BLOCK = 32  # tokens per KV block, the minimum of vLLM's CPU attention
-# Where the product of CpuSpeed takes x times as long, a step takes about x**_FELT times: measured, means of
-# 100 steps, 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
+# If CpuSpeed's matrix product takes x times as long, a step takes about x**_FELT times as long. In means of
+# 100 steps, the exponent was 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
 _FELT = 0.75
-# Decode batches with their own CUDA graph: up to 40 all sizes, since a padded token may activate
+# Sizes of decode batches with their own CUDA graph. Up to 40 all have one, since a padded token may activate
 # further experts.
 _GRAPHS = (*range(1, 41), *range(48, 129, 8))
 # On a GPU: the KV cache (on a CPU, ENGINE_ENV sets it) and the maximum tokens of a step, since few prompts
@@ -103,7 +103,7 @@ class ReplayEngine:
             def log_engine_initialized(self) -> None: ...
 
         self._records = records
-        self._took: list[float] = []  # by number of a step, s
+        self._took: list[float] = []  # seconds of each step, by its number
         self._number_steps()
         kwargs = device_kwargs(device, batches) | {"block_size": BLOCK, "async_scheduling": False}
         self._cuda = device != "cpu"
@@ -119,7 +119,7 @@ class ReplayEngine:
         self._clock = perf_counter if self._cuda else thread_time
 
     def probe_s(self) -> float:
-        """Return the present seconds of CpuSpeed's product on this core. A GPU needs no probe and gives 1."""
+        """Return the CPU time of CpuSpeed's matrix product on this core, in seconds; 1 on a GPU."""
         return 1.0 if self._cuda else self._cpu_speed.typical()
 
     def slowdown(self, probe_s: float) -> float:

@@ -261,7 +261,7 @@ class Bench:
         return self._simulate(case.load, case.requests, case.arrival_s, policy, cost)
 
     def step_lines(self) -> str:
-        """Return the steps behind the cost, as `offline.simulate --calibrate-from` reads them."""
+        """Return the steps behind the cost, as `eldr simulate --calibrate-from` reads them."""
         s = self._fitted_on
         records = zip(s.requests, s.kv_tokens, s.experts, s.seconds, strict=True)
         names = ("requests", "kv_tokens", "experts", "seconds")

@@ -50,9 +50,9 @@ def _switched(ours: type, theirs: type) -> Callable[[type], type]:
 
 @_switched(EldrConnector, NixlPullConnector)
 class SwitchedConnector(EldrConnector):
-    """EldrConnector, or NixlPullConnector."""
+    """EldrConnector while the switch is on, otherwise NixlPullConnector."""
 
 
 @_switched(EldrScheduler, Scheduler)
 class SwitchedScheduler(EldrScheduler):
-    """EldrScheduler, or Scheduler."""
+    """EldrScheduler while the switch is on, otherwise vLLM's Scheduler."""

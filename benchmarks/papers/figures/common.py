@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command. Cost of a decode step and requests per run are the figure's own if None."""
+    """Options of the command. Without `cost` or `requests`, each figure uses its own value."""
 
     traces: tuple[Path, ...] = ()
     cost: StepCost | None = None
@@ -127,7 +127,7 @@ def over_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def change_pct(value: float, reference: float) -> float:
-    """Return by how many percent the value is above the reference."""
+    """Return how far the value is above the reference, in percent."""
     return 100 * (value / reference - 1)
 
 

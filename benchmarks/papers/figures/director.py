@@ -23,7 +23,7 @@ AS_WRITTEN_SIZE = 13_000  # layers x ranks x experts up to which Algorithm 1 as 
 
 
 def latency(options: Options) -> Rows:
-    """Compare every placement rule on both clusters, 32 GPUs (Figs. 7 and 8)."""
+    """Compare every placement rule on both clusters with 32 GPUs each (Figs. 7 and 8)."""
     traces = _traces(options)
 
     def run(case: tuple[Path, str], seed: int) -> dict[str, Served]:
@@ -36,7 +36,7 @@ def latency(options: Options) -> Rows:
 
 
 def gpus(options: Options) -> Rows:
-    """Compare the placement rules on 4 to 32 H200 (Fig. 9)."""
+    """Compare the placement rules on 4 to 32 H200 GPUs (Fig. 9)."""
     traces = _traces(options)
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, Served]:
@@ -76,7 +76,7 @@ def _place_by_lp(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
 
 
 def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
-    """Return the same for the tokens by expert, as if all ranks had the same."""
+    """Return the same values if the placement knows only each expert's tokens, not their ranks."""
     return _place_by_lp(cluster, workload.sum(axis=1))
 
 

@@ -37,7 +37,7 @@ from offline.simulation.outcome import Outcome
 from offline.simulation.run import Change, simulate
 
 TASKS = ("code", "math", "medical", "legal")
-RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; else in proportion
+RATES = (20, 40, 60, 80, 100)  # requests/s per 16 decode workers, as in the paper
 BALANCERS = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")
 LOCALITY = ("domain", "locality-band", "marginal-cost")
 COST = StepCost(fixed_s=4.9e-3, per_request_s=2.9e-4, per_kv_token_s=2.4e-7, per_expert_s=6.9e-5)
@@ -54,7 +54,7 @@ def rates(options: Options) -> Rows:
 
 
 def pool_size(options: Options) -> Rows:
-    """Compare with round-robin: means over the rates for pools of 8 to 1,024 decode workers."""
+    """Compare policies with round-robin, for pools of 8 to 1,024 decode workers, in means over the rates."""
     policies = ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
     all_rows = []
     for k in (8, 16, 24, 64, 256, 1024):

@@ -182,7 +182,7 @@ def _row(
     runs: list[dict[str, dict[str, Any]]],
     label: str,
 ) -> dict[str, Any]:
-    """Return the policy's times, their changes, and those of the domains with the most and the least."""
+    """Return the policy's times and their changes, with those of the worst and of the best domain."""
     row: dict[str, Any] = dict(figures["all"])
     for q in ("p50", "p99"):
         key = f"tpot_{q}_ms"

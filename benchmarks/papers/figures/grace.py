@@ -71,7 +71,7 @@ class Fit:
         return np.asarray(rank[..., None] == np.arange(self.topology.ranks))
 
     def replicate(self, rank: Ints, replicas: int | None) -> Bools:
-        """Return bool[L, E, G] with the replicas of section 4.2; `replicas` None: dynamic."""
+        """Return bool[L, E, G] with section 4.2's replicas. Their number is dynamic if `replicas` is None."""
         ranks = self.topology.ranks
         layers = zip(self.load, rank, strict=True)
         return np.stack([with_replicas(load, r, ranks, replicas=replicas) for load, r in layers])

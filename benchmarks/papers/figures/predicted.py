@@ -247,7 +247,7 @@ def _simulate_policies(
 
     Args:
         in_order: the members are the requests; otherwise requests are drawn from them.
-        since: number of first requests that do not count.
+        since: number of requests at the start that no figure includes.
     """
     cost: StepCost = options.cost or COST
     rng = np.random.default_rng([seed, workers])

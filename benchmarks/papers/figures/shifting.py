@@ -160,7 +160,7 @@ class Cluster:
     def place(
         self, workload: NDArray[np.float64], start: NDArray[np.int64] | None = None
     ) -> NDArray[np.int64]:
-        """Return DIRECTOR's placement, if given as a repair of `start`."""
+        """Return DIRECTOR's placement for the workload or, if `start` is given, its repair of `start`."""
         placement, _ = director_placement(
             workload,
             topology=self.topology,
@@ -198,7 +198,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Served:
-    """Result of a run of batches: latency of each in ms, and experts moved (each in one layer) before it."""
+    """The latency of each batch of a run, in ms, and the number of experts moved before it, in all layers."""
 
     batch_ms: NDArray[np.float64]
     moves: NDArray[np.int64]

@@ -41,7 +41,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 
 
 def policies(options: Options) -> Rows:
-    """Compare policies by load and barrier. `dominated_by` names those that are better in all four."""
+    """Compare policies by load and barrier. `dominated_by` names the policies better in all of BETTER."""
     experts_path, trace_path = options.two_traces()
     trace = read_observed(experts_path)
     traffic = Traffic(trace_path)

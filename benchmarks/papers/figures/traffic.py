@@ -22,7 +22,7 @@ class Traffic:
         self.past, self.played = records[:cut], records[cut:]
 
     def requests(self, number: int, rate_per_s: float, start: float = 0.0) -> Requests:
-        """Return `number` requests at that mean rate: the trace from `start` (0 to 1) on, repeated."""
+        """Return `number` requests at this mean rate, from the share `start` of the trace on, repeated."""
         first = int(start * len(self.played))
         played = self.played[first:] + self.played[:first]
         times = np.array([r.due_s for r in played])

@@ -1,4 +1,4 @@
-"""Run vLLM engines that count experts: the implementation of `eldr_serve.engine.protocol`.
+"""vLLM engines that count experts: the implementation of `eldr_serve.engine.protocol`.
 
 An engine has processes of three kinds; an engine of one rank on a CPU has the last two in one process.
 

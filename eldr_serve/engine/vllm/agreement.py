@@ -1,4 +1,4 @@
-"""Check that prefill and decode engines share the arguments that let decode continue after prefill.
+"""The check that prefill and decode engines share the arguments that let decode continue after prefill.
 
 It runs where a deployment is built, and in `eldr check`.
 """

@@ -1,4 +1,4 @@
-"""Configure, check, start and calibrate vLLM engines, which run in Ray Serve LLM's deployments.
+"""vLLM as a kind of engine in Ray Serve LLM's deployments: configuration, checks, start and calibration.
 
 Every process may import this module: its methods, or `load`, import the engine software when they need it.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class VllmBackend:
-    """Implement EngineBackend with vLLM; `eldr_serve.engine.active_backend` selects it."""
+    """The implementation of EngineBackend with vLLM; `eldr_serve.engine.active_backend` selects it."""
 
     describe_environment: Mapping[str, str] = {
         "HF_HUB_OFFLINE": "1",

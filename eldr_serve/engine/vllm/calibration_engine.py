@@ -1,4 +1,4 @@
-"""Run a vLLM engine for calibration, in the process that imports this module."""
+"""A vLLM engine for calibration, in the process that imports this module."""
 
 from __future__ import annotations
 

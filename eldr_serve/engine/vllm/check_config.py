@@ -1,4 +1,4 @@
-"""Check names and simple values of an LLMConfig without importing vLLM or Ray Serve LLM.
+"""A check of an LLMConfig's names and simple values, without an import of vLLM or Ray Serve LLM.
 
 It runs where a deployment is read: in the CLI, and where the application is built.
 """

@@ -1,4 +1,4 @@
-"""Return the engine arguments that load our extension into a vLLM engine.
+"""The engine arguments that load our extension into a vLLM engine.
 
 They are used where a deployment is built, and by calibration, tests and benchmarks.
 """

@@ -1,4 +1,4 @@
-"""Describe a vLLM engine without starting it, in a process of `eldr check`."""
+"""The description of a vLLM engine that is not started, in a process of `eldr check`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GPU_BLOCK = 16
 
 
 class VllmDescribed(DescribedEngine):
-    """Implement EngineDescription with vLLM; see EngineBackend.describe for the arguments.
+    """The implementation of EngineDescription with vLLM; see EngineBackend.describe for the arguments.
 
     Raises:
         ValueError, NotImplementedError, AssertionError: the engine would not start.

@@ -1,4 +1,4 @@
-"""Serve requests with vLLM in a replica, through Ray Serve LLM's server and vLLM's OpenAI endpoints."""
+"""The engine of a replica: vLLM, through Ray Serve LLM's server and vLLM's OpenAI endpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _HAND_OVER = {
 
 
 class VllmEngine:
-    """Implement protocol.Engine with vLLM behind Ray Serve LLM's server.
+    """The implementation of protocol.Engine with vLLM behind Ray Serve LLM's server.
 
     Args:
         server: Ray Serve LLM's server; it has been started.

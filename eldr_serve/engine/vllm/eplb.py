@@ -1,4 +1,4 @@
-"""Use our expert placements and replica choices with vLLM's expert parallelism (EP).
+"""Our expert placements and replica choices in vLLM's expert parallelism (EP).
 
 Engine arguments, on GPUs (docs/replica_routing.md):
 

@@ -1,4 +1,4 @@
-"""Define the engine setting `additional_config["eldr_experts"]`: expert placement and replica choice.
+"""The engine setting `additional_config["eldr_experts"]`: expert placement and replica choice.
 
 Workers read it when they load the model.
 """

@@ -1,4 +1,4 @@
-"""Extend vLLM's GPU worker by MoE kernels that expose the experts that they choose; set as `worker_cls`."""
+"""vLLM's GPU worker with MoE kernels that expose the experts that they choose; set as `worker_cls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Import Ray Serve LLM and vLLM without garbage collection, wherever a process may import them first.
+"""Imports of Ray Serve LLM and vLLM without garbage collection, wherever a process may import them first.
 
 These imports create half a million objects and no garbage; looking for garbage is a fifth of their time.
 """

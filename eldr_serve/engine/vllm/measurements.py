@@ -1,4 +1,4 @@
-"""Keep what a replica's engine has measured: KV cache, steps, and the expert counts of prompts.
+"""Measurements of a replica's engine: KV cache, steps, and the expert counts of prompts.
 
 vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`), and passes it no
 argument by which it could find the replica's VllmEngine. So both use the one `MEASUREMENTS` of their process.

@@ -1,4 +1,4 @@
-"""Derive from vLLM's KV events, in its engine core, which blocks of prompts and answers are cached.
+"""The cached blocks of prompts and answers, derived from vLLM's KV events in its engine core.
 
 vLLM names a block by a hash of its own, which depends on its seed and algorithm, so the block's id
 (`scheduling.prefixes.block_id`) is derived from its tokens and the id of the block before it.
@@ -25,7 +25,7 @@ _MAX_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the 
 
 
 class PrefixEvents(EventPublisher):
-    """Receives KV events in place of vLLM's publisher, and keeps the ids of the cached blocks.
+    """A receiver of KV events in place of vLLM's publisher, which keeps the ids of the cached blocks.
 
     Blocks that depend on more than tokens and a cache salt (a LoRA adapter, images, prompt embeddings) have
     no id. Neither have the blocks that follow them, so no prompt can match them.

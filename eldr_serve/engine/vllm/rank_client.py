@@ -1,4 +1,4 @@
-"""Generate answers on one data-parallel rank, in a replica."""
+"""A client of a replica's engine that generates answers on one data-parallel rank."""
 
 from __future__ import annotations
 

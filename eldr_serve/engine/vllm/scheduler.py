@@ -1,4 +1,4 @@
-"""Extend vLLM's schedulers, in its engine core; set as `scheduler_cls`.
+"""Extensions of vLLM's schedulers, in its engine core; set as `scheduler_cls`.
 
 The connector receives the workers' counts before vLLM finishes the step's requests. vLLM itself passes them
 on only afterwards, so a prefill that ends in the step would have no counts. The connector's stats, which

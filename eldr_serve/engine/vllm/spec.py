@@ -1,6 +1,6 @@
-"""Complete Ray Serve LLM's configuration of a deployment's vLLM engines with our settings.
+"""Ray Serve LLM's configuration of a deployment's vLLM engines, completed with our settings.
 
-It runs where the application is built; Ray sends the result to the replicas.
+It is completed where the application is built; Ray sends it to the replicas.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _model_ranks(kwargs: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class VllmSpec:
-    """Implement EngineSpec with Ray Serve LLM's configuration.
+    """The implementation of EngineSpec with Ray Serve LLM's configuration.
 
     Attributes:
         config: Ray Serve LLM's configuration.

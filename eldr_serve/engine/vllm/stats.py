@@ -1,4 +1,4 @@
-"""Carry step costs and active experts from vLLM's workers to its metrics, as connector stats.
+"""Step costs and active experts, which go from vLLM's workers to its metrics as connector stats.
 
 A worker makes an EldrStats in each step, the engine core adds to it, and the replica's EldrPromMetrics
 reports it.

@@ -1,4 +1,4 @@
-"""Measure the time of an engine's steps, in vLLM's workers."""
+"""The times of an engine's steps, measured in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 
 
 class StepTimer:
-    """Measures the seconds from the start of a step in the worker to the end of its forward.
+    """A timer of steps: the seconds from a step's start in the worker to the end of its forward.
 
     On CPUs the forward has ended when it returns. The time of the thread is measured, because engines may
     share cores, and the work of other engines is no cost of this step. (Wall time would also grow with the

@@ -1,4 +1,4 @@
-"""Extend vLLM's workers by methods for `collective_rpc`; set as `worker_extension_cls`.
+"""Methods of vLLM's workers for `collective_rpc`; set as `worker_extension_cls`.
 
 None of them raises: after an exception in one rank, vLLM would return answers to the wrong calls.
 """

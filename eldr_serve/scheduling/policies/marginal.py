@@ -39,25 +39,16 @@ class RequestEstimate(NamedTuple):
 class MarginalCost(Policy):
     """The worker where the request adds the least time, summed over all requests.
 
-    A request activates expert e of layer l in a step with probability p[l,e], estimated by its
-    prefill counts / prompt tokens. The batch of a worker leaves the expert idle with probability
-    prod(1 - p), so it is expected to activate U experts, and U' = U + sum(idle * p) with the new request.
-    With step cost T the new request adds (b+1) T(b+1, U') - b T(b, U) to the b requests there and itself.
-    Affinity profiles let workers specialise online (see AffinityProfiles).
+    docs/policies.md has the formulas. The cost of a worker, in seconds per step, consists of:
 
-    A whole replica also computes the n prompt tokens of the new request that are not in its prefix cache,
-    after m pending tokens of earlier prompts. This delays each of its b requests once by n tokens, including
-    those of the earlier prompts, which generate by then, and the new request waits for m + n tokens. The
-    decode cost applies to each of the N steps of the new request. In seconds of all requests' time this is
-
-        N [(b+1) T(b+1, U') - b T(b, U)] + [(b+1) n + m] per_prompt_token_s
-
-    and workers are compared by 1/N of this sum, seconds per step. N is the mean length of recent answers or,
-    if less, the request's token limit. With separate prefill engines per_prompt_token_s is 0.
-
-    With a tail power g, workers that would be slow or full cost x^(g-1) times as much. x is the worker's step
-    time over 1.05 times the median or, if more, its batch over 1.5 times the mean, and at least 1. On whole
-    replicas the step time includes the wait for pending prompts, (m + n) per_prompt_token_s / N.
+    1. Decode: the time of the request's step, and the time that the request adds to the step of each other
+       request there. The active experts of a batch are expected from the counts of its requests' prefills.
+       Affinity profiles change this cost, so that workers specialise online (see AffinityProfiles).
+    2. Prefill, only on whole replicas: prompt tokens that the worker's prefix cache lacks delay the other
+       requests, and the new request also waits for earlier prompts. This time is divided by the number of
+       steps of the new request: the mean length of recent answers or, if less, the request's token limit.
+    3. Tail: with `tail_power` above 1, both costs are multiplied by a factor above 1 if the worker's step
+       would be slow compared with the median, or its batch large compared with the mean.
     """
 
     name = "marginal-cost"

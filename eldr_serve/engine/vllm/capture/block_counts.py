@@ -1,4 +1,4 @@
-"""Count experts per KV block (ELDR, section 4.4) in vLLM's workers: one row per block, indexed by its id.
+"""Expert counts per KV block (ELDR, section 4.4) in vLLM's workers: one row per block, indexed by its id.
 
 Array sizes: B KV blocks, L MoE layers, E experts per layer, k experts per token, T tokens of a step.
 """

@@ -1,4 +1,4 @@
-"""Copy tensors from the device to the host in vLLM's workers, asynchronously: no step waits for them."""
+"""Asynchronous copies of tensors from the device to the host, in vLLM's workers; no step waits for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HostCopy:
 
 
 class HostCopies:
-    """Starts copies: on CUDA to pinned memory in a separate stream; on CPU nothing is copied."""
+    """Copies to the host: on CUDA to pinned memory in a separate stream; on CPU nothing is copied."""
 
     def __init__(self, device: torch.device | str) -> None:
         cuda = torch.device(device).type == "cuda"

@@ -1,4 +1,4 @@
-"""Capture experts with tensors on the model's device: a GPU, or the CPU of a compiled model.
+"""Capture of experts with tensors on the model's device: a GPU, or the CPU of a compiled model.
 
 It runs in vLLM's workers. No step waits for it, because the host knows all sizes, and results are copied to
 the host asynchronously.

@@ -1,4 +1,4 @@
-"""Capture experts in host memory, for models on CPUs that are not compiled.
+"""Capture of experts in host memory, for models on CPUs that are not compiled.
 
 It runs in vLLM's workers. For the few tokens of a CPU's step, one compiled loop and numpy are faster than a
 dozen torch operations.

@@ -1,4 +1,4 @@
-"""Check the values of engine arguments against vLLM's configuration classes, where a deployment is built."""
+"""A check of engine arguments against vLLM's configuration classes, where a deployment is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the version and the names of vLLM, and report its errors as UnsupportedEngineError."""
+"""Checks of vLLM's version and names, and its errors as UnsupportedEngineError."""
 
 from __future__ import annotations
 

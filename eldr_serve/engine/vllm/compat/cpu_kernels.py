@@ -1,4 +1,4 @@
-"""Change vLLM's choice of kernels on CPUs, for the study of model families."""
+"""A change of vLLM's choice of kernels on CPUs, for the study of model families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def choose_mla_for_amx() -> None:
         raise RuntimeError("vLLM's MLA backend for AMX needs a CPU with AMX, or AVX-512 with bfloat16")
 
     class WithAmx:
-        """Replaces torch in the module that chooses backends; the kernels of other layers do not change."""
+        """A stand-in for torch in the module that chooses backends; other layers keep their kernels."""
 
         cpu = SimpleNamespace(**functions | {"_is_amx_tile_supported": lambda: True})
 

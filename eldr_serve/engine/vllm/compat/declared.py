@@ -1,4 +1,4 @@
-"""Read names that Ray Serve LLM and vLLM declare from their source, since importing them is slow."""
+"""Names that Ray Serve LLM and vLLM declare, read from their source, since importing them is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe an engine without starting it, in a process of `eldr check`."""
+"""The description of an engine that is not started, in a process of `eldr check`."""
 
 from __future__ import annotations
 

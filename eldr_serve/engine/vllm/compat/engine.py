@@ -1,4 +1,4 @@
-"""Check by its configuration that an engine can be served with exact signatures; each connector does."""
+"""The check, made by each connector, that an engine's configuration permits exact signatures."""
 
 from __future__ import annotations
 

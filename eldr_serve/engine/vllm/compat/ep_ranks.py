@@ -1,4 +1,4 @@
-"""Give each data-parallel rank of a CPU engine the tokens of all ranks, in vLLM's MoE kernel.
+"""The exchange that gives each data-parallel rank of a CPU engine the tokens of all ranks.
 
 vLLM's own exchange needs operations that its communicator for CPUs lacks. Checked on vLLM 0.32.0.
 """
@@ -30,7 +30,7 @@ def rank_batches() -> RankBatches:
 
 
 class RankDispatch(FusedMoEPrepareAndFinalizeModular):
-    """Gathers the tokens of all ranks before a layer's experts, and sums up their results afterwards.
+    """A dispatch that gathers the tokens of all ranks before a layer's experts, and then sums up the results.
 
     A rank without requests runs steps with a token of no request, so that others need not wait. That token is
     left out, so it activates no expert.

@@ -1,4 +1,4 @@
-"""Give our placements to vLLM's expert-parallel load balancer (EPLB), in its workers."""
+"""Our placements in vLLM's expert-parallel load balancer (EPLB), in its workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def check_expert_placement(vllm_config: VllmConfig) -> None:
-    """Raise UnsupportedEngineError if this engine does not support our placements (vllm/eplb.py)."""
+    """Raise UnsupportedEngineError if this engine does not support eldr_serve/engine/vllm/eplb.py."""
     check_names(
         "expert placement",
         (BaseRouter, "_apply_eplb_mapping"),

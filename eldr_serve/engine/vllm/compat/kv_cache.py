@@ -1,4 +1,4 @@
-"""Choose the group of vLLM's KV cache that is counted, and find the KV slots of a step's tokens.
+"""The group of vLLM's KV cache that is counted, and the KV slots of a step's tokens.
 
 The engine core and the workers choose the group; workers find the slots.
 """

@@ -1,4 +1,4 @@
-"""Find the routers of vLLM's MoE layers, and kernels with internal routing, in its workers."""
+"""The routers of vLLM's MoE layers, and kernels with internal routing, in its workers."""
 
 from __future__ import annotations
 

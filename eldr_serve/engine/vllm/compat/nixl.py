@@ -139,7 +139,7 @@ def transfer_errors() -> Iterator[None]:
 
 
 class WithoutTransfers:
-    """Replaces NIXL's scheduler side and worker side in an engine that transfers no KV."""
+    """A stand-in for NIXL's scheduler side and worker side in an engine that transfers no KV."""
 
     use_host_buffer = False
     copy_blocks = xfer_handshake_metadata = None

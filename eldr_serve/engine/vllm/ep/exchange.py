@@ -1,4 +1,4 @@
-"""Exchange tokens between data-parallel ranks whose experts are parallel, on CPUs."""
+"""The exchange of tokens between data-parallel ranks whose experts are parallel, on CPUs."""
 
 from __future__ import annotations
 

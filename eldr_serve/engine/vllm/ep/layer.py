@@ -1,4 +1,4 @@
-"""Hold one rank's experts of one MoE layer: the content of its slots, and its share of each batch."""
+"""One rank's experts of one MoE layer: the content of its slots, and its share of each batch."""
 
 from __future__ import annotations
 

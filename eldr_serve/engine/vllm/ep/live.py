@@ -1,4 +1,4 @@
-"""Change the experts of a rank's layers from one placement to another while it serves, slice by slice."""
+"""The change of a rank's experts from one placement to another while it serves, slice by slice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Register our expert parallelism as a plug-in of vLLM, which each of its processes calls, if enabled."""
+"""The plug-in that registers our expert parallelism, if enabled, in each of vLLM's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query and change the expert placement of a running engine, in the process of its client."""
+"""Queries and changes of the expert placement of a running engine, in the process of its client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Move expert weights between slots, within a rank and between ranks."""
+"""Moves of expert weights between slots, within a rank and between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the messages between the connector's two sides, one in each direction per step.
+"""The messages between the connector's two sides, one in each direction per step.
 
 The engine core sends plans to its workers, and the first worker returns counts.
 """

@@ -1,4 +1,4 @@
-"""Collect the expert counts of a request, in prefill and in decode, in vLLM's engine core."""
+"""The expert counts of a request, in prefill and in decode, in vLLM's engine core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BATCH = 32  # number of decode steps summed at once
 
 
 class RouteCounts:
-    """Accumulates the decode counts of one request.
+    """The sum of one request's decode counts.
 
     Positions must be added in order. A preempted request computes some positions twice, with the same
     tokens; the repetitions are skipped.

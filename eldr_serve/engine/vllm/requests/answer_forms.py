@@ -1,4 +1,4 @@
-"""Describe in one table how the answers of vLLM's API methods differ, and give each answer its form."""
+"""The forms of answers: a table of how the answers of vLLM's API methods differ."""
 
 from __future__ import annotations
 

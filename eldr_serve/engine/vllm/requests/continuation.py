@@ -1,4 +1,4 @@
-"""Generate answers that another engine can continue, and continue answers that another engine has begun.
+"""The continuation of an answer by another engine than the one that has begun it.
 
 It runs in the replica. The ingress receives the ids of generated tokens with the bytes made from them. If the
 engine is lost, another engine receives the ids, and computes prompt and ids as one prompt. There vLLM's

@@ -1,4 +1,4 @@
-"""Prefill a prompt, in a replica: run all of vLLM's checks of the request, but generate only one token."""
+"""The prefill of a prompt in a replica: all of vLLM's checks of the request, but only one generated token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eldr_serve.engine.vllm.requests.continuation import prompt_with_generated
 
 
 class _PromptKnownError(BaseException):
-    """Ends vLLM's work on an answer when its prompt is known.
+    """The end of vLLM's work on an answer, as soon as its prompt is known.
 
     It is not an Exception, because vLLM catches every Exception.
     """

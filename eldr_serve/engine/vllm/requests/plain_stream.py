@@ -1,4 +1,4 @@
-"""Serialize the chunks of plain streams without pydantic, byte for byte as vLLM's server does, in a replica.
+"""The chunks of plain streams in a replica, made without pydantic, byte for byte as by vLLM's server.
 
 vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. This
 chunk, split at the marker, is the template of all chunks in the middle. A generator that asks for

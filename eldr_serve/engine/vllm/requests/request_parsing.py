@@ -1,4 +1,4 @@
-"""Parse clients' requests into the types of vLLM's and Ray's endpoints, in a replica."""
+"""Parsers of clients' requests into the types of vLLM's and Ray's endpoints, in a replica."""
 
 from __future__ import annotations
 

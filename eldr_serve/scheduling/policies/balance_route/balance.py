@@ -1,4 +1,4 @@
-"""BalanceRoute: balance the KV tokens of the decode workers, now (BR-0) and over the next steps (BR-H).
+"""BalanceRoute, which balances decode workers by KV tokens, now (BR-0) and over the next steps (BR-H).
 
 Workers with a barrier in every decode step are as slow as the one with the most KV tokens.
 """
@@ -29,7 +29,7 @@ Overtakes = Annotated[
 
 
 class BalanceRoute(QueuedPolicy):
-    """BR-0: fill the workers' margins to the heaviest one, by present KV tokens (paper, section 3).
+    """BR-0, which fills the workers' margins to the heaviest one, by present KV tokens (paper, section 3).
 
     Requests wait in the decode queue until a worker has a free slot. While many slots are free, the worker
     with the most takes the request with the largest F; then workers, by free slots and margin, take the best

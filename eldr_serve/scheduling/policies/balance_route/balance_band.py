@@ -19,7 +19,7 @@ from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 
 class BalanceBand(BalanceRouteHorizon):
-    """Balance filters the candidates, and expert affinity decides, the inverse of ELDR's rule.
+    """A rule inverse to ELDR's: balance filters the candidates, and expert affinity decides.
 
     While there is a free slot for every waiting request, a request goes to the worker where it adds the least
     decode time, as in marginal-cost with `affinity` 0. While more wait than slots are free, the pairs of a
