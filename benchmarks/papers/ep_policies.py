@@ -38,7 +38,7 @@ from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepCost, make_policy
+from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, StepCost, make_policy
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
@@ -195,7 +195,7 @@ def place_requests(
             counts, tokens = data.trace.prefill_counts[number], int(data.trace.prompt_tokens[number])
             similarity = table.similarity(counts)
             request = PlacementRequest(f"{part}-{number}", counts, tokens, 64, similarity=similarity)
-            (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
+            (lease,) = placer.submit([Lease(request, LeaseState.SENT, "benchmark")])
             running.append(lease.request_id)
             numbers[part][names.index(lease.worker)].append(number)
     first, second = ([np.array(of_worker, np.int64) for of_worker in part] for part in numbers)

@@ -26,10 +26,10 @@ from eldr_serve.scheduling import (
     BlockChanges,
     DecodeLoads,
     Lease,
+    LeaseState,
     PlacementRequest,
     Placer,
     PromptBlocks,
-    State,
     StepCost,
     StepSums,
 )
@@ -352,7 +352,7 @@ class RouterState:
         queued_ids = {lease.request_id for lease in leases if lease.request_id in self.placer.queue}
         granted_leases = self.placer.submit(lease for lease in leases if not self.is_stale(lease.request))
         self.counters["queued"] += sum(
-            lease.state is State.QUEUED and lease.request_id not in queued_ids for lease in leases
+            lease.state is LeaseState.QUEUED and lease.request_id not in queued_ids for lease in leases
         )
         self._grant(granted_leases)
 

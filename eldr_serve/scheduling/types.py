@@ -62,7 +62,7 @@ class PlacementRequest:
             setattr(self, name, min(max(getattr(self, name), 0), _MAX_TOKENS))
 
 
-class State(Enum):
+class LeaseState(Enum):
     """State of a lease."""
 
     UNSENT = "unsent"  # the ingress sends it when it has a channel
@@ -73,11 +73,11 @@ class State(Enum):
 
 
 _NEXT = {
-    State.UNSENT: {State.SENT, State.LEASED, State.DONE},
-    State.SENT: {State.UNSENT, State.QUEUED, State.LEASED, State.DONE},
-    State.QUEUED: {State.UNSENT, State.LEASED, State.DONE},
-    State.LEASED: {State.DONE},
-    State.DONE: {State.DONE},
+    LeaseState.UNSENT: {LeaseState.SENT, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.SENT: {LeaseState.UNSENT, LeaseState.QUEUED, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.QUEUED: {LeaseState.UNSENT, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.LEASED: {LeaseState.DONE},
+    LeaseState.DONE: {LeaseState.DONE},
 }
 
 
@@ -102,7 +102,7 @@ class Lease:
     """
 
     request: PlacementRequest
-    state: State = State.UNSENT
+    state: LeaseState = LeaseState.UNSENT
     ingress: str = ""
     worker: str = ""
     position: int = -1
@@ -122,7 +122,7 @@ class Lease:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def become(self, state: State) -> None:
+    def become(self, state: LeaseState) -> None:
         """Change to `state`; raise ValueError if the transition is not allowed."""
         if state not in _NEXT[self.state]:
             raise ValueError(f"request {self.request_id} cannot go from {self.state.value} to {state.value}")

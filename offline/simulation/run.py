@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling import CentroidTable, Lease, LoadLedger, Placer, Policy, Saving, Shadow, State
+from eldr_serve.scheduling import CentroidTable, Lease, LeaseState, LoadLedger, Placer, Policy, Saving, Shadow
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome
@@ -199,7 +199,7 @@ class _Simulation:
 
     def _place(self, now: float, j: int) -> None:
         request = self._placements.make(j, self._decode.cacheable_blocks(j))
-        self._submit(now, [Lease(request, State.SENT)])
+        self._submit(now, [Lease(request, LeaseState.SENT)])
 
     def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
         """Place these requests and the decode queue, as far as the policy has workers for them."""

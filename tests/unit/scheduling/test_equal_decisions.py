@@ -17,7 +17,7 @@ import pytest
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router.messages import Restore, Settings
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Lease, PlacementRequest, State, StepCost, StepSums, make_policy
+from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
 from offline.simulation.run import Change, simulate
@@ -115,9 +115,9 @@ class Traffic:
             self.state.placer.hold(replace(self.held[client][name], request=known, ingress=client))
         answers = place(self.state, *placements, client=client)
         for answer in answers:
-            if answer.state is State.QUEUED:
+            if answer.state is LeaseState.QUEUED:
                 self.waiting[client][answer.request_id] = answer.request
-            elif answer.state is State.LEASED:
+            elif answer.state is LeaseState.LEASED:
                 self.take(client, answer)
         answered = set(map(id, answers))
         for lease in sorted(self.leased, key=lambda lease: lease.ingress):

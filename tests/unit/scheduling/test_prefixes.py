@@ -12,6 +12,7 @@ from eldr_serve.scheduling import (
     BlockChanges,
     Decision,
     Lease,
+    LeaseState,
     Loads,
     PlacementRequest,
     Placer,
@@ -19,7 +20,6 @@ from eldr_serve.scheduling import (
     PrefixCache,
     PrefixMap,
     PromptBlocks,
-    State,
     StepSums,
     prefixes,
     prompt_blocks,
@@ -210,14 +210,14 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer = Placer(Longest(), on_policy_error=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
-    held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, worker="w1")
+    held = Lease(request("first", blocks=blocks(*system, 1)), LeaseState.LEASED, worker="w1")
     placer.hold(held)  # a client's own choice counts too
-    lost = Lease(request("lost", blocks=blocks(*other)), State.LEASED, worker="gone")
+    lost = Lease(request("lost", blocks=blocks(*other)), LeaseState.LEASED, worker="gone")
     placer.hold(lost)
     assert len(placer.prefixes) == 2
 
     def place(name: str, *ids: int) -> Lease:
-        (lease,) = placer.submit([Lease(request(name, blocks=blocks(*ids)), State.SENT)])
+        (lease,) = placer.submit([Lease(request(name, blocks=blocks(*ids)), LeaseState.SENT)])
         return lease
 
     assert [(p.worker, p.cached_tokens) for p in (place("a", *system, 2), place("b", *other))] == [
