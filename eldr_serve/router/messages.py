@@ -107,7 +107,7 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None
-    is_best_worker: bool = False
+    is_most_similar: bool = False
     reason: str = ""
     policy: str = ""
     waited_s: float = 0.0

@@ -369,7 +369,7 @@ class RouterState:
         for lease in leases:
             self.counters["placed"] += 1
             self.counters[f"reason:{lease.reason}"] += 1
-            self.counters["best_worker"] += lease.is_best_worker
+            self.counters["best_worker"] += lease.is_most_similar
             self.counters["counts_missing"] += lease.request.counts_missing
             self.counters["counts_predicted"] += lease.request.predicted
             self.counters["rerouted"] += lease.request.worker_failed

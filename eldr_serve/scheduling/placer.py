@@ -326,7 +326,7 @@ class Placer:
         lease.become(LeaseState.LEASED)
         lease.worker, lease.position = worker, decision.worker
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
-        lease.is_best_worker = _is_best_worker(decision.worker, lease.request, loads)
+        lease.is_most_similar = _is_most_similar(decision.worker, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._start(lease, decision)
         self._record_prefix(lease)
@@ -384,7 +384,7 @@ def _turn_s(lease: Lease, now: float) -> float:
     return patient_s if lease.due_s is None or lease.due_s < now else min(lease.due_s, patient_s)
 
 
-def _is_best_worker(worker: int, request: PlacementRequest, loads: Loads) -> bool:
+def _is_most_similar(worker: int, request: PlacementRequest, loads: Loads) -> bool:
     if request.similarity is None:
         return False
     similarity = worker_similarity(request.similarity, len(loads))

@@ -93,7 +93,7 @@ class Lease:
         position: the worker's position in the router; -1 if the router did not place the request.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        is_best_worker: the worker is the one most similar to the signature.
+        is_most_similar: no available worker is more similar to the signature.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
         due_s: in the router, time at which the first token is due by the objective, by its clock; or None.
         deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
@@ -108,7 +108,7 @@ class Lease:
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None
-    is_best_worker: bool = False
+    is_most_similar: bool = False
     reason: str = ""
     policy: str = ""
     queued_at_s: float = 0.0

@@ -118,7 +118,7 @@ def test_a_table_swap_invalidates_the_scores_of_queued_requests() -> None:
     state.live_settings.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
     release(state, "a")
-    assert not new_leases(state)["b"].is_best_worker
+    assert not new_leases(state)["b"].is_most_similar
 
 
 def test_requests_of_a_lost_client_are_dropped_and_counted() -> None:

@@ -25,7 +25,7 @@ from tests.support.tables import request, unit_table
 def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
     state = router_state()
     lease = place_one(state, "a", 1)
-    assert (lease.worker, lease.position, lease.num_candidates, lease.is_best_worker) == ("r1", 1, 1, True)
+    assert (lease.worker, lease.position, lease.num_candidates, lease.is_most_similar) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)

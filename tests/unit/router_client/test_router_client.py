@@ -26,7 +26,7 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
     async with router_and_client("r0", "r1") as (actor, client):
         for name in "ab":  # the first one receives the table
             lease = await client.place(request(name), counts_for(1))
-            assert (lease.worker, lease.reason, lease.is_best_worker) == ("r1", "locality-band", True)
+            assert (lease.worker, lease.reason, lease.is_most_similar) == ("r1", "locality-band", True)
         assert actor.requests[-1].similarity.shape == (2,)
         # A swap between scoring and placing: it is scored again.
         actor.state.live_settings.swap_table(unit_table(2, band=0.0).to_bytes())
@@ -239,7 +239,7 @@ async def test_queued_requests_are_scored_again_after_a_swap() -> None:
         assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
         client.release("a")
-        assert (await task).is_best_worker
+        assert (await task).is_most_similar
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "knows no worker"])

@@ -132,7 +132,7 @@ class Traffic:
         self.held[client][lease.request_id] = lease
         reason = RECORDED_REASONS.get(lease.reason, lease.reason)
         self.placed.append(
-            [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_best_worker)]
+            [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_most_similar)]
         )
 
     def run(self, steps: int) -> list[list[Any]]:
