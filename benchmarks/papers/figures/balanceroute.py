@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure as Picture
+from matplotlib.figure import Figure
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
+from benchmarks.papers.figures.common import Options, PaperFigure, Rows, each_seed, line_plot, mean, steps
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
 from eldr_serve.scheduling.policies.length_predictors import Oracle
@@ -225,7 +225,7 @@ def _traces(options: Options) -> tuple[Path, ...]:
 
 
 def _draw_panels(rows: Rows, path: Path) -> None:
-    picture = Picture(figsize=(8, 4), layout="constrained")
+    picture = Figure(figsize=(8, 4), layout="constrained")
     axes = picture.subplots()
     for method in dict.fromkeys(row["method"] for row in rows):
         time_s, imbalance = np.array(
@@ -244,32 +244,32 @@ def _draw_scaling(rows: Rows, path: Path) -> None:
 
 _ORDER = "every BR row better than every baseline row on imbalance, TPOT p95 and throughput"
 FIGURES = {
-    "table1": Figure("Imbalance, TPOT p95 and throughput at G = 4, 8 and 16 (Table 1)", _ORDER, table1),
-    "table2": Figure(
+    "table1": PaperFigure("Imbalance, TPOT p95 and throughput at G = 4, 8 and 16 (Table 1)", _ORDER, table1),
+    "table2": PaperFigure(
         "The same at G = 8, 16, 32 and 144 (Table 2, Figure 4)",
         "imbalance below JSQ's: 7.8, 4.1 and 3.1 times (BR-0), 11.5, 9.1 and 5.8 times (BR-H oracle) on its "
         "proprietary trace at its three sizes",
         table2,
         _draw_scaling,
     ),
-    "table3": Figure(
+    "table3": PaperFigure(
         "Predictors: AUC of ending within the horizon, error of the remaining length (Table 3)",
         "Azure-2024: survival 0.993 / 5.4 tokens, prompt-keyed 0.995 / 5.4; proprietary: 0.700 / 20.1 and "
         "0.974 / 2.9",
         table3,
     ),
-    "panels": Figure(
+    "panels": PaperFigure(
         "Imbalance over time at G = 16 (Figure 3)",
         "BR's bands are a small part of JSQ's",
         panels,
         _draw_panels,
     ),
-    "sensitivity": Figure(
+    "sensitivity": PaperFigure(
         "alpha and gamma, oracle (Tables 6 and 7)",
         "imbalance 24,706 to 32,304 tokens at G = 16 and 104,229 to 127,207 at its largest size: robust",
         sensitivity,
     ),
-    "forms": Figure(
+    "forms": PaperFigure(
         "The paper's F and lookahead beside ours, oracle",
         "s counts at every step ahead, and a worker with one free slot chooses among 10 requests",
         forms,

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.figures import shifting
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
+from benchmarks.papers.figures.common import (
+    Options,
+    PaperFigure,
+    Rows,
+    bar_plot,
+    change_pct,
+    each_seed,
+    line_plot,
+)
 from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.placement.director import director_placement
@@ -196,20 +204,20 @@ def _rows_of_case(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
 
 
 FIGURES = {
-    "fig7": Figure(
+    "fig7": PaperFigure(
         "Batch latency of static, reactive and proactive placement, 32 GPUs of two kinds",
         "DIRECTOR is 11 to 55 % below the offline placement; reactive is mostly worse than offline, with the "
         "sharpest spikes (Fig. 8), DIRECTOR has the least variance",
         latency,
         bar_plot("placement", "change_pct", ("trace", "cluster")),
     ),
-    "fig9": Figure(
+    "fig9": PaperFigure(
         "The same by the number of GPUs, H200",
         "DIRECTOR against offline: -11 % at 4 GPUs to -48 % at 32",
         gpus,
         line_plot("gpus", "change_pct", by="placement", panels=("trace",)),
     ),
-    "fig11": Figure(
+    "fig11": PaperFigure(
         "Placement by rounding against the LP's bound",
         "against a baseline without prediction: DIRECTOR -39 to -58 %, annealing -24 to -32 %",
         optimisers,

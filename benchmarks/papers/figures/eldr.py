@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.figures.common import (
-    Figure,
     Options,
+    PaperFigure,
     Rows,
     bar_plot,
     change_pct,
@@ -281,7 +281,7 @@ def _against(rows: Rows, key: str, reference: str, columns: Sequence[str]) -> Ro
 
 _CHANGES = bar_plot("case", "after_tpot_p50_change_pct")
 FIGURES = {
-    "rates": Figure(
+    "rates": PaperFigure(
         "TPOT and TTFT against rate at 8P16D (Figures 11, 12, 13)",
         "locality-band against the best load balancer: median TPOT -7.0 to -13.9 % (task), -5.9 to -10.0 % "
         "(language); p99 -3.4 to -6.0 % (task), -6.2 to +1.5 % (language); active experts -22 % against "
@@ -289,13 +289,13 @@ FIGURES = {
         rates,
         line_plot("rate_per_s", "tpot_p50_ms", by="policy"),
     ),
-    "pool-size": Figure(
+    "pool-size": PaperFigure(
         "Decode pool size, mean over rates against round-robin (Table 2)",
         "language, 8P8D / 8P16D / 8P24D: median -8.0 / -9.8 / -10.2 %, p99 -2.5 / -0.8 / -1.1 %",
         pool_size,
         line_plot("decode_workers", "tpot_p50_change_pct", by="policy"),
     ),
-    "prefix-cache": Figure(
+    "prefix-cache": PaperFigure(
         "Prefix cache on and off at 8P16D, 100 requests/s, task (Figure 17)",
         "locality-band against round-robin: median about -13 %, p99 -5 %, with the cache and without",
         prefix_cache,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
+from benchmarks.papers.figures.common import Options, PaperFigure, Rows, change_pct, each_seed, mean
 from benchmarks.papers.figures.eldr import BALANCERS, PREFILL, scenario_of, workloads
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -129,7 +129,7 @@ def _rows_of_case(group: str, rate: float, means: dict[tuple[str, str], dict[str
 
 
 FIGURES = {
-    "expert-parallel": Figure(
+    "expert-parallel": PaperFigure(
         "TPOT at 2P8D with TP=4 and EP=4 per worker (Figure 18)",
         "locality-band with per-decoder placement against the best load balancer, language, 24 to 56 "
         "requests/s: median -2.7 to -4.3 %, p99 -0.6 to -2.0 % (Qwen3-235B-A22B)",

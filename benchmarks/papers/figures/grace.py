@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
+from benchmarks.papers.figures.common import (
+    Options,
+    PaperFigure,
+    Rows,
+    bar_plot,
+    change_pct,
+    each_seed,
+    line_plot,
+)
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
@@ -351,32 +359,32 @@ def _mean_over_seeds(options: Options, make: Callable[[CalibrationTrace, int], R
 
 _PANELS = ("model", "ranks")
 FIGURES = {
-    "fig1": Figure(
+    "fig1": PaperFigure(
         "Strictness of grouping against traffic; which experts to replicate (Figure 1)",
         "non-uniform groups send less than uniform ones, and those less than linear; replicas of highly "
         "active experts balance load better than of widely collaborative ones, until there are too many",
         strictness,
         bar_plot("placement", "load_std_pct", _PANELS),
     ),
-    "fig3": Figure(
+    "fig3": PaperFigure(
         "Load of the heaviest group and of its experts (Figure 3)",
         "a few groups of a layer carry most tokens, and in the heaviest a few experts do",
         concentration,
         line_plot("layer", "heaviest_group_pct", "lightest_group_pct", "hot_load_pct", panels=_PANELS),
     ),
-    "ratio": Figure(
+    "ratio": PaperFigure(
         "Non-uniformity ratio: affinity within groups, sizes, traffic and load (Eq. 1, section 4.1)",
         "the knee of U over S is chosen",
         ratios,
         line_plot("size_deviation_experts", "affinity_within_pct", panels=_PANELS),
     ),
-    "fig5": Figure(
+    "fig5": PaperFigure(
         "Grouping, replication and routing at 2 x 2 and 2 x 4 (Figure 5)",
         "OLMoE / DeepSeek-v2-lite / Qwen3-30B-A3B at 2 x 2, each arm against the one it is added to",
         components,
         bar_plot("arm", "copies", _PANELS),
     ),
-    "fig6": Figure(
+    "fig6": PaperFigure(
         "Traffic of placements fitted on other domains (Figure 6)",
         "at most +20.1 / +14.2 / +57.1 % against the own data set, at least -17.5 / -18.1 / -14.6 % against "
         "Vanilla; a mixture generalises better than any single data set",
