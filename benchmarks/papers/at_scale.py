@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.router_time import channel_s, placement_s
 from benchmarks.papers.figures.common import mean
-from benchmarks.papers.scaled_arrivals import BASE, Load, Study, load_of, scenario_of
+from benchmarks.papers.scaled_arrivals import BASE, Study, WorkerLoad, load_of, scenario_of
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy
@@ -145,7 +145,7 @@ class Runs:
         self,
         study: Study,
         arrivals: Path,
-        load: Load,
+        load: WorkerLoad,
         size: Size,
         journal: Journal,
         *,

@@ -41,7 +41,7 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Load:
+class WorkerLoad:
     """The load of one worker, and its latency objective.
 
     Attributes:
@@ -54,7 +54,7 @@ class Load:
     objective: LatencyObjective
 
 
-def load_of(study: Study, arrivals: Path) -> Load:
+def load_of(study: Study, arrivals: Path) -> WorkerLoad:
     """Return the load at which a worker runs the wanted batch of random routes, by Little's law."""
     work = Work(scenario_of(study, arrivals, 16, 100.0), seed=0)  # kinds and experts are those of any load
     assert work.experts is not None
@@ -65,7 +65,7 @@ def load_of(study: Study, arrivals: Path) -> Load:
     active = active_experts(work.experts, kinds, study.batch, rng)
     step_s = float(study.cost.seconds(study.batch, study.batch * context, active))
     rate = study.batch / (float(output.mean()) * step_s)
-    return Load(rate, 1e3 * step_s, LatencyObjective(study.ttft_ms, 1e3 * study.slack * step_s))
+    return WorkerLoad(rate, 1e3 * step_s, LatencyObjective(study.ttft_ms, 1e3 * study.slack * step_s))
 
 
 def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:

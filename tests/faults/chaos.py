@@ -31,7 +31,7 @@ from tests.faults import steadiness
 from tests.faults.operations import ADMIN_KEY, FaultInjector, Run
 from tests.faults.record import Record
 from tests.faults.steadiness import Steadiness
-from tests.faults.traffic import Load, bodies, references
+from tests.faults.traffic import ClientLoad, bodies, references
 
 SETTLE_S = 35.0  # KV blocks of a disconnected request are held for up to 30 s
 _PROMPTS = 16
@@ -84,7 +84,7 @@ async def drive(
     log("greedy answers without faults")
     prompts = await references(service.url, requests)
     log("load")
-    load = Load((service.url, proxy_url), prompts, run.record_request, rng)
+    load = ClientLoad((service.url, proxy_url), prompts, run.record_request, rng)
     until_s = time.monotonic() + options.seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(options.in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))

@@ -90,7 +90,7 @@ class Sent:
     gap_s: float = 0.0
 
 
-class Load:
+class ClientLoad:
     """Clients that each send one request after the other.
 
     Args:
