@@ -87,7 +87,7 @@ def ep_policies(
     journal = Journal(work / "ep_policies.jsonl", settings)
     experts = data.trace.decode_counts.shape[2]
     names = groups.split(",")
-    cases = {group: Case(data, group, workers, batch, rounds, ranks, seed) for group in names}
+    cases = {group: EpCase(data, group, workers, batch, rounds, ranks, seed) for group in names}
     keys = [(turn, group, *arm) for turn in range(rounds) for group in names for arm in ARMS]
 
     def measure(engine: EpEngine, key: tuple[int, str, str, str]) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def ep_policies(
     journal.remove()
 
 
-class Case:
+class EpCase:
     """A workload: each policy's assignment of requests, and placements fitted to the other half."""
 
     def __init__(
