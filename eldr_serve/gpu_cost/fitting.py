@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Fit:
+class StepCostFit:
     """A cost fitted to steps of NVIDIA's package.
 
     Attributes:
@@ -79,7 +79,7 @@ class Fit:
         return list(rows.values())
 
 
-def fit(readings: Readings) -> Fit:
+def fit(readings: Readings) -> StepCostFit:
     """Fit non-negative terms and a table of batches by least squares of the relative error.
 
     The terms of experts and KV tokens fit even and skewed steps best, with any table that does not fall.
@@ -118,7 +118,7 @@ def fit(readings: Readings) -> Fit:
     cost = replace(cost, per_prompt_token_s=float(per_prompt_token_s))
     errors = cost.seconds(requests, kv_tokens, experts) / seconds - 1
     prompt_errors = (decode_s + per_prompt_token_s * tokens) / prompt_step_s - 1
-    return Fit(readings, cost, errors, prompt_errors)
+    return StepCostFit(readings, cost, errors, prompt_errors)
 
 
 def describe(setting: Setting, shape: Shape) -> str:

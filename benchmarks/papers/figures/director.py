@@ -20,7 +20,7 @@ from benchmarks.papers.figures.common import (
     each_seed,
     line_plot,
 )
-from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
+from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, ServedBatches
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.placement.director import director_placement
 from offline.placement.director_paper import director_paper_placement
@@ -34,7 +34,7 @@ def latency(options: Options) -> Rows:
     """Compare every placement rule on both clusters, 32 GPUs (Figs. 7 and 8)."""
     traces = _traces(options)
 
-    def run(case: tuple[Path, str], seed: int) -> dict[str, Served]:
+    def run(case: tuple[Path, str], seed: int) -> dict[str, ServedBatches]:
         return _policies(options, traces[case[0]], case[1], RANKS, seed)
 
     rows: Rows = []
@@ -47,7 +47,7 @@ def gpus(options: Options) -> Rows:
     """Compare the placement rules on 4 to 32 H200 (Fig. 9)."""
     traces = _traces(options)
 
-    def run(case: tuple[Path, int], seed: int) -> dict[str, Served]:
+    def run(case: tuple[Path, int], seed: int) -> dict[str, ServedBatches]:
         return _policies(options, traces[case[0]], "H200", case[1], seed)
 
     rows: Rows = []
@@ -164,7 +164,7 @@ def _case(
 
 def _policies(
     options: Options, trace: CalibrationTrace, name: str, ranks: int, seed: int
-) -> dict[str, Served]:
+) -> dict[str, ServedBatches]:
     _, layers, experts = trace.prefill_counts.shape
     cluster, batches, history = _case(options, trace, name, ranks, seed)
     offline = cluster.place(history)
@@ -183,7 +183,7 @@ def _policies(
     } | {rule: shifting.serve_adaptively(cluster, batches, offline, f) for rule, f in forecasts.items()}
 
 
-def _rows_of_case(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
+def _rows_of_case(label: dict[str, Any], runs: list[dict[str, ServedBatches]]) -> Rows:
     """Return a row per rule, compared with the offline placement of the same seed."""
     rows: Rows = []
     offline = np.concatenate([run["offline"].batch_ms for run in runs])

@@ -51,7 +51,7 @@ Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Fit:
+class ExpertStatistics:
     """Statistics of the experts in the requests that placements are fitted to."""
 
     affinity: NDArray[np.float64]  # [L, E, E]
@@ -59,7 +59,7 @@ class Fit:
     topology: Topology
 
     @classmethod
-    def on(cls, trace: CalibrationTrace, requests: Ints, topology: Topology) -> Fit:
+    def on(cls, trace: CalibrationTrace, requests: Ints, topology: Topology) -> ExpertStatistics:
         """Compute the statistics of these requests' decode steps."""
         routes, experts = trace.decode_routes(requests), trace.prefill_counts.shape[2]
         return cls(co_activation(routes, experts), expert_load(routes, experts), topology)
@@ -91,7 +91,7 @@ def strictness(options: Options) -> Rows:
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
         fit_on, held_out = _halves(trace, seed)
-        fit, batches = Fit.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
+        fit, batches = ExpertStatistics.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
         experts, ranks = fit.load.shape[1], topology.ranks
         flat = [spectral_groups(a, ranks) for a in fit.affinity]
         arms: list[tuple[str, str, Bools, Rule, float | None]] = []
@@ -129,7 +129,7 @@ def concentration(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
-        fit = Fit.on(trace, _halves(trace, seed)[0], topology)
+        fit = ExpertStatistics.on(trace, _halves(trace, seed)[0], topology)
         primary = fit.group_experts(knee_ratio(fit.affinity, topology))
         result: Rows = []
         for layer, (load, rank) in enumerate(zip(fit.load, primary, strict=True)):
@@ -241,9 +241,9 @@ def generalisation(options: Options) -> Rows:
         if len(domains) < 2:
             raise UserInputError(f"the trace of {trace.model} has one domain; a transfer needs two")
         parts = {domain: _halves(trace, seed, domain) for domain in domains}
-        fits = {domain: Fit.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
+        fits = {domain: ExpertStatistics.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
         together = np.concatenate([fit_on for fit_on, _ in parts.values()])
-        fits["mixture"] = Fit.on(trace, together, topology)
+        fits["mixture"] = ExpertStatistics.on(trace, together, topology)
         hosts_by_fit = {
             name: fit.replicate(fit.group_experts(knee_ratio(fit.affinity, topology)), None)
             for name, fit in fits.items()
@@ -279,7 +279,7 @@ def generalisation(options: Options) -> Rows:
     return _mean_over_seeds(options, rows)
 
 
-def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
+def _arms(fit: ExpertStatistics, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     """Return (name, hosts, rule, replicas per layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
     primary = fit.group_experts(knee_ratio(fit.affinity, topology))
@@ -304,7 +304,7 @@ def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
 
 
-def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
+def _local(fit: ExpertStatistics, hosts: Bools, seed: int) -> Rule:
     return local_rule(fit.load, hosts, fit.topology, seed=seed)
 
 
@@ -326,12 +326,12 @@ def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tu
 
 def _fit_each_topology(
     trace: CalibrationTrace, options: Options, seed: int
-) -> Iterator[tuple[Topology, Fit, Ints]]:
+) -> Iterator[tuple[Topology, ExpertStatistics, Ints]]:
     """Yield each topology with the statistics of one half of the requests and batches of the other."""
     fit_on, held_out = _halves(trace, seed)
     batches = _batches(trace, held_out, options, seed)
     for topology in TOPOLOGIES:
-        yield topology, Fit.on(trace, fit_on, topology), batches
+        yield topology, ExpertStatistics.on(trace, fit_on, topology), batches
 
 
 def _batches(trace: CalibrationTrace, requests: Ints, options: Options, seed: int) -> Ints:
