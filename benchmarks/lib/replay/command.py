@@ -23,7 +23,7 @@ from benchmarks.lib.replay.schedule import (
     widen_model,
 )
 from eldr_serve.errors import UserInputError
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from loadgen.journal import Journal
 from loadgen.plots import bars
 from loadgen.results import environment, publish
@@ -139,7 +139,7 @@ def replay_command(
         inputs["core_slowdown_p1_p50_p99"] = np.percentile(slowdown, [1, 50, 99]).tolist()
         (report or against(["round-robin"]))(Replayed(name, experiment, cases, inputs, seed, out))
         if steps_out is not None:
-            write_whole(steps_out, experiment.step_lines())
+            write_atomically(steps_out, experiment.step_lines())
         journal.remove()
 
     command.__name__ = name
