@@ -178,7 +178,7 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
         ranks=lambda: 2,
         take_steps=lambda rank: StepSums(steps=rank),
         prefix_cache=lambda: (32, 960),
-        take_prefix_changes=lambda *, whole: None,
+        take_prefix_changes=lambda *, full: None,
     )
     server: Any = SimpleNamespace(_router_name="r", _engine=engine, _channel=SimpleNamespace(in_flight=0))
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
