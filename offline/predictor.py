@@ -91,8 +91,8 @@ def fit_signature_predictor(
         tokenizer=trace.tokenizer,
         top_k=trace.top_k,
         mean=mean.reshape(shape).astype(np.float32),
-        tokens=tokens.astype(np.float32),
-        experts=directions.reshape(-1, *shape).astype(np.float32),
+        token_factors=tokens.astype(np.float32),
+        expert_factors=directions.reshape(-1, *shape).astype(np.float32),
         variance=_variance(noise, weights, squares).astype(np.float32),
         fingerprint=trace.fingerprint,
     )

@@ -126,8 +126,8 @@ def _random_predictor(rank: int, rng: np.random.Generator) -> SignaturePredictor
         tokenizer="t",
         top_k=TOP_K,
         mean=np.full((L, E), TOP_K / E, np.float32),
-        tokens=tokens,
-        experts=np.ascontiguousarray(directions, np.float32),
+        token_factors=tokens,
+        expert_factors=np.ascontiguousarray(directions, np.float32),
         variance=np.ones(VOCABULARY, np.float32),
     )
 

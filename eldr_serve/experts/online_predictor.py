@@ -29,16 +29,18 @@ class OnlinePredictor:
     baseline is better, the predictor is off, but continues to learn. Not thread-safe.
 
     Attributes:
-        predictor: current predictor; its `tokens`, `experts` and `variance` change in place.
-        on: whether `predict` returns predictions.
+        predictor: current predictor; its `token_factors`, `expert_factors` and `variance` change in place.
+        is_enabled: whether `predict` returns predictions.
         prompts: number of observed prompts.
         cosine: mean cosine of predicted and true deviations from the recent mean, of recent prompts.
     """
 
     def __init__(self, predictor: SignaturePredictor) -> None:
-        state = {name: getattr(predictor, name).copy() for name in ("tokens", "experts", "variance")}
+        state = {
+            name: getattr(predictor, name).copy() for name in ("token_factors", "expert_factors", "variance")
+        }
         self.predictor = replace(predictor, **state)
-        self.on, self.prompts, self.cosine = True, 0, 0.0
+        self.is_enabled, self.prompts, self.cosine = True, 0, 0.0
         self._recent = predictor.mean.copy()
         self._error = self._error_of_mean = 0.0  # squared, over recent prompts
 
@@ -50,11 +52,11 @@ class OnlinePredictor:
     @property
     def status(self) -> dict[str, Any]:
         """Return the accuracy as JSON-able values."""
-        return {"on": self.on, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
+        return {"on": self.is_enabled, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
 
     def predict(self, token_ids: ArrayLike) -> Floats | None:
         """Return the prediction of SignaturePredictor, float32[L, E]; None while the mean is better."""
-        return self.predictor.predict(token_ids) if self.on else None
+        return self.predictor.predict(token_ids) if self.is_enabled else None
 
     def observe(self, token_ids: ArrayLike, counts: ArrayLike) -> None:
         """Learn the true counts [L, E] of a prompt; an empty prompt is ignored.
@@ -82,28 +84,28 @@ class OnlinePredictor:
         self._error += share * (float(np.square(prediction - deviation).sum()) - self._error)
         self._error_of_mean += share * (float(np.square(deviation).sum()) - self._error_of_mean)
         self._recent += deviation / np.float32(_MEMORY)
-        on = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.on else _MARGIN)
-        if on != self.on:
-            self.on = on
+        is_enabled = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.is_enabled else _MARGIN)
+        if is_enabled != self.is_enabled:
+            self.is_enabled = is_enabled
             logger.warning(
                 "the signature predictor is %s: over recent prompts its gain over their mean is %.2f",
-                "on again" if on else "off",
+                "on again" if is_enabled else "off",
                 self.gain,
             )
 
     def _learn(self, ids: NDArray[np.int64], true: Floats, hidden: Floats) -> None:
-        tokens, variance = self.predictor.tokens, self.predictor.variance
-        directions = self.predictor.experts.reshape(tokens.shape[1], true.size)  # a view
+        token_factors, variance = self.predictor.token_factors, self.predictor.variance
+        directions = self.predictor.expert_factors.reshape(token_factors.shape[1], true.size)  # a view
         deviation: Floats = (true - self.predictor.mean).reshape(-1)
         target: Floats = directions @ deviation
-        seen, times = np.unique(ids[(ids >= 0) & (ids < len(tokens))], return_counts=True)
+        seen, times = np.unique(ids[(ids >= 0) & (ids < len(token_factors))], return_counts=True)
         shares = (times / len(ids)).astype(np.float32)
         covariance = variance[seen] * shares
         gain = covariance / (1 + covariance @ shares)
-        tokens[seen] += np.outer(gain, target - hidden)
+        token_factors[seen] += np.outer(gain, target - hidden)
         variance[seen] -= gain * covariance
         residual = deviation - target @ directions
-        _rotate(directions, shares @ tokens[seen], residual, float(deviation @ deviation))
+        _rotate(directions, shares @ token_factors[seen], residual, float(deviation @ deviation))
 
 
 def _rotate(directions: Floats, hidden: Floats, residual: Floats, scale: float) -> None:
