@@ -113,12 +113,12 @@ class OpenAIEndpoints:
 
         headers = request.state.id_headers | _placement_headers(lease)
         if fields.stream and context.record.handover_s is not None:
-            # A stream's headers leave with its first chunk; a whole answer's time would hold all its tokens.
+            # Only a stream's headers leave with its first chunk; otherwise the time would hold all tokens.
             headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
         if fields.stream:
             return _Streamed(first, run, headers, sending_tasks, record)
-        whole = b"".join([first, *[chunk async for chunk in run]])
-        return Response(whole, 200, headers, "application/json")
+        content = b"".join([first, *[chunk async for chunk in run]])
+        return Response(content, 200, headers, "application/json")
 
     async def forward(self, method: str, request: HTTPRequest) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""

@@ -75,7 +75,7 @@ def rolling(ray_cluster: str) -> Iterator[Rolling]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's whole answer, its engine, and when the request was sent."""
+    """A client's complete answer, its engine, and when the request was sent."""
 
     prompt: str
     text: str

@@ -91,7 +91,7 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
 def test_requests_are_placed_by_predictions_that_learn_from_measured_counts(
     whole: Service, untrained: SignaturePredictor
 ) -> None:
-    """Measured counts arrive both with streams and with whole answers."""
+    """Measured counts arrive both with streams and with complete answers."""
     assert swap(whole, untrained.to_bytes()).status_code == 200
     before = whole.status()["counters"]
     texts = [

@@ -1,7 +1,7 @@
 """One run of the whole application under load, while its processes are killed and stopped in turn.
 
 The application runs on a Ray cluster of its own with real engines. A constant number of clients stream, ask
-for whole answers and disconnect (`traffic`). `operations` injects the faults, and `record` has the events.
+for complete answers and disconnect (`traffic`). `operations` injects the faults, and `record` has the events.
 
 When the load has ended, the run waits until the application holds nothing more, asks the engines whether they
 still run requests, and compares the router's leases with those of its ingresses while a few streams run. What

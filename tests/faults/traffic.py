@@ -43,7 +43,7 @@ class Answer:
     error: str = ""
 
     def take(self, fields: dict[str, Any]) -> None:
-        """Add a chunk, or a whole answer."""
+        """Add a chunk, or a complete answer."""
         if "error" in fields:
             self.error = fields["error"]["message"]
             return
