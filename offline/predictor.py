@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.signature_predictor import SignaturePredictor
@@ -26,7 +27,6 @@ FOLDS = 5
 # covariance overrates prompts.
 _NOISE = 0.3
 _RARE = 1e-4  # share of a token below which its weight is constant
-Floats = NDArray[np.float64]
 
 
 def token_shares(prompts: Sequence[NDArray[Any]], vocabulary: int) -> csr_array:

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import CapturedRoutes, load_or_capture
@@ -34,6 +33,7 @@ from benchmarks.lib.ep.turns import (
     summary,
 )
 from benchmarks.lib.replay.schedule import widen_model
+from eldr_serve.arrays import Ints
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
@@ -44,7 +44,6 @@ from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
 from offline.placement.eplb import activation_placement
 
-Ints = NDArray[np.int64]
 BASE = ("shortest-queue", "linear")
 ARMS = (
     BASE,

@@ -11,16 +11,14 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.moves import parse_pair
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import Seconds
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Links(BaseModel):

@@ -38,7 +38,7 @@ from benchmarks.lib import options
 from benchmarks.lib.barrier.predicted import Prediction, fit_cost, fit_handover_s, predict
 from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies, request_body
 from benchmarks.lib.barrier.rows import BASE, policy_rows
-from benchmarks.lib.barrier.steps import FOLDER, Ints, read_steps
+from benchmarks.lib.barrier.steps import FOLDER, read_steps
 from benchmarks.lib.barrier.trial import ClosedLoop, Trial, timed_loop
 from benchmarks.lib.client import Send, closed_loop, errors, sender, session
 from benchmarks.lib.cluster import unwind_on_sigterm
@@ -46,6 +46,7 @@ from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.ep.turns import Minutes, measure_in_turns
 from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.replay.schedule import widen_model
+from eldr_serve.arrays import Ints
 from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.signature_predictor import Floats, SignaturePredictor
+from eldr_serve.experts.signature_predictor import Float32s, SignaturePredictor
 
 _MEMORY = 64  # time constant of the recent mean and of the accuracy, prompts
 _MIN_PROMPTS = 16  # number of prompts before the predictor may be switched off
@@ -54,7 +54,7 @@ class OnlinePredictor:
         """Return the accuracy as JSON-able values."""
         return {"on": self.is_enabled, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
 
-    def predict(self, token_ids: ArrayLike) -> Floats | None:
+    def predict(self, token_ids: ArrayLike) -> Float32s | None:
         """Return the prediction of SignaturePredictor, float32[L, E]; None while the mean is better."""
         return self.predictor.predict(token_ids) if self.is_enabled else None
 
@@ -74,7 +74,7 @@ class OnlinePredictor:
         self._evaluate(true, self.predictor.frequencies(hidden))
         self._learn(ids, true, hidden)
 
-    def _evaluate(self, true: Floats, predicted: Floats) -> None:
+    def _evaluate(self, true: Float32s, predicted: Float32s) -> None:
         self.prompts += 1
         share = 1 / min(self.prompts, _MEMORY)
         deviation, prediction = true - self._recent, predicted - self._recent
@@ -93,11 +93,11 @@ class OnlinePredictor:
                 self.gain,
             )
 
-    def _learn(self, ids: NDArray[np.int64], true: Floats, hidden: Floats) -> None:
+    def _learn(self, ids: NDArray[np.int64], true: Float32s, hidden: Float32s) -> None:
         token_factors, variance = self.predictor.token_factors, self.predictor.variance
         directions = self.predictor.expert_factors.reshape(token_factors.shape[1], true.size)  # a view
-        deviation: Floats = (true - self.predictor.mean).reshape(-1)
-        target: Floats = directions @ deviation
+        deviation: Float32s = (true - self.predictor.mean).reshape(-1)
+        target: Float32s = directions @ deviation
         seen, times = np.unique(ids[(ids >= 0) & (ids < len(token_factors))], return_counts=True)
         shares = (times / len(ids)).astype(np.float32)
         covariance = variance[seen] * shares
@@ -108,7 +108,7 @@ class OnlinePredictor:
         _rotate(directions, shares @ token_factors[seen], residual, float(deviation @ deviation))
 
 
-def _rotate(directions: Floats, hidden: Floats, residual: Floats, scale: float) -> None:
+def _rotate(directions: Float32s, hidden: Float32s, residual: Float32s, scale: float) -> None:
     """Rotate the direction along `hidden` towards the residual, in place.
 
     Args:

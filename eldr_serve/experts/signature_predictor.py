@@ -19,7 +19,7 @@ from pydantic import Field
 from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
 from eldr_serve.records import Record, build, require
 
-Floats = NDArray[np.float32]
+Float32s = NDArray[np.float32]
 _SUM_TOLERANCE = 1e-2
 _SKEW_TOLERANCE = 1e-2
 _MIN_FREQUENCY = 1e-6  # prevents rows of zeros
@@ -58,10 +58,10 @@ class SignaturePredictor(Artifact):
     model: str
     tokenizer: str
     top_k: int
-    mean: Floats
-    token_factors: Floats
-    expert_factors: Floats
-    variance: Floats
+    mean: Float32s
+    token_factors: Float32s
+    expert_factors: Float32s
+    variance: Float32s
     fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class SignaturePredictor(Artifact):
             f"the mean's rows are not shares that add up to {self.top_k} experts per token",
         )
 
-    def predict(self, token_ids: ArrayLike) -> Floats:
+    def predict(self, token_ids: ArrayLike) -> Float32s:
         """Return the expected counts of a prompt, float32[L, E]; like true counts, rows sum to top_k * n.
 
         Args:
@@ -104,21 +104,21 @@ class SignaturePredictor(Artifact):
         counts *= len(ids)
         return counts
 
-    def frequencies(self, hidden: Floats) -> Floats:
+    def frequencies(self, hidden: Float32s) -> Float32s:
         """Return frequencies float32[L, E]: mean plus `hidden`, clipped to [0, 1]; each row sums to top_k."""
         p = np.tensordot(hidden, self.expert_factors, axes=1)
         p += self.mean
         np.clip(p, _MIN_FREQUENCY, 1, out=p)
         p *= self.top_k / p.sum(axis=1, keepdims=True)
-        frequencies: Floats = p
+        frequencies: Float32s = p
         return frequencies
 
-    def hidden(self, token_ids: NDArray[np.int64]) -> Floats:
+    def hidden(self, token_ids: NDArray[np.int64]) -> Float32s:
         """Return the mean row of the tokens, float32[r]; ids outside the vocabulary have zeros."""
         in_vocabulary = token_ids[(token_ids >= 0) & (token_ids < len(self.token_factors))]
         rows = self.token_factors.take(in_vocabulary, axis=0)
         # A product with ones is five times as fast as `sum`.
-        total: Floats = np.ones(len(rows), np.float32) @ rows
+        total: Float32s = np.ones(len(rows), np.float32) @ rows
         total /= np.float32(max(len(token_ids), 1))
         return total
 

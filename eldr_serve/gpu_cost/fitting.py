@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost.readings import DecodeStep, Readings, Setting, Shape
 from eldr_serve.gpu_cost.routing import active_experts
@@ -17,8 +18,6 @@ from eldr_serve.scheduling.cost import non_negative_terms
 from eldr_serve.scheduling.cost_file import FittedCost
 
 _LEAST_DIFFERENCE = 0.05  # of the experts, between the two routings at some batch
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

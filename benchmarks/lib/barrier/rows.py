@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.lib.barrier.predicted import Prediction
 from benchmarks.lib.barrier.trial import Trial
+from eldr_serve.arrays import Floats
 from loadgen.statistics import Interval, Sample, interval, put_interval, relative_percent, resampled_counts
 
 BASE = "shortest-queue"
@@ -17,7 +17,6 @@ QUANTILES = (0.5, 0.99)
 MEASURES = ("spread", "imbalance")
 _BLOCKS = 20  # parts of a trial, the units of an interval if there are few rounds; steps alone would depend
 
-Floats = NDArray[np.float64]
 Values = tuple[float, Floats]  # a figure, and the same of each resample
 
 

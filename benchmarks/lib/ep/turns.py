@@ -14,13 +14,12 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from benchmarks.lib.ep.engine import Decoded
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 
-Ints = NDArray[np.int64]
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
 Engine = TypeVar("Engine")
 HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them

@@ -22,6 +22,7 @@ from benchmarks.papers.figures.common import (
     each_seed,
     line_plot,
 )
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
@@ -46,7 +47,6 @@ TOPOLOGIES = (Topology(ranks=4, nodes=2), Topology(ranks=8, nodes=2))
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 DOMAINS = ("code", "math", "medical", "legal")
 COPIES = (0, 1, 2, 4, 8, 16)
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 

@@ -14,10 +14,11 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from benchmarks.papers.figures.common import Options, PaperFigure, Rows, bar_plot, change_pct, steps
 from benchmarks.papers.replica_choice import route_even, route_optimal
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.metro import MetroPlan
@@ -26,7 +27,6 @@ from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.eplb import eplb_placement
 from offline.scenario import read_observed
 
-Ints = NDArray[np.int64]
 RANKS = 8
 RATIOS = (1.0, 1.125, 1.25, 1.5)
 BATCHES = 40  # drawn for each seed

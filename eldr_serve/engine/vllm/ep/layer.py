@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from eldr_serve.arrays import Ints
 from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.experts.parallel.replica_choice import ReplicaChoice, make_choice
 
-Ints = NDArray[np.int64]
 LOG_SIZE = 4096  # batches in the log; new ones replace the oldest
 # Columns of the log, one row per batch; all but the first count on this rank. A pair is (token, expert).
 # A token's home is its data-parallel rank. Without data parallelism, homes are equal blocks of the batch.
