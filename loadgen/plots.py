@@ -20,7 +20,7 @@ POLICY_COLOURS = {"marginal-cost": "C0", "locality-band": "C1", "balance-band": 
 _GREY = "0.65"
 
 
-class Change(NamedTuple):
+class FigureChange(NamedTuple):
     """The change of a figure under a policy, %: mean with interval, and each round."""
 
     policy: str
@@ -108,7 +108,7 @@ def lines(
         axes.legend(fontsize=7)
 
 
-def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
+def changes(panels: Sequence[tuple[str, str, Sequence[FigureChange]]]) -> Figure:
     """Return a plot with one panel per figure: a dot and interval per policy, a tick per round, a line at 0.
 
     Args:

@@ -21,7 +21,7 @@ _MIN_STEPS = 30
 
 
 @dataclass(frozen=True)
-class Prediction:
+class BarrierPrediction:
     """Simulated figures of the requests and steps of the measured period.
 
     Attributes:
@@ -72,7 +72,7 @@ def _timed_steps(steps: RankSteps) -> tuple[Ints, Ints, Floats]:
 
 def predict(
     make: Callable[[], Policy], lengths: Ints, load: ClosedLoop, cluster: Cluster, requests: int, seed: int
-) -> Prediction:
+) -> BarrierPrediction:
     """Simulate a trial.
 
     Args:
@@ -89,7 +89,7 @@ def predict(
         (times >= load.warm_up_s) & (times < load.warm_up_s + load.seconds)
         for times in (outcome.sample_s, outcome.last_s)
     )
-    return Prediction(
+    return BarrierPrediction(
         1e3 * outcome.tpot_s[ended],
         float(outcome.spread[sampled].mean()),
         float(outcome.imbalance[sampled].mean()),
