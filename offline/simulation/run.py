@@ -23,7 +23,7 @@ _SAMPLE_EVERY = 0.1  # s, between samples of imbalance; with a barrier every ste
 
 
 @dataclass(frozen=True)
-class Change:
+class OperatorChange:
     """A change that an operator makes while requests run.
 
     Attributes:
@@ -44,7 +44,7 @@ def simulate(
     *,
     experts: Experts | None = None,
     ranks: NDArray[np.integer] | None = None,
-    changes: Sequence[Change] = (),
+    changes: Sequence[OperatorChange] = (),
     in_flight: int | None = None,
     shadow: Policy | None = None,
     seed: int = 0,
@@ -85,7 +85,7 @@ class _Simulation:
         cluster: Cluster,
         experts: Experts | None,
         ranks: NDArray[np.integer] | None,
-        changes: Sequence[Change],
+        changes: Sequence[OperatorChange],
         in_flight: int | None,
         shadow: Policy | None,
         seed: int,

@@ -34,7 +34,7 @@ from eldr_serve.scheduling import StepCost
 from offline.scenario import Poisson, PolicyChoice, Scenario, ScenarioInputs, read_observed, routes_of
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
-from offline.simulation.run import Change, simulate
+from offline.simulation.run import OperatorChange, simulate
 
 TASKS = ("code", "math", "medical", "legal")
 RATES = (20, 40, 60, 80, 100)  # requests/s at 16 decode workers, as in the paper; else in proportion
@@ -108,7 +108,7 @@ def drift(options: Options) -> Rows:
             for domains, size in zip(mixes, (n // 2, n - n // 2), strict=True)
         ]
         inputs.requests = replace(inputs.requests, kind=np.concatenate(kinds))
-        changes = [Change(float(inputs.requests.arrival_s[n // 2]), table=second)]
+        changes = [OperatorChange(float(inputs.requests.arrival_s[n // 2]), table=second)]
         return _halves(_outcome(inputs, scenario, policy, seed, first, changes))
 
     rows = [{"case": case} | mean(runs) for case, runs in each_seed(options, CHANGED, run)]
@@ -126,7 +126,7 @@ def scaling(options: Options) -> Rows:
         scenario, inputs = _case(options, workload, most, 40 * 16 / most, seed)
         changed_s = float(inputs.requests.arrival_s[len(inputs.requests) // 2])
         refit = _table(trace, domains, after, seed) if case.endswith(", refit") else None
-        changes = [Change(0.0, workers=before), Change(changed_s, workers=after, table=refit)]
+        changes = [OperatorChange(0.0, workers=before), OperatorChange(changed_s, workers=after, table=refit)]
         return _halves(
             _outcome(inputs, scenario, policy, seed, _table(trace, domains, before, seed), changes)
         )
@@ -238,7 +238,7 @@ def _outcome(
     policy: str,
     seed: int,
     table: RoutingTable | None = None,
-    changes: Sequence[Change] = (),
+    changes: Sequence[OperatorChange] = (),
 ) -> Outcome:
     parameters = {"mix": inputs.mix} if policy == "domain" else {}
     router_policy = inputs.policy(PolicyChoice(name=policy, parameters=parameters), scenario.cluster)

@@ -20,7 +20,7 @@ from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
-from offline.simulation.run import Change, simulate
+from offline.simulation.run import OperatorChange, simulate
 from tests.support.fake_router import place
 from tests.support.shipped import ROOT
 from tests.support.tables import counts_for, request, unit_table
@@ -211,9 +211,9 @@ def simulate_policy(policy: str, parameters: dict[str, Any], seed: int) -> dict[
         cluster,
         experts=experts,
         changes=[
-            Change(9.0, workers=3),
-            Change(15.0, workers=4),
-            Change(20.0, table=unit_table(4, band=0.4)),
+            OperatorChange(9.0, workers=3),
+            OperatorChange(15.0, workers=4),
+            OperatorChange(20.0, table=unit_table(4, band=0.4)),
         ],
         seed=seed,
     )
