@@ -75,7 +75,7 @@ _SHIFT_NOTES = (
 
 
 @dataclass(frozen=True)
-class Arm:
+class PlacedArm:
     """A placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
 
     placement: Ints
@@ -243,7 +243,7 @@ def _decode_windows(
 
 def _arms(
     data: CapturedRoutes, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
-) -> dict[tuple[float, str], Arm]:
+) -> dict[tuple[float, str], PlacedArm]:
     """Return the arms by replication and name. `sizes` has the slots of each replication."""
     load = data.trace.decode_counts[fit].sum(axis=0)
     layers, experts = load.shape
@@ -262,7 +262,9 @@ def _arms(
             placements = {EVEN: eplb, "eplb, metro": eplb, "eplb, metro-paper": eplb}
             placements |= dict.fromkeys(("grace, metro", "grace, local", "grace, weighted"), grace)
         for name, rows in placements.items():
-            arms[ratio, name] = Arm(add_empty_slots(rows, max(sizes.values()), ranks), name.split(", ")[1])
+            arms[ratio, name] = PlacedArm(
+                add_empty_slots(rows, max(sizes.values()), ranks), name.split(", ")[1]
+            )
     return arms
 
 

@@ -370,10 +370,9 @@ class ReplayExperiment:
 
     def _arrivals(self, replay: _Replay) -> list[ReplayArrival]:
         requests, arrival_s = replay.case.requests.tolist(), replay.case.arrival_s.tolist()
+        tokens, output_tokens = self.data.tokens, self._output_tokens
         return [
-            ReplayArrival(
-                str(j), arrival_s[j], self.data.tokens[requests[j]], self._output_tokens, requests[j]
-            )
+            ReplayArrival(str(j), arrival_s[j], tokens[requests[j]], output_tokens, requests[j])
             for j in replay.jobs.tolist()
         ]
 

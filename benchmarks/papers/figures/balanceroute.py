@@ -51,7 +51,7 @@ BASELINES = ("random", "round-robin", "power-of-two", "shortest-queue", "least-t
 
 
 @dataclass(frozen=True)
-class Arm:
+class PolicyArm:
     """A policy and its name in the figures."""
 
     label: str
@@ -60,15 +60,18 @@ class Arm:
     oracle: bool = False
 
 
-def arms() -> list[Arm]:
+def arms() -> list[PolicyArm]:
     """Return the baselines, BR-0, and BR-H with each predictor."""
     slots = {"slots": SLOTS}
     horizon = "balance-route-horizon"
     return [
-        *(Arm(name, name, {}) for name in BASELINES),
-        Arm("balance-route", "balance-route", slots),
-        Arm(f"{horizon}, oracle", horizon, slots, oracle=True),
-        *(Arm(f"{horizon}, {p}", horizon, slots | {"predictor": p}) for p in ("survival", "prompt-keyed")),
+        *(PolicyArm(name, name, {}) for name in BASELINES),
+        PolicyArm("balance-route", "balance-route", slots),
+        PolicyArm(f"{horizon}, oracle", horizon, slots, oracle=True),
+        *(
+            PolicyArm(f"{horizon}, {p}", horizon, slots | {"predictor": p})
+            for p in ("survival", "prompt-keyed")
+        ),
     ]
 
 
@@ -119,10 +122,12 @@ def sensitivity(options: Options) -> Rows:
     """Vary alpha and gamma around (48, 0.9), with the oracle, at G = 16 and 144."""
     cross = [(a, 0.9) for a in (1, 24, 48, 96)] + [(48, g) for g in (0.5, 0.7, 1.0)]
     varied = [
-        Arm(f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True)
+        PolicyArm(
+            f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True
+        )
         for a, g in cross
     ]
-    return _compare(options, [16, 144], [Arm("shortest-queue", "shortest-queue", {}), *varied])
+    return _compare(options, [16, 144], [PolicyArm("shortest-queue", "shortest-queue", {}), *varied])
 
 
 def forms(options: Options) -> Rows:
@@ -135,10 +140,12 @@ def forms(options: Options) -> Rows:
         "as in the paper": {"new_requests_end": False, "lookahead": 10},
     }
     variants = [
-        Arm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
+        PolicyArm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
         for name, change in changes.items()
     ]
-    return _compare(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *variants])
+    return _compare(
+        options, [PAPER_WORKERS, 16], [PolicyArm("shortest-queue", "shortest-queue", {}), *variants]
+    )
 
 
 def panels(options: Options) -> Rows:
@@ -157,7 +164,7 @@ def panels(options: Options) -> Rows:
     return rows
 
 
-def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[Arm]) -> Rows:
+def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[PolicyArm]) -> Rows:
     traffics = {path: Traffic(path) for path in _traces(options)}
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
@@ -195,7 +202,7 @@ def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
     return rows
 
 
-def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
+def _policy(arm: PolicyArm, requests: Requests, traffic: Traffic) -> Policy:
     """Return the arm's policy. A learning predictor has been fitted to the past."""
     policy: Any = make_policy(arm.policy, **arm.parameters)
     if arm.oracle:
