@@ -118,19 +118,15 @@ def replay_command(
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)
-        experiment_args: dict[str, Any] = {
-            "requests": requests,
-            "output_tokens": output_tokens,
-            "device": device,
-        }
-        experiment_args |= {"intermediate": intermediate, "seed": seed, "fit_requests": fit_requests}
-        settings = experiment_args | {"benchmark": name, "arms": [*map(asdict, chosen)]}
+        arguments: dict[str, Any] = {"requests": requests, "output_tokens": output_tokens, "device": device}
+        arguments |= {"intermediate": intermediate, "seed": seed, "fit_requests": fit_requests}
+        settings = arguments | {"benchmark": name, "arms": [*map(asdict, chosen)]}
         settings |= {"loads": [*map(asdict, loads)], "prompts": str(prompts)}
         settings |= {"repeats": repeats, "engines": engines}
         journal = Journal(work / f"{name}.jsonl", settings | environment())
         with EnginePool(widen_model(intermediate, work), engines, device) as engine_pool:
             experiment = ReplayExperiment(
-                prompts, engine_pool=engine_pool, work=work, journal=journal, **experiment_args
+                prompts, engine_pool=engine_pool, work=work, journal=journal, **arguments
             )
             cases = experiment.compare(loads, chosen, repeats)
         slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
