@@ -36,7 +36,7 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 
 @dataclass(frozen=True)
-class Step:
+class BenchmarkStep:
     """One benchmark on a GPU."""
 
     letter: str  # short name
@@ -46,8 +46,8 @@ class Step:
     name: str  # of its files
 
 
-def _step(letter: str, name: str, command: str, seconds: float, limit_s: float) -> Step:
-    return Step(letter, ("-m", *f"benchmarks.{command}".split()), seconds, limit_s, f"gpu_{name}")
+def _step(letter: str, name: str, command: str, seconds: float, limit_s: float) -> BenchmarkStep:
+    return BenchmarkStep(letter, ("-m", *f"benchmarks.{command}".split()), seconds, limit_s, f"gpu_{name}")
 
 
 _REPLAY = (
@@ -98,13 +98,13 @@ def gpu(
         raise typer.Exit(1)
 
 
-def _plan_row(step: Step, out: Path) -> dict[str, Any]:
+def _plan_row(step: BenchmarkStep, out: Path) -> dict[str, Any]:
     state = "has a result" if (out / f"{step.name}.json").exists() else "to run"
     row = {"step": step.letter, "state": state, "seconds": step.seconds, "limit_s": step.limit_s}
     return row | {"command": " ".join(["python", *step.command])}
 
 
-def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str, Any]]:
+def run_steps(steps: Sequence[BenchmarkStep], out: Path, seconds: float) -> list[dict[str, Any]]:
     """Run the steps one after the other within `seconds`.
 
     Returns:
@@ -127,7 +127,7 @@ def run_steps(steps: Sequence[Step], out: Path, seconds: float) -> list[dict[str
     return rows
 
 
-def _run(step: Step, out: Path, limit_s: float) -> tuple[str, float]:
+def _run(step: BenchmarkStep, out: Path, limit_s: float) -> tuple[str, float]:
     """Run a step and all its processes to their end, and return its state and seconds."""
     result, log, start = out / f"{step.name}.json", out / f"{step.name}.log", time.monotonic()
     _say(f"{step.name}: started, at most {limit_s:.0f} s; log in {log}")

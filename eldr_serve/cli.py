@@ -213,13 +213,13 @@ def table(
     admin_key: AdminKey = None,
 ) -> None:
     """Show or save the live routing table, or swap in another one; requests in flight keep their workers."""
-    from eldr_serve.files import write_whole
+    from eldr_serve.files import write_atomically
 
     if file is not None and out is not None:
         raise UserInputError("give either a file to swap in or --out")
     client = _client(url, admin_key)
     if out is not None:
-        write_whole(out, client.table())
+        write_atomically(out, client.table())
         typer.echo(f"wrote {out}")
         return
     _print_json(client.status().get("table") if file is None else client.swap_table(file.read_bytes()))
@@ -235,10 +235,10 @@ def trace(
 
     The file holds the prompts' token ids, unless the deployment sets `keep_token_ids: false`.
     """
-    from eldr_serve.files import write_whole
+    from eldr_serve.files import write_atomically
 
     file = _client(url, admin_key).trace()
-    write_whole(out, file)
+    write_atomically(out, file)
     typer.echo(f"wrote {out}: {len(file) / 2**20:.1f} MiB")
 
 

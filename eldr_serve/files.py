@@ -17,13 +17,13 @@ def require_folders(*paths: Path | None) -> None:
             raise UserInputError(f"the folder {path.parent} does not exist")
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
+def write_atomically(path: Path, content: bytes | str) -> None:
     """Write to a temporary file beside `path`, then rename it; an OSError leaves the old file unchanged."""
     write_all({path: content})
 
 
 def write_all(contents: Mapping[Path, bytes | str]) -> None:
-    """Write several files as `write_whole`; none is renamed before all are on disk."""
+    """Write several files as `write_atomically`; none is renamed before all are on disk."""
     temporaries: dict[Path, str] = {}
     try:
         for path, content in contents.items():

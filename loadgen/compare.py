@@ -34,7 +34,7 @@ from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from loadgen.figures import describe_intervals, policy_rows, tpot_by_domain
 from loadgen.journal import Journal
 from loadgen.load import LATE_S, describe_run
@@ -293,7 +293,7 @@ def _publish(
         warm_up_s=load.warm_up_s,
         seconds=load.seconds,
     )
-    write_whole(out / "report.html", report)
+    write_atomically(out / "report.html", report)
     console.print(f"report: {out / 'report.html'}; figures: {out / 'compare.json'}")
     return not failures
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 
 _SETTINGS = "settings"  # key of the first line
 
@@ -65,7 +65,7 @@ class Journal:
         self._entries[key] = value
         if self._first_line:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, self._first_line)
+            write_atomically(self._path, self._first_line)
         with self._path.open("a") as file:
             # Each line begins with its line end, so that one that was cut off ends there.
             file.write("\n" + json.dumps([key, value]))

@@ -13,14 +13,14 @@ from matplotlib.figure import Figure
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 
 Rows = Sequence[dict[str, Any]]
 POLICY_COLOURS = {"marginal-cost": "C0", "locality-band": "C1", "balance-band": "C2"}
 _GREY = "0.65"
 
 
-class Change(NamedTuple):
+class FigureChange(NamedTuple):
     """The change of a figure under a policy, %: mean with interval, and each round."""
 
     policy: str
@@ -37,7 +37,7 @@ def policy_colour(policy: str) -> str:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure atomically, in the format of the path's suffix (PNG, SVG, PDF)."""
-    write_whole(path, render(figure, path.suffix.lstrip(".") or "png"))
+    write_atomically(path, render(figure, path.suffix.lstrip(".") or "png"))
 
 
 def render(figure: Figure, kind: str = "png", dpi: int = 90) -> bytes:
@@ -108,7 +108,7 @@ def lines(
         axes.legend(fontsize=7)
 
 
-def changes(panels: Sequence[tuple[str, str, Sequence[Change]]]) -> Figure:
+def changes(panels: Sequence[tuple[str, str, Sequence[FigureChange]]]) -> Figure:
     """Return a plot with one panel per figure: a dot and interval per policy, a tick per round, a line at 0.
 
     Args:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from eldr_serve.dashboard import style
 from loadgen.figures import changes_by_round, measured_records, step_figure_by_round
-from loadgen.plots import Change, changes, policy_colour, render
+from loadgen.plots import FigureChange, changes, policy_colour, render
 from loadgen.results import cell
 from loadgen.trial import Trial
 
@@ -82,7 +82,7 @@ def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: st
             value, *ends = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
             low, high = (math.nan if end is None else end for end in ends)
             each = changes_by_round(row["policy"], row[f"{key}_baseline"], trials, key)
-            by_policy.append(Change(row["policy"], value, low, high, each))
+            by_policy.append(FigureChange(row["policy"], value, low, high, each))
         against = next((row[f"{key}_baseline"] for row in rows if f"{key}_baseline" in row), "the baseline")
         panels.append((title[0].upper() + title[1:], f"change against {against}, %", by_policy))
     return changes(panels)

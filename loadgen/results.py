@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -83,7 +83,7 @@ def write_result(
 ) -> None:
     """Write rows with their environment and inputs, atomically."""
     result = {"name": name, **environment(), "seed": seed, "inputs": inputs, "rows": rows, "notes": notes}
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
 def time_calls(

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.arrays import Floats
+
 # scipy.stats is imported where it is used. Each process of the load generator imports this module for
 # LatencyObjective, and would take a second longer to start.
 CONFIDENCE = 0.95
 DRAWS = 2000
 ROUNDS_TO_RESAMPLE = 4  # fewer rounds say too little about differences between rounds
-
-Floats = NDArray[np.float64]
 
 
 class Interval(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from loadgen.text_files import numbered_lines
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -61,7 +61,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
         | ({} if p.max_tokens is None else {"max_tokens": p.max_tokens})
         for p in prompts
     )
-    write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def traffic_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:

@@ -14,7 +14,7 @@ from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import require_folders
 from eldr_serve.gpu_cost import kernel_times
-from eldr_serve.gpu_cost.fitting import Fit, fit
+from eldr_serve.gpu_cost.fitting import StepCostFit, fit
 from eldr_serve.gpu_cost.readings import Setting
 from loadgen.results import print_table
 
@@ -88,7 +88,7 @@ def _parse_numbers(option: str, words: str) -> list[int]:
     return numbers
 
 
-def _describe_terms(fitted: Fit) -> str:
+def _describe_terms(fitted: StepCostFit) -> str:
     """Return the terms that are not 0, in words."""
 
     def us(value: float) -> str:
@@ -101,7 +101,7 @@ def _describe_terms(fitted: Fit) -> str:
     return ", ".join(words)
 
 
-def _plot(fitted: Fit, path: Path) -> None:
+def _plot(fitted: StepCostFit, path: Path) -> None:
     from matplotlib.figure import Figure
 
     from loadgen.plots import save

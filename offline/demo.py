@@ -33,7 +33,7 @@ from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from loadgen import application
 from loadgen.figures import describe_intervals, policy_rows
 from loadgen.gpu_steps import add_gpu_steps
@@ -228,8 +228,8 @@ def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
             f"no routing table after {_STRETCHES} times {plan.table_load_s} s of load: {note}"
         )
     trace, table = plan.out / "trace.safetensors", plan.out / "table.safetensors"
-    write_whole(trace, service.trace())
-    write_whole(table, service.table())
+    write_atomically(trace, service.trace())
+    write_atomically(table, service.table())
     return trace, table
 
 
@@ -320,7 +320,7 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         lead=("What placement changes in the engines", placement_effects(rows, trials, plan.clock)),
         remarks=remarks,
     )
-    write_whole(report := plan.out / "report.html", content)
+    write_atomically(report := plan.out / "report.html", content)
     console.print(f"report: {report}; figures: {plan.out / 'demo.json'}", soft_wrap=True)
     if failures := sum(row["failures"] for row in rows):
         raise UserInputError(f"{failures} requests failed; see {plan.out}/locust.log")

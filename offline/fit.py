@@ -16,7 +16,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.clustering import STARTS
 from eldr_serve.experts.fitting.table import compare_transforms, fit_table
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS
-from eldr_serve.files import require_folders, write_whole
+from eldr_serve.files import require_folders, write_atomically
 from loadgen.plots import save, signature_space
 
 
@@ -39,7 +39,7 @@ def fit(
     table, quality = fit_table(loaded, workers, transform=transform, band=band, starts=starts, seed=seed)
     if report is not None:
         quality["transforms"] = compare_transforms(loaded, seed=seed)
-        write_whole(report, json.dumps(quality, indent=1) + "\n")
+        write_atomically(report, json.dumps(quality, indent=1) + "\n")
     if plot is not None:
         save(signature_space(loaded, table), plot)
     table.save(out)

@@ -13,7 +13,7 @@ import typer
 
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.files import require_folders, write_whole
+from eldr_serve.files import require_folders, write_atomically
 from loadgen.progress import progress_bar
 from offline.predictor import FOLDS, fit_signature_predictor
 
@@ -36,7 +36,7 @@ def fit_predictor(
             loaded, rank=rank, seed=seed, done=lambda: progress.advance(bar)
         )
     if report is not None:
-        write_whole(report, json.dumps(quality, indent=1) + "\n")
+        write_atomically(report, json.dumps(quality, indent=1) + "\n")
     predictor.save(out)
     typer.echo(
         f"{quality['prompts']} prompts, {quality['token_ids_seen']} of {quality['vocabulary']} token ids seen"

@@ -13,6 +13,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from eldr_serve.arrays import Ints
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -26,7 +27,7 @@ from offline.placement.cost import LayerCost
 from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
 from offline.placement.grace import slots_per_rank
 from offline.placement.locality import local_rule
-from offline.placement.methods import METHODS, Ints, Problem, Report
+from offline.placement.methods import METHODS, Problem, Report
 from offline.scenario import read_observed
 
 BATCHES = 64  # held-out decode steps that evaluate a placement

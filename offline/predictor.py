@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.signature_predictor import SignaturePredictor
@@ -26,7 +27,6 @@ FOLDS = 5
 # covariance overrates prompts.
 _NOISE = 0.3
 _RARE = 1e-4  # share of a token below which its weight is constant
-Floats = NDArray[np.float64]
 
 
 def token_shares(prompts: Sequence[NDArray[Any]], vocabulary: int) -> csr_array:
@@ -91,8 +91,8 @@ def fit_signature_predictor(
         tokenizer=trace.tokenizer,
         top_k=trace.top_k,
         mean=mean.reshape(shape).astype(np.float32),
-        tokens=tokens.astype(np.float32),
-        experts=directions.reshape(-1, *shape).astype(np.float32),
+        token_factors=tokens.astype(np.float32),
+        expert_factors=directions.reshape(-1, *shape).astype(np.float32),
         variance=_variance(noise, weights, squares).astype(np.float32),
         fingerprint=trace.fingerprint,
     )

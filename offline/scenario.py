@@ -140,7 +140,7 @@ class Scenario(ScenarioPart):
     objectives: Objectives | None = Field(default=None, description="adds goodput to the rows")
 
 
-class Work:
+class ScenarioInputs:
     """A scenario's requests and experts for one seed."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:

@@ -25,7 +25,7 @@ from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.progress import progress_bar
 from loadgen.results import publish
 from loadgen.statistics import LatencyObjective
-from offline.scenario import PolicyChoice, Scenario, Work, read_scenario, routes_of
+from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_scenario, routes_of
 from offline.simulation.calibration import fit_steps, from_status
 from offline.simulation.cluster import Cluster
 from offline.simulation.run import simulate as run_simulation
@@ -71,7 +71,7 @@ def simulate(
         return
     assert config is not None
     scenario = _apply_options(read_scenario(config), cost, trace, fit_trace, workers)
-    first = Work(scenario, scenario.seeds[0])
+    first = ScenarioInputs(scenario, scenario.seeds[0])
     if by_domain:
         first.require_domains()
     if dry_run:
@@ -90,12 +90,12 @@ def simulate(
 
 
 def simulate_all(
-    scenario: Scenario, first: Work, processes: int, *, by_domain: bool = False
+    scenario: Scenario, first: ScenarioInputs, processes: int, *, by_domain: bool = False
 ) -> list[dict[str, Any]]:
     """Simulate each policy and seed, seed by seed, show the progress, and return the rows.
 
     Args:
-        first: the work of the first seed.
+        first: the inputs of the first seed.
         by_domain: also return a row for each domain after the row of its run, whose domain is "all".
     """
     total = len(scenario.seeds) * len(scenario.policies) * len(first.requests)
@@ -107,11 +107,11 @@ def simulate_all(
             rows = _simulate_in_parallel(scenario, processes, by_domain, lambda runs: advance(total / runs))
         else:
             for number, seed in enumerate(scenario.seeds):
-                work = Work(scenario, seed) if number else first
+                inputs = ScenarioInputs(scenario, seed) if number else first
                 for choice in scenario.policies:
                     progress.update(bar, description=f"{choice.display_name}, seed {seed}")
                     rows.append(
-                        one_run(scenario, choice, seed, work, partial(progress.advance, bar), by_domain)
+                        one_run(scenario, choice, seed, inputs, partial(progress.advance, bar), by_domain)
                     )
     return [line for row in rows for line in _split_by_domain(row)]
 
@@ -130,24 +130,24 @@ def one_run(
     scenario: Scenario,
     choice: PolicyChoice,
     seed: int,
-    work: Work | None = None,
+    inputs: ScenarioInputs | None = None,
     on_finished: Callable[[int], None] = lambda n: None,
     by_domain: bool = False,
 ) -> dict[str, Any]:
     """Simulate one policy and seed, and return its row.
 
     Args:
-        work: the work of the seed, if it has been made already.
+        inputs: the inputs of the seed, if they have been made already.
         on_finished: callback with the number of requests that have finished since the last call.
         by_domain: add the rows of each domain to the row, as `domains`.
     """
-    work = work or Work(scenario, seed)
+    inputs = inputs or ScenarioInputs(scenario, seed)
     started = time.perf_counter()
     outcome = run_simulation(
-        work.requests,
-        work.policy(choice, scenario.cluster),
+        inputs.requests,
+        inputs.policy(choice, scenario.cluster),
         scenario.cluster,
-        experts=work.experts,
+        experts=inputs.experts,
         seed=seed,
         on_finished=on_finished,
     )
@@ -160,7 +160,7 @@ def one_run(
         "steps": len(outcome.batch),
         "simulated_steps_per_s": len(outcome.batch) / seconds,
     }
-    return row | ({"domains": outcome.by_domain(work.domains)} if by_domain else {})
+    return row | ({"domains": outcome.by_domain(inputs.domains)} if by_domain else {})
 
 
 def _apply_options(

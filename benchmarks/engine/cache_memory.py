@@ -33,7 +33,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """Sizes of a model. `kv_groups`: (layers, KV heads, head dimension) of vLLM's groups."""
 
     moe_layers: int
@@ -47,15 +47,15 @@ class Shape:
 
 # From the config.json of each model; a model folder is read instead of looked up.
 SHAPES = {
-    "Qwen/Qwen3-30B-A3B": Shape(48, 128, ((48, 4, 128),)),
-    "Qwen/Qwen3-235B-A22B": Shape(94, 128, ((94, 4, 128),)),
-    "openai/gpt-oss-120b": Shape(36, 128, ((18, 8, 64),) * 2),  # sliding; full
-    "./out/demo_model_4_heads": Shape(6, 64, ((6, 1, 64),)),
-    "google/gemma-4-26B-A4B-it": Shape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
+    "Qwen/Qwen3-30B-A3B": CacheShape(48, 128, ((48, 4, 128),)),
+    "Qwen/Qwen3-235B-A22B": CacheShape(94, 128, ((94, 4, 128),)),
+    "openai/gpt-oss-120b": CacheShape(36, 128, ((18, 8, 64),) * 2),  # sliding; full
+    "./out/demo_model_4_heads": CacheShape(6, 64, ((6, 1, 64),)),
+    "google/gemma-4-26B-A4B-it": CacheShape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
 }
 
 
-def shape_of(source: str) -> Shape:
+def shape_of(source: str) -> CacheShape:
     """Return the shape of a model by its folder or its id. Raise UserInputError if neither is known."""
     if source in SHAPES:
         return SHAPES[source]
@@ -65,14 +65,16 @@ def shape_of(source: str) -> Shape:
     config = json.loads(path.read_text())
     layers, heads, dim = (config[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
     moe_layers = layers - len(config.get("mlp_only_layers") or [])
-    return Shape(
+    return CacheShape(
         moe_layers,
         config["num_experts" if "num_experts" in config else "num_local_experts"],
         ((layers, heads, dim),),
     )
 
 
-def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float) -> dict[str, Any]:
+def compare(
+    shape: CacheShape, *, block_size: int, dtype_bytes: int, ranks: int, kv_gib: float
+) -> dict[str, Any]:
     """Return a row on both caches of a rank with `kv_gib` GiB of KV cache. The expert-count cache is real."""
     block_bytes = shape.kv_elements(ranks) * dtype_bytes * block_size
     num_blocks = max(1, int(kv_gib * 2**30 / block_bytes))
@@ -88,7 +90,7 @@ def compare(shape: Shape, *, block_size: int, dtype_bytes: int, ranks: int, kv_g
     }
 
 
-def smallest_block_size(shape: Shape, dtype_bytes: int, ranks: int) -> int:
+def smallest_block_size(shape: CacheShape, dtype_bytes: int, ranks: int) -> int:
     """Return the smallest block size (tokens) that meets the goal."""
     cells, kv_bytes = shape.moe_layers * shape.experts, shape.kv_elements(ranks) * dtype_bytes
     sizes = {width: math.ceil(100 * width * cells / (GOAL_PCT * kv_bytes)) for width in (1, 2, 4)}

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
@@ -40,6 +39,7 @@ from benchmarks.lib.ep.turns import (
     summary,
 )
 from benchmarks.lib.replay.schedule import widen_model
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
@@ -53,7 +53,6 @@ from offline.placement.eplb import eplb_placement
 from offline.placement.forecast import workload_by_rank
 from offline.placement.grace import grace_placement
 
-Ints = NDArray[np.int64]
 _CHOICE_NOTES = (
     "one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
     "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
@@ -76,7 +75,7 @@ _SHIFT_NOTES = (
 
 
 @dataclass(frozen=True)
-class Arm:
+class PlacedArm:
     """A placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
 
     placement: Ints
@@ -202,9 +201,7 @@ def ep_shift(
     journal.remove()
 
 
-def _eplb_start(
-    data: CapturedRoutes, fit: Ints, replication: float, ranks: int
-) -> tuple[NDArray[np.float64], int, Ints]:
+def _eplb_start(data: CapturedRoutes, fit: Ints, replication: float, ranks: int) -> tuple[Floats, int, Ints]:
     """Return the fitted load, the slots of a layer, and EPLB's placement for this load."""
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     slots = round(load.shape[1] * replication / ranks) * ranks
@@ -246,7 +243,7 @@ def _decode_windows(
 
 def _arms(
     data: CapturedRoutes, fit: Ints, sizes: dict[float, int], ranks: int, seed: int
-) -> dict[tuple[float, str], Arm]:
+) -> dict[tuple[float, str], PlacedArm]:
     """Return the arms by replication and name. `sizes` has the slots of each replication."""
     load = data.trace.decode_counts[fit].sum(axis=0)
     layers, experts = load.shape
@@ -265,7 +262,9 @@ def _arms(
             placements = {EVEN: eplb, "eplb, metro": eplb, "eplb, metro-paper": eplb}
             placements |= dict.fromkeys(("grace, metro", "grace, local", "grace, weighted"), grace)
         for name, rows in placements.items():
-            arms[ratio, name] = Arm(add_empty_slots(rows, max(sizes.values()), ranks), name.split(", ")[1])
+            arms[ratio, name] = PlacedArm(
+                add_empty_slots(rows, max(sizes.values()), ranks), name.split(", ")[1]
+            )
     return arms
 
 
@@ -276,7 +275,7 @@ def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:
     return np.pad(by_rank, ((0, 0), (0, 0), (0, empty)), constant_values=-1).reshape(len(placement), slots)
 
 
-Planned = tuple[Ints, NDArray[np.float64]] | None  # placement and load; None: nothing moves
+Planned = tuple[Ints, Floats] | None  # placement and load; None: nothing moves
 # From a window's requests, the present placement, and the routes of the previous window.
 Plan = Callable[[Ints, Ints, Ints | None], Planned]
 

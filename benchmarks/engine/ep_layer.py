@@ -17,13 +17,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, on_ranks
 from benchmarks.lib.ep.timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
 from benchmarks.lib.replay.schedule import widen_model
+from eldr_serve.arrays import Floats
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen.plots import lines
@@ -32,7 +32,6 @@ from loadgen.statistics import paired_change_percent
 from offline.placement.cost import LayerCost, LayerFit, LayerWork
 from offline.placement.eplb import eplb_placement
 
-Floats = NDArray[np.float64]
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))
 _MANY_RANKS, _MANY_BATCH = 8, 64  # ranks that are timed one by one, and tokens of a batch for all of them

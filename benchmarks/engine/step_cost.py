@@ -60,7 +60,7 @@ PACKAGE: dict[str, tuple[float, float, dict[int, float]]] = {
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One decode step: requests, active experts over all layers, and times in seconds."""
 
     requests: int
@@ -118,7 +118,7 @@ class ComposedEngine(ReplayEngine):
 
 def composed_steps(
     engine: ComposedEngine, prompts: list[list[int]], active: list[int], rounds: int, rng: np.random.Generator
-) -> list[Step]:
+) -> list[TimedStep]:
     """Run `rounds` steps of each number of active experts per layer, in random order, with all prompts."""
     order = [a for _ in range(rounds) for a in rng.permutation(active).tolist()]
     active_by_step = [active[-1]] * _WARM_UP + order
@@ -139,10 +139,10 @@ def composed_steps(
             raise RuntimeError(
                 f"a step should activate {prescribed} experts per layer, but activated {active_by_layer}"
             )
-    return [Step(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in timed_records]
+    return [TimedStep(batch, sum(r["active_by_layer"]), r["seconds"], r["took"]) for r in timed_records]
 
 
-def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
+def point_rows(steps: list[TimedStep], layers: int) -> list[dict[str, Any]]:
     """Return one row for each batch and number of active experts: medians with intervals in milliseconds."""
     rows = []
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
@@ -160,7 +160,7 @@ def point_rows(steps: list[Step], layers: int) -> list[dict[str, Any]]:
     return rows
 
 
-def fit_rows(steps: list[Step]) -> list[dict[str, Any]]:
+def fit_rows(steps: list[TimedStep]) -> list[dict[str, Any]]:
     """Return rows with the cost that the router fits to the steps of an engine, without KV tokens.
 
     A row has no cost if there are too few steps, or if their time does not grow with active experts.
@@ -238,7 +238,7 @@ def step_cost(
     kv_bytes = (sizes[-1] + 1) * longest * layers * KV_BYTES
     room: dict[str, Any] = {} if device == "cpu" else {"kv_cache_memory_bytes": kv_bytes}
     shape = {"layers": layers, "vocabulary": vocabulary, "hidden": hidden, "intermediate": intermediate}
-    steps: list[Step] = []
+    steps: list[TimedStep] = []
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), **shape)
         engine = ComposedEngine(

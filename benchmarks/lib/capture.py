@@ -31,7 +31,7 @@ from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.vllm.config import ONE_PROCESS
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from examples.demo_model import WEIGHTS
 from loadgen.workload import Prompt, balanced_sample, read_prompts
 from offline.calibrate import build_trace, prompt_tokens, trace_tokens
@@ -147,7 +147,7 @@ def capture(
         records += trace_tokens(engine, chosen[part], ids[part], sampling)
     trace.parent.mkdir(parents=True, exist_ok=True)
     build_trace("eldr-demo", records, _TOP_K, routes=True, vocabulary=tokenizer.get_vocab()).save(trace)
-    write_whole(tokens, json.dumps(ids))
+    write_atomically(tokens, json.dumps(ids))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractCont
     )
 
 
-class Comparison:
+class LiveComparison:
     """A comparison that is kept in a folder until `finish`.
 
     Raises:

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from eldr_serve.scheduling import Lease, Placer, Policy, State
+from eldr_serve.scheduling import Lease, LeaseState, Placer, Policy
 from loadgen.results import read_rows
 from offline.simulation.placement_requests import PlacementRequests
 from offline.simulation.requests import Experts, Requests
@@ -30,7 +30,7 @@ def placement_s(
     calls = min(_TIMED, len(requests) - in_flight)
     seconds = []
     for number in range(in_flight + calls):
-        lease = Lease(sent.make(number, ()), State.SENT)
+        lease = Lease(sent.make(number, ()), LeaseState.SENT)
         start = time.thread_time()
         placer.submit([lease])
         if number >= in_flight:

@@ -18,7 +18,7 @@ from PIL import Image
 from playwright.async_api import Browser, async_playwright
 
 from eldr_serve.commands.errors import run
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _REPORT_PX = 1500  # height: answers, figures and the first plots
@@ -38,7 +38,7 @@ def screenshots(
         pictures["report"] = asyncio.run(screenshot_of_report(report))
     out.mkdir(parents=True, exist_ok=True)
     for name, content in pictures.items():
-        write_whole(out / f"{name}.png", content)
+        write_atomically(out / f"{name}.png", content)
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from eldr_serve.scheduling.parameters import kind_of
 from eldr_serve.scheduling.policies.registry import policy_class
 from loadgen.results import RESULTS, read_rows
@@ -195,9 +195,9 @@ _KINDS = {"table": _table, "claims": _claims, "pages": _pages, "parameters": _pa
 def main() -> None:
     """Rewrite the pages."""
     for page in PAGES:
-        write_whole(page, fill_blocks(page.read_text()))
+        write_atomically(page, fill_blocks(page.read_text()))
     for name in filter(has_result, GPU_PAGES):
-        write_whole(TABLES / f"{name}.md", fill_blocks(_gpu_page(name)))
+        write_atomically(TABLES / f"{name}.md", fill_blocks(_gpu_page(name)))
 
 
 if __name__ == "__main__":

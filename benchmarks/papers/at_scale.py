@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.router_time import channel_s, placement_s
 from benchmarks.papers.figures.common import mean
-from benchmarks.papers.scaled_arrivals import BASE, Load, Study, load_of, scenario_of
+from benchmarks.papers.scaled_arrivals import BASE, Study, WorkerLoad, load_of, scenario_of
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy
@@ -55,7 +55,7 @@ from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
 from loadgen.statistics import LatencyObjective, paired_ratio_percent
-from offline.scenario import PolicyChoice, Scenario, Work, read_observed
+from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_observed
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
@@ -145,7 +145,7 @@ class Runs:
         self,
         study: Study,
         arrivals: Path,
-        load: Load,
+        load: WorkerLoad,
         size: Size,
         journal: Journal,
         *,
@@ -157,17 +157,17 @@ class Runs:
         self.load = load
         self._finished_only = finished_only
         self._on_requests, self._on_run = on_requests, on_run
-        self._last_work: tuple[int, Work] | None = None  # seed, and its requests and experts
+        self._last_inputs: tuple[int, ScenarioInputs] | None = None  # seed, and its requests and experts
 
     def placement_us(self, policy: str) -> float:
         """Return the CPU time of a placement by this policy among one router's workers, in microseconds."""
 
         def measure() -> float:
-            work, share = self._work(0), self.size.share
-            requests = divide_among_routers(work.requests, self.size.routers, 0)[0]
+            inputs, share = self._make_inputs(0), self.size.share
+            requests = divide_among_routers(inputs.requests, self.size.routers, 0)[0]
             in_flight = self._study.batch * share
             return 1e6 * placement_s(
-                self._policy(work, policy, share), requests, work.experts, share, in_flight
+                self._policy(inputs, policy, share), requests, inputs.experts, share, in_flight
             )
 
         return float(self._get_or_make(self._key(policy, "placement_us"), measure))
@@ -212,16 +212,16 @@ class Runs:
         return None if count is None else count * self.size.routers
 
     def _run(self, policy: str, seed: int, workers: int) -> dict[str, float]:
-        work, share = self._work(seed), workers // self.size.routers
-        parts = divide_among_routers(work.requests, self.size.routers, seed)[: self.size.simulated]
+        inputs, share = self._make_inputs(seed), workers // self.size.routers
+        parts = divide_among_routers(inputs.requests, self.size.routers, seed)[: self.size.simulated]
         cluster = self._scenario(1.0, share).cluster.model_copy(update={"router_s": self.router_s(policy)})
         started = time.thread_time()
         outcomes = [
             simulate(
                 requests,
-                self._policy(work, policy, share),
+                self._policy(inputs, policy, share),
                 cluster,
-                experts=work.experts,
+                experts=inputs.experts,
                 seed=seed,
                 on_finished=self._on_requests,
             )
@@ -231,16 +231,16 @@ class Runs:
         row["goodput_per_s"] *= self.size.routers / len(parts)
         return row | {"requests": sum(map(len, parts)), "run_s": time.thread_time() - started}
 
-    def _policy(self, work: Work, text: str, workers: int) -> Policy:
+    def _policy(self, inputs: ScenarioInputs, text: str, workers: int) -> Policy:
         name, parameters = options.policy("--policies", text)
         choice = PolicyChoice(name=name, parameters=parameters)
-        return work.policy(choice, self._scenario(1.0, workers).cluster)
+        return inputs.policy(choice, self._scenario(1.0, workers).cluster)
 
-    def _work(self, seed: int) -> Work:
-        if self._last_work is None or self._last_work[0] != seed:
+    def _make_inputs(self, seed: int) -> ScenarioInputs:
+        if self._last_inputs is None or self._last_inputs[0] != seed:
             rate = self.load.rate_per_s * self.size.workers
-            self._last_work = seed, Work(self._scenario(rate, self.size.workers), seed)
-        return self._last_work[1]
+            self._last_inputs = seed, ScenarioInputs(self._scenario(rate, self.size.workers), seed)
+        return self._last_inputs[1]
 
     def _scenario(self, rate_per_s: float, workers: int) -> Scenario:
         return scenario_of(self._study, self.arrivals, workers, rate_per_s)

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import CapturedRoutes, load_or_capture
@@ -34,17 +33,17 @@ from benchmarks.lib.ep.turns import (
     summary,
 )
 from benchmarks.lib.replay.schedule import widen_model
+from eldr_serve.arrays import Ints
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, StepCost, make_policy
+from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, StepCost, make_policy
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
 from offline.placement.eplb import activation_placement
 
-Ints = NDArray[np.int64]
 BASE = ("shortest-queue", "linear")
 ARMS = (
     BASE,
@@ -87,7 +86,7 @@ def ep_policies(
     journal = Journal(work / "ep_policies.jsonl", settings)
     experts = data.trace.decode_counts.shape[2]
     names = groups.split(",")
-    cases = {group: Case(data, group, workers, batch, rounds, ranks, seed) for group in names}
+    cases = {group: EpCase(data, group, workers, batch, rounds, ranks, seed) for group in names}
     keys = [(turn, group, *arm) for turn in range(rounds) for group in names for arm in ARMS]
 
     def measure(engine: EpEngine, key: tuple[int, str, str, str]) -> list[dict[str, Any]]:
@@ -116,7 +115,7 @@ def ep_policies(
     journal.remove()
 
 
-class Case:
+class EpCase:
     """A workload: each policy's assignment of requests, and placements fitted to the other half."""
 
     def __init__(
@@ -195,7 +194,7 @@ def place_requests(
             counts, tokens = data.trace.prefill_counts[number], int(data.trace.prompt_tokens[number])
             similarity = table.similarity(counts)
             request = PlacementRequest(f"{part}-{number}", counts, tokens, 64, similarity=similarity)
-            (lease,) = placer.submit([Lease(request, State.SENT, "benchmark")])
+            (lease,) = placer.submit([Lease(request, LeaseState.SENT, "benchmark")])
             running.append(lease.request_id)
             numbers[part][names.index(lease.worker)].append(number)
     first, second = ([np.array(of_worker, np.int64) for of_worker in part] for part in numbers)

@@ -11,16 +11,14 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.moves import parse_pair
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import Seconds
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Links(BaseModel):
@@ -35,7 +33,7 @@ class Links(BaseModel):
 
 
 @dataclass(frozen=True)
-class Move:
+class ScheduledMove:
     """A move of an expert between two slots of the placement (0 to P - 1). Times are idle time."""
 
     layer: int
@@ -52,7 +50,7 @@ class MigrationPlan:
     """A schedule of moves. Layers whose moves would not pay keep their placement."""
 
     placement: Ints  # [L, P], after the plan
-    moves: list[Move]  # ordered by start time, layer by layer
+    moves: list[ScheduledMove]  # ordered by start time, layer by layer
     ready_s: Floats  # [L], idle time from which a layer runs with its new placement; 0 if nothing moves
     windows_s: Floats  # [W], compute windows of a step, which repeat
     cost_s: float  # time on the critical path, all layers
@@ -126,7 +124,7 @@ class _Timetable:
         other._free = self._free.copy()  # noqa: SLF001 - of the same class
         return other
 
-    def layer_moves(self, layer: int, old: Ints, new: Ints) -> list[Move]:
+    def layer_moves(self, layer: int, old: Ints, new: Ints) -> list[ScheduledMove]:
         """Return a layer's moves: a slot is read before it is written, except for one move per cycle."""
         size = len(old) // len(self._node)
         sources = self._sources(layer, old, new, size)
@@ -158,7 +156,7 @@ class _Timetable:
                 self._free[2, staged // size] = max(times[r][1] for r in readers[staged])
                 staged = None
         moves = [
-            Move(
+            ScheduledMove(
                 layer,
                 int(new[slot]),
                 sources[slot],

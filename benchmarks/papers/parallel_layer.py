@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from benchmarks.papers.replica_choice import route_even
+from eldr_serve.arrays import Ints
 
-Ints = NDArray[np.int64]
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]
 Products = Callable[[Tensor, Tensor], Tensor]  # rows [n, H], slot int64[n] of each -> outputs [n, H]
 Routing = Callable[[Ints, Ints], Ints]  # experts int[T, k], home rank int[T] -> serving rank int[T, k]

@@ -10,9 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
+from eldr_serve.arrays import Ints
 from eldr_serve.experts.parallel.metro import parse_batch
-
-Ints = NDArray[np.int64]
 
 
 def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:

@@ -24,7 +24,7 @@ from benchmarks.papers.figures import (
     together,
     whole,
 )
-from benchmarks.papers.figures.common import Figure, Options
+from benchmarks.papers.figures.common import Options, PaperFigure
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost_file import FittedCost
@@ -92,7 +92,7 @@ def reproduce(
         chosen_figure.plot(rows, path.with_suffix(".png"))
 
 
-def _figures(paper: str) -> dict[str, Figure]:
+def _figures(paper: str) -> dict[str, PaperFigure]:
     if paper not in PAPERS:
         raise UserInputError(f"unknown paper {paper!r}; choose from {', '.join(PAPERS)}")
     return PAPERS[paper]

@@ -11,7 +11,7 @@ from benchmarks.lib.active_experts import active_experts
 from eldr_serve.scheduling import StepCost
 from loadgen.statistics import LatencyObjective
 from loadgen.traces import read_trace
-from offline.scenario import PolicyChoice, Scenario, Trace, Work, routes_of
+from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, Trace, routes_of
 from offline.simulation.cluster import Cluster, Decode
 
 BASE = "shortest-queue"
@@ -41,7 +41,7 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Load:
+class WorkerLoad:
     """The load of one worker, and its latency objective.
 
     Attributes:
@@ -54,18 +54,20 @@ class Load:
     objective: LatencyObjective
 
 
-def load_of(study: Study, arrivals: Path) -> Load:
+def load_of(study: Study, arrivals: Path) -> WorkerLoad:
     """Return the load at which a worker runs the wanted batch of random routes, by Little's law."""
-    work = Work(scenario_of(study, arrivals, 16, 100.0), seed=0)  # kinds and experts are those of any load
-    assert work.experts is not None
+    inputs = ScenarioInputs(
+        scenario_of(study, arrivals, 16, 100.0), seed=0
+    )  # kinds and experts are those of any load
+    assert inputs.experts is not None
     records = read_trace(arrivals)
     prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records]).T
     context = float(np.average(prompt + output / 2, weights=output))  # mean context of a running request
-    kinds, rng = np.unique(work.requests.kind), np.random.default_rng(0)
-    active = active_experts(work.experts, kinds, study.batch, rng)
+    kinds, rng = np.unique(inputs.requests.kind), np.random.default_rng(0)
+    active = active_experts(inputs.experts, kinds, study.batch, rng)
     step_s = float(study.cost.seconds(study.batch, study.batch * context, active))
     rate = study.batch / (float(output.mean()) * step_s)
-    return Load(rate, 1e3 * step_s, LatencyObjective(study.ttft_ms, 1e3 * study.slack * step_s))
+    return WorkerLoad(rate, 1e3 * step_s, LatencyObjective(study.ttft_ms, 1e3 * study.slack * step_s))
 
 
 def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:

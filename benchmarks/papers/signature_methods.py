@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from benchmarks.papers.token_routes import is_of_the_demo_model, token_embeddings, token_frequencies
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.predictor import (
     choose_penalty,
@@ -20,8 +20,6 @@ from offline.predictor import (
     token_shares,
     token_weights,
 )
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Prompts:
         """Read the prompts of a trace. Raise ValueError if it has no token ids."""
         return cls(trace, token_shares(trace.prompts, trace.vocabulary), expert_frequencies(trace))
 
-    def __getitem__(self, index: NDArray[np.int64]) -> Prompts:
+    def __getitem__(self, index: Ints) -> Prompts:
         return Prompts(self.trace.subset(index), self.shares[index], self.frequencies[index])
 
 

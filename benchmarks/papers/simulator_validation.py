@@ -26,7 +26,7 @@ from scipy.stats import spearmanr
 from benchmarks.engine.replays import POLICIES
 from benchmarks.lib.replay.command import Replayed, replay_command
 from benchmarks.lib.replay.rows import LAYERS
-from benchmarks.lib.replay.schedule import Bench, Case
+from benchmarks.lib.replay.schedule import ReplayCase, ReplayExperiment
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import StepSums
@@ -36,8 +36,8 @@ from loadgen.results import publish
 
 def report(run: Replayed) -> None:
     """Report simulated and measured TPOT of every policy, with error, correlation, ranking and regret."""
-    cases = [_with_cost_of_the_others(run.bench, case) for case in run.cases]
-    rows = [row for case in cases for row in policy_rows(case, run.bench.regret(case))]
+    cases = [_with_cost_of_the_others(run.experiment, case) for case in run.cases]
+    rows = [row for case in cases for row in policy_rows(case, run.experiment.regret(case))]
     path = publish(
         run.name,
         rows,
@@ -51,7 +51,7 @@ def report(run: Replayed) -> None:
     _draw(cases, path.with_suffix(".png"))
 
 
-def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
+def _with_cost_of_the_others(experiment: ReplayExperiment, case: ReplayCase) -> ReplayCase:
     """Simulate the same placements with step costs fitted without the policy's own steps."""
     sums = {
         label: StepSums.from_steps(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
@@ -64,11 +64,11 @@ def _with_cost_of_the_others(bench: Bench, case: Case) -> Case:
         ).fit()
         if cost is None:
             raise UserInputError("too few steps to fit a cost; raise --per-worker or --output-tokens")
-        outcomes[label] = bench.simulate_again(case, label, cost)
+        outcomes[label] = experiment.simulate_again(case, label, cost)
     return replace(case, outcomes=outcomes)
 
 
-def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
+def policy_rows(case: ReplayCase, regret: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
     """Return one row per policy."""
     rows = []
     for label, measured in case.tpot_s.items():
@@ -91,7 +91,7 @@ def policy_rows(case: Case, regret: dict[str, NDArray[np.float64]]) -> list[dict
     return rows
 
 
-def _ranking(case: Case) -> str:
+def _ranking(case: ReplayCase) -> str:
     """Describe how alike the policies are ranked. Medians that differ by less than 2 % are not ranked."""
     labels = list(case.tpot_s)
     real = np.array([np.median(case.tpot_s[label]) for label in labels])
@@ -108,7 +108,7 @@ def _ranking(case: Case) -> str:
     )
 
 
-def _draw(cases: Sequence[Case], path: Path) -> None:
+def _draw(cases: Sequence[ReplayCase], path: Path) -> None:
     figure = Figure(figsize=(5 * len(cases), 5), layout="constrained")
     for axes, case in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
         for label, measured in case.tpot_s.items():

@@ -163,7 +163,7 @@ def _of_whole(text: str) -> list[Point]:
     inputs = whole.Inputs.read(files[0], files[1], whole.OUR_COST)
 
     def prepare(name: str, seed: int) -> Callable[[Policy], Figures]:
-        return whole.Case(inputs, name, workers, None, seed).outcome
+        return whole.WholeCase(inputs, name, workers, None, seed).outcome
 
     return [
         Point(

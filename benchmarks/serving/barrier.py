@@ -36,17 +36,18 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.barrier.predicted import Prediction, fit_cost, fit_handover_s, predict
+from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
 from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies, request_body
 from benchmarks.lib.barrier.rows import BASE, policy_rows
-from benchmarks.lib.barrier.steps import FOLDER, Ints, read_steps
-from benchmarks.lib.barrier.trial import ClosedLoop, Trial, timed_loop
+from benchmarks.lib.barrier.steps import FOLDER, read_steps
+from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
 from benchmarks.lib.client import Send, closed_loop, errors, sender, session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.ep.turns import Minutes, measure_in_turns
 from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.replay.schedule import widen_model
+from eldr_serve.arrays import Ints
 from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
@@ -137,7 +138,7 @@ def _measure(
     bodies = request_bodies(part_of_round(lengths[trace], number, rounds), stems, 1000 * seed + number)
     seconds = load.warm_up_s + load.seconds
     loop = timed_loop(sender(service.url), bodies, in_flight=load.in_flight, seconds=seconds)
-    trial = Trial.of(load, *asyncio.run(loop), read_steps(folder, ranks))
+    trial = BarrierTrial.of(load, *asyncio.run(loop), read_steps(folder, ranks))
     spread, p99 = trial.steps.spread.mean(), np.nanquantile(trial.tpot_ms, 0.99)
     typer.echo(f"{trace}, round {number + 1}, {policy}: spread {spread:.0f}, TPOT p99 {p99:.1f} ms", err=True)
     return trial.to_json()
@@ -145,10 +146,10 @@ def _measure(
 
 def trials_of(
     trace: str, policies: list[str], rounds: int, measured: dict[Key, Any]
-) -> dict[str, list[Trial]]:
+) -> dict[str, list[BarrierTrial]]:
     """Return the trials of a trace by policy, round by round."""
     return {
-        policy: [Trial.from_json(measured[trace, number, policy]) for number in range(rounds)]
+        policy: [BarrierTrial.from_json(measured[trace, number, policy]) for number in range(rounds)]
         for policy in policies
     }
 
@@ -158,8 +159,8 @@ def _has_queue(policy: Policy) -> bool:
 
 
 def predictions_of(
-    trials: dict[str, list[Trial]], lengths: Ints, load: ClosedLoop, seed: int
-) -> dict[str, list[Prediction]]:
+    trials: dict[str, list[BarrierTrial]], lengths: Ints, load: ClosedLoop, seed: int
+) -> dict[str, list[BarrierPrediction]]:
     """Return the predictions of a trace's trials by policy.
 
     The cost of a step is fitted to the other policies' trials, the hand-over to all with a decode queue.

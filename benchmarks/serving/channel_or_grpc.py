@@ -73,7 +73,7 @@ _WITH_INTERVAL = (
 
 
 @dataclass(frozen=True)
-class Load:
+class ChannelLoad:
     """Streams, pace (tokens/s of all streams), durations (s) and number of cancelled streams of a trial."""
 
     streams: tuple[int, ...]
@@ -189,7 +189,7 @@ async def _cancel(
     return {"cancel_p50_ms": float(np.median(ms)), "cancel_p99_ms": float(np.percentile(ms, 99))}
 
 
-async def trial(way: str, port: int, load: Load, seed: int) -> list[dict[str, Any]]:
+async def trial(way: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
     """Return one row for each number of streams."""
     rng, rows, first = random.Random(seed), [], 0
     async with connected(way, port) as link:
@@ -225,14 +225,14 @@ def _run_server(way: str) -> Iterator[int]:
         process.join()
 
 
-def measure(way: str, load: Load, seed: int) -> list[dict[str, Any]]:
+def measure(way: str, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
     """Return one row for each number of streams of a way, with new processes."""
     context = multiprocessing.get_context("spawn")
     with _run_server(way) as port, ProcessPoolExecutor(1, mp_context=context) as client:
         return client.submit(_client, way, port, load, seed).result()
 
 
-def _client(way: str, port: int, load: Load, seed: int) -> list[dict[str, Any]]:
+def _client(way: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = run_loop(trial(way, port, load, seed))
     return rows
 
@@ -265,7 +265,7 @@ def channel_or_grpc(
         raise UserInputError(f"--ways names {min(unknown)!r}; choose from {', '.join(WAYS)}")
     if "channel" not in way_names:
         raise UserInputError(f"--ways is {ways!r}; it must include channel, the base of the comparison")
-    load = Load(tuple(options.numbers("--streams", streams)), pace, seconds, peak_seconds, cancels)
+    load = ChannelLoad(tuple(options.numbers("--streams", streams)), pace, seconds, peak_seconds, cancels)
     rng, rows = random.Random(seed), []
     for number in range(rounds):
         round_rows = []

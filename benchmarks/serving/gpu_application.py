@@ -20,7 +20,7 @@ from benchmarks.lib import options
 from benchmarks.lib.engines import check_device
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from loadgen.results import RESULTS
 
 _SHORT = ("--rounds", "2", "--seconds", "4", "--warm-up-seconds", "1", "--first-table", "60")
@@ -44,7 +44,7 @@ def gpu_application(
     )
     if done.returncode:
         raise UserInputError(f"the demo ended with status {done.returncode}; its output is in {folder}")
-    write_whole(result, (folder / "demo.json").read_text())
+    write_atomically(result, (folder / "demo.json").read_text())
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from benchmarks.lib import options
 from benchmarks.lib.capture import groups_of, load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import (
-    Comparison,
+    LiveComparison,
     decode_replicas_of,
     length_options,
     select_prompts,
@@ -77,7 +77,7 @@ def live(
     about |= {"intermediate": intermediate, "stream_interval": stream_interval}
     about["max_prompt_tokens"] = max_prompt_tokens
     settings = load | about | {"prompts": prompts.resolve()}
-    comparisons = {group: Comparison(work / f"live_{group}", settings) for group in groups_of(groups)}
+    comparisons = {group: LiveComparison(work / f"live_{group}", settings) for group in groups_of(groups)}
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     fit_in = select_prompts(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval)

@@ -28,7 +28,7 @@ from benchmarks.lib.synthetic import TOP_K, E, L
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.scheduling import Lease, PlacementRequest, Placer, State, make_policy, prompt_blocks
+from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, make_policy, prompt_blocks
 from loadgen.results import p50_p99_us, publish, time_calls
 
 VOCABULARY = 151_936
@@ -89,7 +89,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         ids = prompts[number % _PROMPTS]
         counts = online.predict(ids)
         running_request = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
-        lease = Lease(running_request, State.LEASED, worker=f"w{number % workers}")
+        lease = Lease(running_request, LeaseState.LEASED, worker=f"w{number % workers}")
         placer.hold(lease)
         if number < _PROMPTS:
             placer.prefixes.record_prompt(lease.worker, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
@@ -104,7 +104,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         blocks = prompt_blocks(ids, BLOCK_TOKENS)
         hashed_s = perf_counter()
         request = PlacementRequest("r", counts, tokens, 64, predicted=True, blocks=blocks)
-        placer.submit([Lease(request, State.SENT)])
+        placer.submit([Lease(request, LeaseState.SENT)])
         marks.append((start_s, predicted_s, hashed_s, perf_counter()))
         placer.finish("r")
     seconds_of_parts = np.diff(np.array(marks[warm_up:]), axis=1)
@@ -126,8 +126,8 @@ def _random_predictor(rank: int, rng: np.random.Generator) -> SignaturePredictor
         tokenizer="t",
         top_k=TOP_K,
         mean=np.full((L, E), TOP_K / E, np.float32),
-        tokens=tokens,
-        experts=np.ascontiguousarray(directions, np.float32),
+        token_factors=tokens,
+        expert_factors=np.ascontiguousarray(directions, np.float32),
         variance=np.ones(VOCABULARY, np.float32),
     )
 

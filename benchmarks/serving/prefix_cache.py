@@ -18,7 +18,7 @@ from benchmarks.lib import options
 from benchmarks.lib.capture import load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import (
-    Comparison,
+    LiveComparison,
     decode_replicas_of,
     length_options,
     select_prompts,
@@ -64,7 +64,7 @@ def prefix_cache(
     about |= {"deployment": deployment.stem, "intermediate": intermediate, "stream_interval": stream_interval}
     about |= {"max_prompt_tokens": max_prompt_tokens}
     settings = load | about | {"prompts": prompts.resolve()}
-    comparisons = {state: Comparison(work / f"prefix_cache_{state}", settings) for state in ("on", "off")}
+    comparisons = {state: LiveComparison(work / f"prefix_cache_{state}", settings) for state in ("on", "off")}
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     fit, rest = data.split("all", 0.4, seed)
     held_out = select_prompts(prompts, [data.trace.ids[i] for i in rest], max_prompt_tokens)

@@ -162,7 +162,7 @@ Trace = Annotated[Path | None, typer.Option(help="Mooncake trace with prefix blo
 
 
 @dataclass(frozen=True)
-class Settings:
+class ComparisonSettings:
     """The options of the command."""
 
     prompts: options.Prompts = options.PROMPTS
@@ -208,7 +208,7 @@ class Settings:
 
 
 @options.command_of_settings
-def whole_replicas(settings: Settings) -> None:
+def whole_replicas(settings: ComparisonSettings) -> None:
     """Compare policies of whole replicas with each other and with vllm-router's, live."""
     unwind_on_sigterm()
     allow_open_files(8192)
@@ -219,7 +219,7 @@ def whole_replicas(settings: Settings) -> None:
     _publish(trials, clock, systems, workloads, settings)
 
 
-def _prepare(settings: Settings, systems: list[str]) -> _Comparison:
+def _prepare(settings: ComparisonSettings, systems: list[str]) -> _Comparison:
     """Read the inputs, fit the predictor and widen the model. Raise UserInputError for unusable inputs."""
     records = read_trace(settings.trace) if settings.trace else []
     if not all(record.hash_ids for record in records):
@@ -260,7 +260,7 @@ class _Comparison:
         records: requests of the Mooncake trace; empty without one.
     """
 
-    settings: Settings
+    settings: ComparisonSettings
     engines: Engines
     policies: dict[str, list[str]]
     prompts: list[Prompt]
@@ -359,7 +359,7 @@ def _publish(
     clock: NormalisedTime,
     systems: list[str],
     workloads: list[str],
-    settings: Settings,
+    settings: ComparisonSettings,
 ) -> None:
     """Publish the rows by wall clock and at the cores' mean speed."""
     normalised = at_mean_speed(trials, clock)

@@ -72,7 +72,7 @@ class InProcess:
         """Return 0: unknown."""
         return 0
 
-    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+    def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
         """Return None: the blocks are not reported."""
         return None
 

@@ -187,13 +187,13 @@ class Engine(Protocol):
             rank: a data-parallel rank; None: the one with the largest share.
         """
 
-    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+    def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
         """Return the changes of the prefix cache since the last call; None if there are none.
 
         The changes include the blocks of answers. An engine that does not report blocks returns None.
 
         Args:
-            whole: return all blocks that are cached instead.
+            full: return all blocks that are cached instead.
         """
 
     def take_steps(self, rank: int = 0) -> StepSums:

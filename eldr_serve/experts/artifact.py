@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from eldr_serve.records import ArtifactError, R, Record, parse_record, read_file
 
 _RECORD = "eldr"
@@ -38,7 +38,7 @@ class Artifact(ABC):
 
     def save(self, path: Path | str) -> None:
         """Write the file atomically."""
-        write_whole(Path(path), self.to_bytes())
+        write_atomically(Path(path), self.to_bytes())
 
     @classmethod
     def load(cls, path: Path | str) -> Self:

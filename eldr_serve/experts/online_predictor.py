@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_serve.experts.signature_predictor import Floats, SignaturePredictor
+from eldr_serve.experts.signature_predictor import Float32s, SignaturePredictor
 
 _MEMORY = 64  # time constant of the recent mean and of the accuracy, prompts
 _MIN_PROMPTS = 16  # number of prompts before the predictor may be switched off
@@ -29,16 +29,18 @@ class OnlinePredictor:
     baseline is better, the predictor is off, but continues to learn. Not thread-safe.
 
     Attributes:
-        predictor: current predictor; its `tokens`, `experts` and `variance` change in place.
-        on: whether `predict` returns predictions.
+        predictor: current predictor; its `token_factors`, `expert_factors` and `variance` change in place.
+        is_enabled: whether `predict` returns predictions.
         prompts: number of observed prompts.
         cosine: mean cosine of predicted and true deviations from the recent mean, of recent prompts.
     """
 
     def __init__(self, predictor: SignaturePredictor) -> None:
-        state = {name: getattr(predictor, name).copy() for name in ("tokens", "experts", "variance")}
+        state = {
+            name: getattr(predictor, name).copy() for name in ("token_factors", "expert_factors", "variance")
+        }
         self.predictor = replace(predictor, **state)
-        self.on, self.prompts, self.cosine = True, 0, 0.0
+        self.is_enabled, self.prompts, self.cosine = True, 0, 0.0
         self._recent = predictor.mean.copy()
         self._error = self._error_of_mean = 0.0  # squared, over recent prompts
 
@@ -50,11 +52,11 @@ class OnlinePredictor:
     @property
     def status(self) -> dict[str, Any]:
         """Return the accuracy as JSON-able values."""
-        return {"on": self.on, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
+        return {"on": self.is_enabled, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
 
-    def predict(self, token_ids: ArrayLike) -> Floats | None:
+    def predict(self, token_ids: ArrayLike) -> Float32s | None:
         """Return the prediction of SignaturePredictor, float32[L, E]; None while the mean is better."""
-        return self.predictor.predict(token_ids) if self.on else None
+        return self.predictor.predict(token_ids) if self.is_enabled else None
 
     def observe(self, token_ids: ArrayLike, counts: ArrayLike) -> None:
         """Learn the true counts [L, E] of a prompt; an empty prompt is ignored.
@@ -72,7 +74,7 @@ class OnlinePredictor:
         self._evaluate(true, self.predictor.frequencies(hidden))
         self._learn(ids, true, hidden)
 
-    def _evaluate(self, true: Floats, predicted: Floats) -> None:
+    def _evaluate(self, true: Float32s, predicted: Float32s) -> None:
         self.prompts += 1
         share = 1 / min(self.prompts, _MEMORY)
         deviation, prediction = true - self._recent, predicted - self._recent
@@ -82,31 +84,31 @@ class OnlinePredictor:
         self._error += share * (float(np.square(prediction - deviation).sum()) - self._error)
         self._error_of_mean += share * (float(np.square(deviation).sum()) - self._error_of_mean)
         self._recent += deviation / np.float32(_MEMORY)
-        on = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.on else _MARGIN)
-        if on != self.on:
-            self.on = on
+        is_enabled = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.is_enabled else _MARGIN)
+        if is_enabled != self.is_enabled:
+            self.is_enabled = is_enabled
             logger.warning(
                 "the signature predictor is %s: over recent prompts its gain over their mean is %.2f",
-                "on again" if on else "off",
+                "on again" if is_enabled else "off",
                 self.gain,
             )
 
-    def _learn(self, ids: NDArray[np.int64], true: Floats, hidden: Floats) -> None:
-        tokens, variance = self.predictor.tokens, self.predictor.variance
-        directions = self.predictor.experts.reshape(tokens.shape[1], true.size)  # a view
-        deviation: Floats = (true - self.predictor.mean).reshape(-1)
-        target: Floats = directions @ deviation
-        seen, times = np.unique(ids[(ids >= 0) & (ids < len(tokens))], return_counts=True)
+    def _learn(self, ids: NDArray[np.int64], true: Float32s, hidden: Float32s) -> None:
+        token_factors, variance = self.predictor.token_factors, self.predictor.variance
+        directions = self.predictor.expert_factors.reshape(token_factors.shape[1], true.size)  # a view
+        deviation: Float32s = (true - self.predictor.mean).reshape(-1)
+        target: Float32s = directions @ deviation
+        seen, times = np.unique(ids[(ids >= 0) & (ids < len(token_factors))], return_counts=True)
         shares = (times / len(ids)).astype(np.float32)
         covariance = variance[seen] * shares
         gain = covariance / (1 + covariance @ shares)
-        tokens[seen] += np.outer(gain, target - hidden)
+        token_factors[seen] += np.outer(gain, target - hidden)
         variance[seen] -= gain * covariance
         residual = deviation - target @ directions
-        _rotate(directions, shares @ tokens[seen], residual, float(deviation @ deviation))
+        _rotate(directions, shares @ token_factors[seen], residual, float(deviation @ deviation))
 
 
-def _rotate(directions: Floats, hidden: Floats, residual: Floats, scale: float) -> None:
+def _rotate(directions: Float32s, hidden: Float32s, residual: Float32s, scale: float) -> None:
     """Rotate the direction along `hidden` towards the residual, in place.
 
     Args:

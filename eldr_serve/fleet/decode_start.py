@@ -39,7 +39,7 @@ class DecodeStartEstimator:
 
     def wait_s(self) -> float:
         """Return the predicted wait of a new request for the first free slot of any worker, s."""
-        workers = self._fleet.live
+        workers = self._fleet.live_names
         if not all(map(self._is_full, workers)):  # most often the first worker has a slot
             return 0.0
         if any(name not in self._waits for name in workers):

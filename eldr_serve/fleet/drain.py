@@ -38,7 +38,7 @@ async def drain(decode: Fleet, body: bytes) -> dict[str, Any]:
         name = replica_of(Drain.model_validate_json(body).replica)
     except ValidationError as error:
         raise BadRequestError(one_line_message(error)) from error
-    if set(map(replica_of, decode.live)) == {name}:
+    if set(map(replica_of, decode.live_names)) == {name}:
         raise RequestRefusedError(
             f"{name} is the only decode replica that takes calls: start another one first", status=409
         )

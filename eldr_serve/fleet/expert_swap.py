@@ -25,7 +25,7 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
             placement.
     """
     change, _ = ExpertsChange.parse(body)
-    live_replicas = dict.fromkeys(map(replica_of, decode.live))
+    live_replicas = dict.fromkeys(map(replica_of, decode.live_names))
     names = list(live_replicas if change.replicas is None else dict.fromkeys(change.replicas))
     if unknown_names := set(names).difference(live_replicas):
         raise BadRequestError(f"there is no decode replica {min(unknown_names)!r}")

@@ -43,7 +43,7 @@ class Fleet:
         self._channels: dict[str, Channel] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # also keepers of replicas that have gone
-        self._live: tuple[str, ...] = ()
+        self._live_names: tuple[str, ...] = ()
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._sample_timer: asyncio.TimerHandle | None = None
 
@@ -66,14 +66,14 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
-    def live(self) -> tuple[str, ...]:
+    def live_names(self) -> tuple[str, ...]:
         """Return the names of the workers that take calls, sorted."""
-        return self._live
+        return self._live_names
 
     @property
     def in_flight(self) -> dict[str, int]:
         """Return the number of this process's open calls to the replica of each live worker."""
-        return {name: self._channels[replica_of(name)].in_flight for name in self._live}
+        return {name: self._channels[replica_of(name)].in_flight for name in self._live_names}
 
     def slot_calls_of(self, name: str) -> int:
         """Return the number of this process's calls to a worker that need a slot; 0 if it is not live."""
@@ -85,7 +85,7 @@ class Fleet:
     @property
     def oldest_s(self) -> dict[str, float]:
         """Return the age of this process's oldest open call to the replica of each live worker, s."""
-        return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live}
+        return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live_names}
 
     @property
     def block_tokens(self) -> int:
@@ -177,5 +177,5 @@ class Fleet:
             for name in self._keepers.keys() & metadata.keys()
             if name in self._channels and self._channels[name].is_open
         }
-        self._live = tuple(sorted(workers_of(live_metadata)))
+        self._live_names = tuple(sorted(workers_of(live_metadata)))
         self.waiters.wake()

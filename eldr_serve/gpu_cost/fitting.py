@@ -9,20 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.gpu_cost.readings import Readings, Setting, Shape, Step
+from eldr_serve.gpu_cost.readings import DecodeStep, Readings, Setting, Shape
 from eldr_serve.gpu_cost.routing import active_experts
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost import non_negative_terms
 from eldr_serve.scheduling.cost_file import FittedCost
 
 _LEAST_DIFFERENCE = 0.05  # of the experts, between the two routings at some batch
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Fit:
+class StepCostFit:
     """A cost fitted to steps of NVIDIA's package.
 
     Attributes:
@@ -79,7 +78,7 @@ class Fit:
         return list(rows.values())
 
 
-def fit(readings: Readings) -> Fit:
+def fit(readings: Readings) -> StepCostFit:
     """Fit non-negative terms and a table of batches by least squares of the relative error.
 
     The terms of experts and KV tokens fit even and skewed steps best, with any table that does not fall.
@@ -112,13 +111,13 @@ def fit(readings: Readings) -> Fit:
     tokens = np.array([step.prompt_tokens for step in prompts], np.float64)
     prompt_step_s = np.array([step.seconds for step in prompts])
     decode_s = cost.seconds(
-        *_counts([Step(p.requests, p.context, "skewed", 0.0) for p in prompts], readings.shape)
+        *_counts([DecodeStep(p.requests, p.context, "skewed", 0.0) for p in prompts], readings.shape)
     )
     (per_prompt_token_s,) = _least_squares(tokens[:, None], prompt_step_s, prompt_step_s - decode_s)
     cost = replace(cost, per_prompt_token_s=float(per_prompt_token_s))
     errors = cost.seconds(requests, kv_tokens, experts) / seconds - 1
     prompt_errors = (decode_s + per_prompt_token_s * tokens) / prompt_step_s - 1
-    return Fit(readings, cost, errors, prompt_errors)
+    return StepCostFit(readings, cost, errors, prompt_errors)
 
 
 def describe(setting: Setting, shape: Shape) -> str:
@@ -126,7 +125,7 @@ def describe(setting: Setting, shape: Shape) -> str:
     return f"{setting.model} on {setting.gpu}, TP {setting.tp}, EP {setting.ep}, experts in {shape.dtype}"
 
 
-def _counts(steps: Sequence[Step], shape: Shape) -> tuple[Ints, Ints, Floats]:
+def _counts(steps: Sequence[DecodeStep], shape: Shape) -> tuple[Ints, Ints, Floats]:
     """Return requests, KV tokens, and active experts over all layers of each step."""
     requests = np.array([step.requests for step in steps])
     active = np.array([active_experts(step.requests, step.routing, shape) for step in steps])

@@ -53,7 +53,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """A decode step.
 
     Attributes:
@@ -95,7 +95,7 @@ class Readings:
     setting: Setting
     source: str
     shape: Shape
-    steps: tuple[Step, ...]
+    steps: tuple[DecodeStep, ...]
     prompt_steps: tuple[PromptStep, ...]
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Readings:
             Setting(**fields["setting"]),
             fields["source"],
             Shape(**fields["shape"]),
-            _build_rows(Step, fields["steps"]),
+            _build_rows(DecodeStep, fields["steps"]),
             _build_rows(PromptStep, fields["prompt_steps"]),
         )
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eldr_serve.arrays import Ints
 from eldr_serve.gpu_cost.readings import Routing, Shape
 
 _DRAWS = 60
-Ints = NDArray[np.int64]
 
 
 def active_experts(requests: int, routing: Routing, shape: Shape) -> float:

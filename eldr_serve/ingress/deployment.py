@@ -99,9 +99,9 @@ class EldrIngress:
     ) -> None:
         fleets = self._fleets = _fleets(application, prefill_options, whole=prefill is None)
         counters = self._counters = IngressCounters()
-        self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
+        calls = self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
         router = self._router = RouterClient(
-            self._calls, lambda: fleets.decode.live, counters=counters, on_predictor=self._start_tokenizer
+            calls, lambda: fleets.decode.live_names, counters=counters, on_predictor=self._start_tokenizer
         )
         self.gate = Gate(options, admin_key_sha256, counters)
         self._router_settings = router_settings
@@ -200,7 +200,7 @@ class EldrIngress:
         if self._port is None:
             return
         until = time.monotonic() + _LISTEN_DELAY_S
-        while not self._fleets.decode.live and time.monotonic() < until:
+        while not self._fleets.decode.live_names and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         options = self.gate.options
         self._http = HttpServer(http_application(options.cors_origins), options, self._port)

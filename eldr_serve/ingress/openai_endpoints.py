@@ -118,8 +118,8 @@ class OpenAIEndpoints:
             headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
         if fields.stream:
             return _Streamed(first, run, headers, sending_tasks, record)
-        whole = b"".join([first, *[chunk async for chunk in run]])
-        return Response(whole, 200, headers, "application/json")
+        content = b"".join([first, *[chunk async for chunk in run]])
+        return Response(content, 200, headers, "application/json")
 
     async def forward(self, method: str, request: HTTPRequest) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""

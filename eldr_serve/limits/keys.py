@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_serve.errors import UserInputError, one_line_message
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from eldr_serve.objective import MAX_MS, Objective
 
 TenantName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
@@ -106,7 +106,7 @@ def read_keys(path: Path) -> Keys:
 
 def write_keys(path: Path, keys: Keys) -> None:
     """Write the keys file atomically."""
-    write_whole(path, keys.model_dump_json(indent=1, exclude_none=True) + "\n")
+    write_atomically(path, keys.model_dump_json(indent=1, exclude_none=True) + "\n")
 
 
 def add_key(keys: Keys, tenant: str, key: str, limits: Mapping[str, float]) -> Keys:

@@ -75,7 +75,7 @@ class Attempt:
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._services.options.prefill_wait_s
         with fleet.waiters.turn() as wait_until:
-            while not fleet.live:
+            while not fleet.live_names:
                 if clock() >= until_s:
                     raise OverloadedError("no decode replica can be reached")
                 await wait_until(until_s)
@@ -125,8 +125,8 @@ class Attempt:
         """
         context, services = self._context, self._services
         past_workers = (*context.failures.decode_workers, *context.drained_workers)
-        replicas, usable_workers = set(map(replica_of, past_workers)), set(services.outliers.usable_workers)
-        live_workers = services.fleets.decode.live
+        replicas, usable_workers = set(map(replica_of, past_workers)), set(services.outliers.usable_names)
+        live_workers = services.fleets.decode.live_names
         other_workers = (
             name for name in live_workers if name not in usable_workers or replica_of(name) in replicas
         )

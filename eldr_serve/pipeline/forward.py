@@ -22,7 +22,7 @@ async def forward(services: Services, method: str, header: Mapping[str, Any], bo
     in_flight = fleet.in_flight
     if not in_flight:
         raise OverloadedError("no decode replica can be reached")
-    worker = min(services.outliers.usable_workers, key=lambda name: (in_flight[name], random.random()))
+    worker = min(services.outliers.usable_names, key=lambda name: (in_flight[name], random.random()))
     timeout_s = services.options.first_token_timeout_s
     call = fleet.call(worker, method, header, body)
     call.expect(timeout_s, timeout_s)  # from now: the call needs no slot, so it waits for no other request

@@ -125,7 +125,7 @@ class LatencyAdmission:
         the router knows how many tokens of this prompt a worker has cached, its uncached tokens are divided
         by the uncached share of the mean prompt.
         """
-        queues, names = self._queues, self._prefill.live
+        queues, names = self._queues, self._prefill.live_names
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)

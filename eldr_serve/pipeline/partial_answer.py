@@ -18,7 +18,7 @@ class PartialAnswer:
         num_tokens: number of generated tokens.
         encoded_ids: ids of the generated tokens, uint32 bytes as in calls to engines, if known.
         sent: the client has received part of the answer.
-        complete: the client has received the whole answer.
+        complete: the client has received the complete answer.
         created: timestamp in the answer's chunks, s since 1970; None before the first chunk of a stream.
     """
 

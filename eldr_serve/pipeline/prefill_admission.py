@@ -41,8 +41,8 @@ class PrefillAdmission:
 
     def predict_waits(self) -> dict[str, float]:
         """Return the predicted wait for prefill at each live worker, s; discard the queues of others."""
-        self.queues.keep(self._fleet.live)
-        return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live}
+        self.queues.keep(self._fleet.live_names)
+        return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live_names}
 
     def estimate_tokens(self, context: RequestContext) -> float:
         """Estimate the number of tokens to compute: the prompt and the tokens generated so far."""
@@ -97,5 +97,5 @@ class PrefillAdmission:
             num_tokens: number of its tokens.
         """
         self.queues.leave(ticket, num_tokens)
-        if not self._measured.is_set() and self.queues.is_measured(self._fleet.live):
+        if not self._measured.is_set() and self.queues.is_measured(self._fleet.live_names):
             self._measured.set()

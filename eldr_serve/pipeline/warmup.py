@@ -66,7 +66,9 @@ class Warmup:
         """
         if self._all_were_warm:
             warm_workers = {decode for _, decode in self._warm}
-            return "no decode engine is up" if warm_workers.isdisjoint(self._fleets.decode.live) else None
+            return (
+                "no decode engine is up" if warm_workers.isdisjoint(self._fleets.decode.live_names) else None
+            )
         if not self._engines_up:
             return "the engines are not up yet"
         pairs = self._fleets.known_pairs()

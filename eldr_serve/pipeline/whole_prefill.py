@@ -46,6 +46,6 @@ class WholePrefill:
         if fields.stream or needs_whole_engine(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
-                await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_workers)
+                await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
         ticket = self._queues.enter(None, num_tokens, context.retry_key)
         return QueuedPrompt(ticket, self._admission, context.prompt_ids, context.answer.num_ids)

@@ -295,7 +295,7 @@ class DecodeServer(EngineServer):
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
                 steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
-                changes = self._engine.take_prefix_changes(whole=not cache_is_known)
+                changes = self._engine.take_prefix_changes(full=not cache_is_known)
                 self._queued, cache_is_known = await router.observe_steps.remote(
                     steps, self._engine.prefix_cache(), changes
                 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane, Point
-from eldr_serve.scheduling import CentroidTable, Lease, Placer, State, StepSums
+from eldr_serve.scheduling import CentroidTable, Lease, LeaseState, Placer, StepSums
 
 _POINTS = 400  # newest requests shown in the signature space
 _SPANNING = 64  # requests whose counts span the plane if there is no table
@@ -104,7 +104,7 @@ class LiveView:
             "rows": [
                 [
                     lease.request_id[:8],
-                    lease.position if lease.state is State.LEASED else None,
+                    lease.position if lease.state is LeaseState.LEASED else None,
                     lease.generated_tokens,
                     lease.request.max_new_tokens,
                     lease.request.prompt_tokens,

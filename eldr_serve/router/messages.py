@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from eldr_serve.scheduling import Lease, PlacementRequest, State, reads_counts
+from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, reads_counts
 
 LOCAL_FALLBACK = "local-fallback"  # `Leased.policy` of a lease that its ingress has made
 
@@ -107,7 +107,7 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None
-    is_best_worker: bool = False
+    is_most_similar: bool = False
     reason: str = ""
     policy: str = ""
     waited_s: float = 0.0
@@ -121,7 +121,7 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     def copy_to(self, lease: Lease) -> None:
         """Grant the lease with this content."""
-        lease.become(State.LEASED)
+        lease.become(LeaseState.LEASED)
         for name in self.__struct_fields__:
             setattr(lease, name, getattr(self, name))
 

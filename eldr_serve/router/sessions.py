@@ -28,7 +28,7 @@ from eldr_serve.router.messages import (
 )
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Lease, State
+from eldr_serve.scheduling import Lease, LeaseState
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Sessions:
     def _apply(self) -> None:
         self._scheduled = False
         progress, self.progress = self.progress, {}
-        pending, self.pending = [lease for lease in self.pending if lease.state is State.SENT], []
+        pending, self.pending = [lease for lease in self.pending if lease.state is LeaseState.SENT], []
         began = time.perf_counter()
         try:
             self.state.progress(progress)
@@ -94,10 +94,10 @@ class Sessions:
             call = self.open.get(lease.request_id)
             if call is None:  # sending a reply has closed its ingress's channel
                 continue
-            if lease.state is State.QUEUED and not call.queued:
+            if lease.state is LeaseState.QUEUED and not call.queued:
                 call.queued = True
                 call.reply.send(_QUEUED)
-            elif lease.state is State.SENT and not self.state.is_stale(lease.request):
+            elif lease.state is LeaseState.SENT and not self.state.is_stale(lease.request):
                 call.reply.send(_UNPLACED)
 
     def _send_leases(self, leases: list[Lease]) -> None:
@@ -183,7 +183,7 @@ class _PlaceCall:
     def place(self, message: Place) -> None:
         """Ask for a lease, or take the one that the ingress holds."""
         self._withdraw()
-        lease = Lease(message.request, State.SENT, self._ingress)
+        lease = Lease(message.request, LeaseState.SENT, self._ingress)
         if message.lease is None:
             self._pending = lease
             self._sessions.pending.append(lease)
@@ -193,8 +193,8 @@ class _PlaceCall:
         self._sessions.apply_soon()
 
     def _withdraw(self) -> None:
-        if self._pending is not None and self._pending.state is State.SENT:
-            self._pending.become(State.DONE)
+        if self._pending is not None and self._pending.state is LeaseState.SENT:
+            self._pending.become(LeaseState.DONE)
         self._pending = None
 
     def on_note(self, payload: bytes, tokens: int) -> None:

@@ -26,10 +26,10 @@ from eldr_serve.scheduling import (
     BlockChanges,
     DecodeLoads,
     Lease,
+    LeaseState,
     PlacementRequest,
     Placer,
     PromptBlocks,
-    State,
     StepCost,
     StepSums,
 )
@@ -352,7 +352,7 @@ class RouterState:
         queued_ids = {lease.request_id for lease in leases if lease.request_id in self.placer.queue}
         granted_leases = self.placer.submit(lease for lease in leases if not self.is_stale(lease.request))
         self.counters["queued"] += sum(
-            lease.state is State.QUEUED and lease.request_id not in queued_ids for lease in leases
+            lease.state is LeaseState.QUEUED and lease.request_id not in queued_ids for lease in leases
         )
         self._grant(granted_leases)
 
@@ -369,7 +369,7 @@ class RouterState:
         for lease in leases:
             self.counters["placed"] += 1
             self.counters[f"reason:{lease.reason}"] += 1
-            self.counters["best_worker"] += lease.is_best_worker
+            self.counters["best_worker"] += lease.is_most_similar
             self.counters["counts_missing"] += lease.request.counts_missing
             self.counters["counts_predicted"] += lease.request.predicted
             self.counters["rerouted"] += lease.request.worker_failed

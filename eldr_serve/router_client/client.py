@@ -42,7 +42,7 @@ from eldr_serve.router_client.local_fallback import LocalFallback
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_client.waiting import WaitingRequests
-from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
+from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
 
 _MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
@@ -118,7 +118,7 @@ class RouterClient:
 
     def held_leases(self) -> list[Lease]:
         """Return the leases that hold a worker."""
-        return [lease for lease in self.leases.values() if lease.state is State.LEASED]
+        return [lease for lease in self.leases.values() if lease.state is LeaseState.LEASED]
 
     @property
     def lease_count(self) -> int:
@@ -179,7 +179,7 @@ class RouterClient:
                 if self._link.connected:
                     self._send(lease)
                 await self._waiting.wait(lease)
-            if lease.state is not State.LEASED:
+            if lease.state is not LeaseState.LEASED:
                 self._lease_by_local_fallback(lease)
         except BaseException:
             self.release(request.request_id)  # it may be queued or hold a lease by now
@@ -200,7 +200,7 @@ class RouterClient:
         """
         self.scorer.train(token_ids, counts, prompt_tokens)
         lease = self.leases.get(request_id)
-        if lease is not None and lease.state is State.LEASED:
+        if lease is not None and lease.state is LeaseState.LEASED:
             lease.request = replace(
                 lease.request,
                 expert_counts=self.scorer.take_counts_to_report(counts),
@@ -227,7 +227,7 @@ class RouterClient:
         lease = self.leases.pop(request_id, None)
         if lease is None:
             return
-        lease.become(State.DONE)
+        lease.become(LeaseState.DONE)
         self._fallback.release(request_id)
         self._progress.discard(request_id)
         self._waiting.cancel(request_id)
@@ -251,8 +251,8 @@ class RouterClient:
         call = self._link.place(message, partial(self._on_message, lease), partial(self._on_failed, lease))
         if call is not None:
             self._calls[lease.request_id] = call
-            if lease.state is State.UNSENT:
-                lease.become(State.SENT)
+            if lease.state is LeaseState.UNSENT:
+                lease.become(LeaseState.SENT)
 
     def _on_message(self, lease: Lease, payload: bytes) -> None:
         reply = _decode_reply(payload)
@@ -260,8 +260,8 @@ class RouterClient:
             reply.copy_to(lease)
             self._discard_unread_counts(lease)
             self._fallback.add(lease)
-        elif isinstance(reply, Queued) and lease.state is State.SENT:
-            lease.become(State.QUEUED)
+        elif isinstance(reply, Queued) and lease.state is LeaseState.SENT:
+            lease.become(LeaseState.QUEUED)
             self._waiting.queue(lease.request_id)
             return
         self._waiting.resume(lease.request_id)

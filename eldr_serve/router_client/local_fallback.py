@@ -9,7 +9,7 @@ import numpy as np
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.router.messages import LOCAL_FALLBACK
-from eldr_serve.scheduling import Lease, LoadLedger, State
+from eldr_serve.scheduling import Lease, LeaseState, LoadLedger
 
 
 class LocalFallback:
@@ -47,7 +47,7 @@ class LocalFallback:
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)
         in_flight = self._ledger.loads(self._ledger.rows(candidates)).in_flight
-        lease.become(State.LEASED)
+        lease.become(LeaseState.LEASED)
         least_loaded = np.flatnonzero(in_flight == in_flight.min())
         lease.worker, lease.position = candidates[int(random.choice(least_loaded))], -1
         lease.num_candidates, lease.reason, lease.policy = len(candidates), reason, LOCAL_FALLBACK

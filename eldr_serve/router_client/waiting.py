@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.queues.wait_estimate import WaitEstimator
-from eldr_serve.scheduling import Lease, State
+from eldr_serve.scheduling import Lease, LeaseState
 
 
 @dataclass(eq=False, slots=True)
@@ -104,10 +104,10 @@ class WaitingRequests:
         """Let all requests wait for an answer again, including those that were in the decode queue."""
         now = asyncio.get_running_loop().time()
         for entry in self._waiting.values():
-            if entry.lease.state is State.QUEUED:
+            if entry.lease.state is LeaseState.QUEUED:
                 entry.unanswered_since_s = now
-            if entry.lease.state in (State.SENT, State.QUEUED):
-                entry.lease.become(State.UNSENT)
+            if entry.lease.state in (LeaseState.SENT, LeaseState.QUEUED):
+                entry.lease.become(LeaseState.UNSENT)
         if self._waiting:
             self._start_timer()
 
@@ -132,7 +132,7 @@ class WaitingRequests:
         unanswered = [
             entry.unanswered_since_s
             for entry in self._waiting.values()
-            if entry.lease.state in (State.UNSENT, State.SENT) and not entry.outcome.done()
+            if entry.lease.state in (LeaseState.UNSENT, LeaseState.SENT) and not entry.outcome.done()
         ]
         if not unanswered:
             return

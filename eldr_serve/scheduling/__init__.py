@@ -30,11 +30,11 @@ from eldr_serve.scheduling.shadow import Saving, Shadow
 from eldr_serve.scheduling.types import (
     Decision,
     Lease,
+    LeaseState,
     Loads,
     NoWorkerError,
     PlacementRequest,
     PolicyError,
-    State,
 )
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "DecodeLoads",
     "GuardedPolicy",
     "Lease",
+    "LeaseState",
     "LengthPredictor",
     "LoadLedger",
     "Loads",
@@ -66,7 +67,6 @@ __all__ = [
     "QueuedPolicy",
     "Saving",
     "Shadow",
-    "State",
     "StepCost",
     "StepLoad",
     "StepSums",

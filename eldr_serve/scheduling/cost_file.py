@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.validation import first_problem
 
@@ -27,7 +27,7 @@ class FittedCost(BaseModel):
 
     def save(self, path: Path) -> None:
         """Write the file atomically."""
-        write_whole(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
+        write_atomically(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> FittedCost:

@@ -24,7 +24,7 @@ from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, worker_similarity
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixMap, PromptBlocks
 from eldr_serve.scheduling.shadow import Shadow
-from eldr_serve.scheduling.types import Decision, Lease, Loads, PlacementRequest, State
+from eldr_serve.scheduling.types import Decision, Lease, LeaseState, Loads, PlacementRequest
 
 # A request without an objective takes its turn in the decode queue as if its first token were due after this
 # time: half of the default of `path.queue_timeout_s`, after which it would be refused.
@@ -283,7 +283,7 @@ class Placer:
         """Remove a waiting or running request; ignored if unknown."""
         waiting = self.queue.pop(request_id, None)
         if waiting is not None:
-            waiting.become(State.DONE)
+            waiting.become(LeaseState.DONE)
         self._stop(request_id)
 
     # -- implementation --------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Placer:
             lease.due_s = before.due_s
         elif lease.request.due_in_s is not None:
             lease.due_s = now + lease.request.due_in_s
-        lease.become(State.QUEUED)
+        lease.become(LeaseState.QUEUED)
         self.queue[lease.request_id] = lease
 
     def _in_fair_order(self) -> list[Lease]:
@@ -323,10 +323,10 @@ class Placer:
         if self.queue.pop(lease.request_id, None) is lease:
             lease.waited_s = self._clock() - lease.queued_at_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
-        lease.become(State.LEASED)
+        lease.become(LeaseState.LEASED)
         lease.worker, lease.position = worker, decision.worker
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
-        lease.is_best_worker = _is_best_worker(decision.worker, lease.request, loads)
+        lease.is_most_similar = _is_most_similar(decision.worker, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._start(lease, decision)
         self._record_prefix(lease)
@@ -352,7 +352,7 @@ class Placer:
     def _stop(self, request_id: str) -> None:
         running = self.running.pop(request_id, None)
         if running is not None:
-            running.become(State.DONE)
+            running.become(LeaseState.DONE)
             self._ledger.release(request_id)
             for observer in self._observers():
                 observer.on_finished(request_id)
@@ -384,7 +384,7 @@ def _turn_s(lease: Lease, now: float) -> float:
     return patient_s if lease.due_s is None or lease.due_s < now else min(lease.due_s, patient_s)
 
 
-def _is_best_worker(worker: int, request: PlacementRequest, loads: Loads) -> bool:
+def _is_most_similar(worker: int, request: PlacementRequest, loads: Loads) -> bool:
     if request.similarity is None:
         return False
     similarity = worker_similarity(request.similarity, len(loads))

@@ -81,12 +81,12 @@ class BlockChanges:
     Attributes:
         added: ids of blocks that are cached now.
         removed: ids of blocks that are not cached now, including some that were added and removed since.
-        whole: `added` has all cached blocks, and earlier reports do not count.
+        full: `added` has all cached blocks, and earlier reports do not count.
     """
 
     added: bytes = b""
     removed: bytes = b""
-    whole: bool = False
+    full: bool = False
 
 
 class TrackedBlocks:
@@ -121,17 +121,17 @@ class TrackedBlocks:
         for block in _split(changes.added):
             self.add(block)
 
-    def take(self, *, whole: bool = False) -> BlockChanges | None:
+    def take(self, *, full: bool = False) -> BlockChanges | None:
         """Return the changes since the last call; None without any.
 
         Args:
-            whole: return all blocks instead, also without changes.
+            full: return all blocks instead, also without changes.
         """
-        added, removed = self._blocks if whole else self._added, self._removed
+        added, removed = self._blocks if full else self._added, self._removed
         self._added, self._removed = set(), set()
-        if not (whole or added or removed):
+        if not (full or added or removed):
             return None
-        return BlockChanges(b"".join(added), b"".join(removed), whole)
+        return BlockChanges(b"".join(added), b"".join(removed), full)
 
 
 def _split(blocks: bytes) -> list[bytes]:
@@ -224,7 +224,7 @@ class ReportedCache:
     def apply(self, changes: BlockChanges) -> None:
         """Apply a report of the engine."""
         added, removed = (np.frombuffer(ids, np.uint64).tolist() for ids in (changes.added, changes.removed))
-        if changes.whole:
+        if changes.full:
             self._cached = set(added)
         else:
             self._cached.difference_update(removed)
@@ -271,7 +271,7 @@ class PrefixMap:
         """Apply a report of a worker's engine; return whether all of its blocks are known.
 
         Changes of a worker whose blocks are unknown (this process is new, or has missed a report) are
-        ignored until a whole report.
+        ignored until a full report.
 
         Args:
             changes: None: no changes, or the engine reports none.
@@ -280,7 +280,7 @@ class PrefixMap:
         if changes is None:
             return cache is not None
         if cache is None:
-            if not changes.whole:
+            if not changes.full:
                 return False
             cache = self._reported[worker] = ReportedCache(self._capacity.get(worker, _DEFAULT_BLOCKS))
         cache.apply(changes)

@@ -63,7 +63,7 @@ class PlacementRequest:
             setattr(self, name, min(max(getattr(self, name), 0), _MAX_TOKENS))
 
 
-class State(Enum):
+class LeaseState(Enum):
     """State of a lease."""
 
     UNSENT = "unsent"  # the ingress sends it when it has a channel
@@ -74,11 +74,11 @@ class State(Enum):
 
 
 _NEXT = {
-    State.UNSENT: {State.SENT, State.LEASED, State.DONE},
-    State.SENT: {State.UNSENT, State.QUEUED, State.LEASED, State.DONE},
-    State.QUEUED: {State.UNSENT, State.LEASED, State.DONE},
-    State.LEASED: {State.DONE},
-    State.DONE: {State.DONE},
+    LeaseState.UNSENT: {LeaseState.SENT, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.SENT: {LeaseState.UNSENT, LeaseState.QUEUED, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.QUEUED: {LeaseState.UNSENT, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.LEASED: {LeaseState.DONE},
+    LeaseState.DONE: {LeaseState.DONE},
 }
 
 
@@ -94,7 +94,7 @@ class Lease:
         position: the worker's position in the router; -1 if the router did not place the request.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        is_best_worker: the worker is the one most similar to the signature.
+        is_most_similar: no available worker is more similar to the signature.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
         due_s: in the router, time at which the first token is due by the objective, by its clock; or None.
         deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
@@ -103,13 +103,13 @@ class Lease:
     """
 
     request: PlacementRequest
-    state: State = State.UNSENT
+    state: LeaseState = LeaseState.UNSENT
     ingress: str = ""
     worker: str = ""
     position: int = -1
     num_candidates: int = 0
     similarity: float | None = None
-    is_best_worker: bool = False
+    is_most_similar: bool = False
     reason: str = ""
     policy: str = ""
     queued_at_s: float = 0.0
@@ -123,7 +123,7 @@ class Lease:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def become(self, state: State) -> None:
+    def become(self, state: LeaseState) -> None:
         """Change to `state`; raise ValueError if the transition is not allowed."""
         if state not in _NEXT[self.state]:
             raise ValueError(f"request {self.request_id} cannot go from {self.state.value} to {state.value}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-
-Floats = NDArray[np.float64]
 
 
 def expert_load(routes: ArrayLike, num_experts: int) -> Floats:
@@ -26,7 +25,7 @@ def co_activation(routes: ArrayLike, num_experts: int) -> Floats:
     return np.stack(affinity)
 
 
-def _layers(routes: ArrayLike) -> NDArray[np.int64]:
+def _layers(routes: ArrayLike) -> Ints:
     """Return the routes by layer, int[L, T, k]."""
     array = np.asarray(routes)
     if array.ndim != 3 or not array.size:
@@ -34,7 +33,7 @@ def _layers(routes: ArrayLike) -> NDArray[np.int64]:
     return array.transpose(1, 0, 2)
 
 
-def _choices(experts: NDArray[np.int64], num_experts: int) -> Floats:
+def _choices(experts: Ints, num_experts: int) -> Floats:
     """Return float[T, E], 1 if the token chose the expert."""
     choices = np.zeros((len(experts), num_experts))
     choices[np.arange(len(experts))[:, None], experts] = 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
+from eldr_serve.arrays import Ints
 from eldr_serve.experts.parallel.moves import keep_slots, parse_pair
-
-Ints = NDArray[np.int64]
 
 
 def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import nnls
 
+from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from eldr_serve.validation import first_problem
 
-Floats = NDArray[np.float64]
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -116,7 +116,7 @@ class LayerCost(BaseModel):
 
     def save(self, path: Path | str) -> None:
         """Write the file (JSON) atomically."""
-        write_whole(Path(path), self.model_dump_json(indent=1) + "\n")
+        write_atomically(Path(path), self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> LayerCost:

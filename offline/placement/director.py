@@ -16,8 +16,9 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.alignment import minimise_moves
@@ -37,8 +38,6 @@ from offline.placement.relaxation import Relaxation, relax, slots_bound
 from offline.placement.rounding import round_in_polytope
 from offline.placement.workload import check_slots, placement_s, price_experts, split_by_source
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound below which no other number of replicas is tried
 _WORTH = 0.01  # share of the present time that a new placement must save beyond a repair, which moves less
 _TOLERANCE = 2e-3  # relative to the bound: smaller gains are not worth a swap

@@ -22,13 +22,12 @@ from scipy.linalg import null_space
 from scipy.optimize import linprog
 from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import LayerCost
 from offline.placement.packing import fill_empty_ranks, repeat_in_empty_slots
 from offline.placement.workload import check_slots, price_experts, split_by_source
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 _SEARCH = 0.01  # relative width of the budget's last interval, the paper's epsilon
 _STEP = 0.1  # gamma: length of a step, relative to the scales
 _STEPS = 200  # T_micro, steps of a macro-iteration

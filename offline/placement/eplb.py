@@ -6,11 +6,10 @@ Slots are rank-major: with G ranks, rank g holds slots g * P / G up to (g + 1) *
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-
-Ints = NDArray[np.int64]
 
 
 def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: int, ranks: int) -> Ints:
@@ -64,14 +63,14 @@ def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
     return np.stack([np.concatenate(_pack(row, ranks)) for row in activity])
 
 
-def _check_activity(values: ArrayLike) -> NDArray[np.float64]:
+def _check_activity(values: ArrayLike) -> Floats:
     array = np.asarray(values, np.float64)
     if array.ndim != 2 or not array.size or not np.isfinite(array).all() or array.min() < 0:
         raise UserInputError("loads and activations must be a [layers, experts] array, finite and 0 or more")
     return array
 
 
-def _pack(weight: NDArray[np.float64], packs: int) -> list[Ints]:
+def _pack(weight: Floats, packs: int) -> list[Ints]:
     """Return the items of each pack, equally many, heaviest first to the lightest pack with room."""
     room = len(weight) // packs
     chosen: list[list[int]] = [[] for _ in range(packs)]
@@ -83,7 +82,7 @@ def _pack(weight: NDArray[np.float64], packs: int) -> list[Ints]:
     return [np.array(items, np.int64) for items in chosen]
 
 
-def _replicate(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
+def _replicate(weight: Floats, slots: int) -> tuple[Ints, Ints]:
     """Return (expert of each slot, replicas of each expert); add replicas where a replica has most load."""
     count = np.ones(len(weight), np.int64)
     experts = list(range(len(weight)))
@@ -94,7 +93,7 @@ def _replicate(weight: NDArray[np.float64], slots: int) -> tuple[Ints, Ints]:
     return np.array(experts, np.int64), count
 
 
-def _eplb_layer(weight: NDArray[np.float64], slots: int, groups: int, nodes: int, ranks: int) -> Ints:
+def _eplb_layer(weight: Floats, slots: int, groups: int, nodes: int, ranks: int) -> Ints:
     size = len(weight) // groups
     of_node = _pack(weight.reshape(groups, size).sum(axis=1), nodes)
     packs: list[Ints] = []

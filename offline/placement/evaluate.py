@@ -10,12 +10,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.arrays import Ints
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.cost import LayerCost, LayerWork
 
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Rule = Callable[[int, Ints, Ints, Bools], Ints]
 """(layer, experts int[T,k], source int[T], hosts bool[E,G]) -> int[T,k], the rank that serves each pair."""

@@ -6,13 +6,12 @@ With separate prefill and decode the forecast is free: prefill has already count
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.evaluate import home_ranks
-
-Floats = NDArray[np.float64]
 
 
 def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) -> Floats:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.grouping import (
@@ -18,8 +19,6 @@ from offline.placement.grouping import (
     utilisation,
 )
 from offline.placement.replication import fill_slots, load_skew, with_replicas
-
-Ints = NDArray[np.int64]
 
 
 def grace_placement(
@@ -78,9 +77,7 @@ def grace_placement(
     return np.stack(rows), {"ratio": ratio, **means, "load_skew_max": max(r[2] for r in reports)}
 
 
-def knee_ratio(
-    affinity: NDArray[np.float64], topology: Topology, *, capacity: int | None = None, seed: int = 0
-) -> float:
+def knee_ratio(affinity: Floats, topology: Topology, *, capacity: int | None = None, seed: int = 0) -> float:
     """Return the non-uniformity ratio at the knee of U over S (Eq. 1), over all layers and nodes."""
     inner = [
         matrix[np.ix_(members, members)]

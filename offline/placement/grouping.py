@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from sklearn.cluster import SpectralClustering
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 

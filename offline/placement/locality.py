@@ -9,11 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.evaluate import Rule
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.placement.affinity import co_activation, expert_load
@@ -20,7 +21,6 @@ from offline.placement.eplb import activation_placement, eplb_placement
 from offline.placement.evaluate import home_ranks
 from offline.placement.grace import grace_placement
 
-Ints = NDArray[np.int64]
 Report = dict[str, Any]
 
 

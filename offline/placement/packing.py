@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from eldr_serve.arrays import Floats, Ints
 
 
 def price_list(token_s: Floats, active_s: Floats, copies: Ints) -> Floats:

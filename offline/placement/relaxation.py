@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 # Most variables of a layer's LP. A larger LP has the fewest columns: one per node, or two of a single node.
 _SMALL_LP = 512
 

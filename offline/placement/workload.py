@@ -8,11 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.placement.cost import LayerCost, LayerWork
-
-Floats = NDArray[np.float64]
 
 
 def split_by_source(workload: ArrayLike, topology: Topology) -> Floats:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from offline.simulation.cluster import Decode, Whole
 from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, rank_masks
-from offline.simulation.whole import WholePrefill
+from offline.simulation.whole import SimulatedPrefill
 
 _AHEAD = 8  # steps; about as many as between two changes of a worker's requests
 
@@ -39,7 +39,7 @@ class _Worker:
     )
 
     def __init__(self, whole: Whole | None) -> None:
-        self.prefill = None if whole is None else WholePrefill(whole)
+        self.prefill = None if whole is None else SimulatedPrefill(whole)
         self.jobs: list[int] = []
         self.waiting: deque[int] = deque()
         self.without_token: list[int] = []  # running requests without a token

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.scheduling import Saving
 from loadgen.statistics import LatencyObjective
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling import CentroidTable, Lease, LoadLedger, Placer, Policy, Saving, Shadow, State
+from eldr_serve.scheduling import CentroidTable, Lease, LeaseState, LoadLedger, Placer, Policy, Saving, Shadow
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome
@@ -23,7 +23,7 @@ _SAMPLE_EVERY = 0.1  # s, between samples of imbalance; with a barrier every ste
 
 
 @dataclass(frozen=True)
-class Change:
+class OperatorChange:
     """A change that an operator makes while requests run.
 
     Attributes:
@@ -44,7 +44,7 @@ def simulate(
     *,
     experts: Experts | None = None,
     ranks: NDArray[np.integer] | None = None,
-    changes: Sequence[Change] = (),
+    changes: Sequence[OperatorChange] = (),
     in_flight: int | None = None,
     shadow: Policy | None = None,
     seed: int = 0,
@@ -85,7 +85,7 @@ class _Simulation:
         cluster: Cluster,
         experts: Experts | None,
         ranks: NDArray[np.integer] | None,
-        changes: Sequence[Change],
+        changes: Sequence[OperatorChange],
         in_flight: int | None,
         shadow: Policy | None,
         seed: int,
@@ -199,7 +199,7 @@ class _Simulation:
 
     def _place(self, now: float, j: int) -> None:
         request = self._placements.make(j, self._decode.cacheable_blocks(j))
-        self._submit(now, [Lease(request, State.SENT)])
+        self._submit(now, [Lease(request, LeaseState.SENT)])
 
     def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
         """Place these requests and the decode queue, as far as the policy has workers for them."""

@@ -9,7 +9,7 @@ from eldr_serve.scheduling import PrefixCache
 from offline.simulation.cluster import Whole
 
 
-class WholePrefill:
+class SimulatedPrefill:
     """The prefill of one worker. A prompt's blocks count as cached when the worker accepts it."""
 
     def __init__(self, config: Whole) -> None:

@@ -14,8 +14,8 @@ import yaml
 from tests.e2e.collector import Collector
 from tests.e2e.service import (
     ENGINE_ENV,
-    POOL_TTL_S,
     PROMPTS,
+    QUEUE_TIMEOUT_S,
     ROOT,
     STRANGER,
     Background,
@@ -77,7 +77,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     out = tmp_path_factory.mktemp("demo")
     document = yaml.safe_load((ROOT / "deployments" / "cpu_demo.yaml").read_text())
     arguments = document["applications"][0]["args"]
-    arguments["path"] = {"queue_timeout_s": POOL_TTL_S, "prefill_queue_s": 8.0}
+    arguments["path"] = {"queue_timeout_s": QUEUE_TIMEOUT_S, "prefill_queue_s": 8.0}
     arguments["signatures"] = {"min_gain": 2}  # never refit: keep the tables that tests swap in
     for role in ("prefill_config", "decode_config"):
         arguments[role]["deployment_config"] |= {

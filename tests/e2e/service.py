@@ -31,7 +31,7 @@ GREEDY = {"max_tokens": 24, "temperature": 0}  # like the answers of `single_eng
 # Loading certificates, which no test needs, would take 30 ms of a core for each client.
 ONE_CONNECTION_EACH = httpx.Limits(max_keepalive_connections=0)
 HTTP = httpx.Client(verify=False, timeout=60, limits=ONE_CONNECTION_EACH)
-POOL_TTL_S = 12.0  # longer than a busy machine needs for a queue of short answers
+QUEUE_TIMEOUT_S = 12.0  # longer than a busy machine needs for a queue of short answers
 # The file of a third-party policy, outside the repository; the demo starts with its folder on PYTHONPATH.
 STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
 # For plain engines of vLLM, which the demo's answers are compared with.

@@ -9,7 +9,7 @@ import pytest
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.router.actor import actor_name
-from offline.scenario import Scenario, Work
+from offline.scenario import Scenario, ScenarioInputs
 from offline.simulate import simulate_all
 from tests.e2e.service import wait_for
 from tests.support.tables import counts_for, unit_table
@@ -74,7 +74,9 @@ def test_parallel_simulations_give_the_results_of_sequential_ones(ray_cluster: s
             "seeds": [0, 1],
         }
     )
-    one_by_one, parallel = (simulate_all(scenario, Work(scenario, 0), processes) for processes in (1, 2))
+    one_by_one, parallel = (
+        simulate_all(scenario, ScenarioInputs(scenario, 0), processes) for processes in (1, 2)
+    )
     for row in (*one_by_one, *parallel):
         row.pop("simulated_steps_per_s")
     assert parallel == one_by_one

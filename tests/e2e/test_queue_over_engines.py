@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from tests.e2e.service import GREEDY, POOL_TTL_S, Service, until, wait_for
+from tests.e2e.service import GREEDY, QUEUE_TIMEOUT_S, Service, until, wait_for
 
 LONG = {"model": "eldr-demo", "max_tokens": 1500, "stream": True, "ignore_eos": True}
 
 
-def pool_size(service: Service) -> int:
+def queue_size(service: Service) -> int:
     return service.status()["decode_queue"]["size"]
 
 
@@ -39,12 +39,13 @@ async def crowd(service: Service, requests: int) -> AsyncIterator[list[asyncio.T
 
 
 @pytest.mark.parametrize(
-    ("policy", "parameters", "pools"), [("balance-band", {"slots": 2}, True), ("marginal-cost", {}, False)]
+    ("policy", "parameters", "has_queue"),
+    [("balance-band", {"slots": 2}, True), ("marginal-cost", {}, False)],
 )
 async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_engine(
     policy: str,
     parameters: dict[str, int],
-    pools: bool,
+    has_queue: bool,
     service: Service,
     prompts: list[str],
     single_engine: dict[str, list[str]],
@@ -72,8 +73,8 @@ async def test_greedy_answers_under_more_requests_than_slots_equal_the_single_en
     watching.cancel()
     assert completions == single_engine["completions"]
     assert chats == single_engine["chats"]
-    assert (service.counter("queued") > before) == pools
-    if pools:
+    assert (service.counter("queued") > before) == has_queue
+    if has_queue:
         assert 1 <= most <= parameters["slots"]
 
 
@@ -83,12 +84,12 @@ async def test_a_client_that_leaves_the_queue_frees_its_prompts_blocks(service: 
         return float(usage)
 
     async with crowd(service, 8) as clients:
-        await until(lambda: pool_size(service) == 6, "six requests wait")
+        await until(lambda: queue_size(service) == 6, "six requests wait")
         await until(lambda: prefill_kv_usage() > 0, "their blocks are held")
         for client in clients[2:]:
             client.cancel()
         # The policy decides which two of the eight have workers: some of the six may, too.
-        await until(lambda: pool_size(service) == 0, "the queue is empty")
+        await until(lambda: queue_size(service) == 0, "the queue is empty")
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     # An unreleased prompt would stay for 30 s.
     wait_for(lambda: prefill_kv_usage() == 0.0, "the prefill engine is empty", 10)
@@ -102,7 +103,7 @@ async def test_a_request_that_waits_too_long_gets_503_with_retry_after(service: 
         done: set[asyncio.Task[httpx.Response]] = set()
         while not (refused := [t.result() for t in done if t.result().status_code != 200]):
             done, _ = await asyncio.wait([c for c in clients if c not in done], return_when="FIRST_COMPLETED")
-        assert asyncio.get_running_loop().time() - started >= POOL_TTL_S
+        assert asyncio.get_running_loop().time() - started >= QUEUE_TIMEOUT_S
         assert refused[0].status_code == 503
         assert int(refused[0].headers["retry-after"]) >= 1
         await until(lambda: service.counter("queue_expired") > before, "it is counted")
@@ -114,9 +115,9 @@ async def test_a_request_that_waits_too_long_gets_503_with_retry_after(service: 
 
 async def test_a_change_to_a_policy_without_queue_starts_all_queued_requests(service: Service) -> None:
     async with crowd(service, 5):
-        await until(lambda: pool_size(service) == 3, "three requests wait")
+        await until(lambda: queue_size(service) == 3, "three requests wait")
         await asyncio.to_thread(service.set_policy, "shortest-queue")
-        await until(lambda: pool_size(service) == 0 and service.status()["leases"] == 5, "all run", 5)
+        await until(lambda: queue_size(service) == 0 and service.status()["leases"] == 5, "all run", 5)
 
 
 async def test_queued_requests_survive_the_death_of_the_router(service: Service) -> None:
@@ -126,7 +127,7 @@ async def test_queued_requests_survive_the_death_of_the_router(service: Service)
     from eldr_serve.router.actor import actor_name
 
     async with crowd(service, 5) as clients:
-        await until(lambda: pool_size(service) == 3, "three requests wait")
+        await until(lambda: queue_size(service) == 3, "three requests wait")
         ray.kill(find_actor(actor_name("eldr")), no_restart=False)
         await until(lambda: service.status().get("leases") == 5, "no request waits for a dead router")
         assert not [client for client in clients if client.done() and client.result().status_code != 200]

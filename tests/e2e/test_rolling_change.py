@@ -75,7 +75,7 @@ def rolling(ray_cluster: str) -> Iterator[Rolling]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A client's whole answer, its engine, and when the request was sent."""
+    """A client's complete answer, its engine, and when the request was sent."""
 
     prompt: str
     text: str
@@ -104,7 +104,7 @@ async def stream(service: Service, prompt: str) -> Answer:
 
 
 @dataclass
-class Load:
+class StreamLoad:
     """A fixed number of clients that stream one answer after another."""
 
     service: Service
@@ -135,7 +135,7 @@ async def test_scaling_and_redeployment_do_not_affect_clients(rolling: Rolling, 
     expected = {prompt: (await stream(service, prompt)).text for prompt in prompts}
     first = rolling.decodes()
     assert len(first) == 1
-    load = Load(service, prompts)
+    load = StreamLoad(service, prompts)
     async with load.run_clients(CROWD):
         await until(lambda: len(rolling.decodes()) == 2, "there is a second decode engine", 200)
         came_s, newcomers = time.monotonic(), rolling.decodes() - first

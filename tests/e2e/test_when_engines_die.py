@@ -153,7 +153,7 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     of: Callable[[str], int],
     how: signal.Signals,
 ) -> None:
-    """Streams and whole answers of chat and completions equal an undisturbed engine's, under one id.
+    """Streams and complete answers of chat and completions equal an undisturbed engine's, under one id.
 
     If only the core is stopped, its replica reports this, and gets calls again when the core continues.
     """

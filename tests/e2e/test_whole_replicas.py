@@ -44,8 +44,8 @@ def untrained(whole: Service) -> SignaturePredictor:
         tokenizer=asyncio.run(PromptTokens(str(WEIGHTS)).fingerprint()),
         top_k=top_k,
         mean=np.full((layers, experts), top_k / experts, np.float32),
-        tokens=np.zeros((config["vocab_size"], rank), np.float32),
-        experts=directions.T.reshape(rank, layers, experts).astype(np.float32),
+        token_factors=np.zeros((config["vocab_size"], rank), np.float32),
+        expert_factors=directions.T.reshape(rank, layers, experts).astype(np.float32),
         variance=np.full(config["vocab_size"], 10, np.float32),
     )
 
@@ -73,8 +73,8 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
     narrow = replace(
         untrained,
         mean=np.full((layers, experts // 2), 2 * untrained.top_k / experts, np.float32),
-        experts=np.zeros((0, layers, experts // 2), np.float32),
-        tokens=untrained.tokens[:, :0],
+        expert_factors=np.zeros((0, layers, experts // 2), np.float32),
+        token_factors=untrained.token_factors[:, :0],
     )
     for bad, word in (
         (replace(untrained, model="other").to_bytes(), "model other, not eldr-demo"),
@@ -91,7 +91,7 @@ def test_a_predictor_that_does_not_fit_is_refused_and_the_old_one_stays(
 def test_requests_are_placed_by_predictions_that_learn_from_measured_counts(
     whole: Service, untrained: SignaturePredictor
 ) -> None:
-    """Measured counts arrive both with streams and with whole answers."""
+    """Measured counts arrive both with streams and with complete answers."""
     assert swap(whole, untrained.to_bytes()).status_code == 200
     before = whole.status()["counters"]
     texts = [

@@ -49,7 +49,7 @@ class Conversations:
     async def read_report(self) -> None:
         """Apply the engine's report to the map, as the router does."""
         await asyncio.sleep(SETTLE_S)
-        changes = self._engine.take_prefix_changes(whole=not self._known)
+        changes = self._engine.take_prefix_changes(full=not self._known)
         self._known = self._map.report("w", changes)
 
 

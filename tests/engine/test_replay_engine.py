@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.replay import command as replay_command
-from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival
+from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
 from eldr_serve.commands.errors import run
@@ -98,7 +98,7 @@ def test_a_dead_engine_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: 
 
 
 def test_the_clock_slows_down_with_the_core(pool: EnginePool) -> None:
-    arrivals = [Arrival(str(n), 0.0, list(range(10, 43)), 20, n) for n in range(4)]
+    arrivals = [ReplayArrival(str(n), 0.0, list(range(10, 43)), 20, n) for n in range(4)]
     assert pool.probe_s() > 0
     (as_now, steps), (slower, _) = (pool.replay(arrivals, probe_s).result() for probe_s in (1.0, 1e-3))
     assert set(as_now) == set(slower) == {"0", "1", "2", "3"}

@@ -1,7 +1,7 @@
 """One run of the whole application under load, while its processes are killed and stopped in turn.
 
 The application runs on a Ray cluster of its own with real engines. A constant number of clients stream, ask
-for whole answers and disconnect (`traffic`). `operations` injects the faults, and `record` has the events.
+for complete answers and disconnect (`traffic`). `operations` injects the faults, and `record` has the events.
 
 When the load has ended, the run waits until the application holds nothing more, asks the engines whether they
 still run requests, and compares the router's leases with those of its ingresses while a few streams run. What
@@ -31,7 +31,7 @@ from tests.faults import steadiness
 from tests.faults.operations import ADMIN_KEY, FaultInjector, Run
 from tests.faults.record import Record
 from tests.faults.steadiness import Steadiness
-from tests.faults.traffic import Load, bodies, references
+from tests.faults.traffic import ClientLoad, bodies, references
 
 SETTLE_S = 35.0  # KV blocks of a disconnected request are held for up to 30 s
 _PROMPTS = 16
@@ -84,7 +84,7 @@ async def drive(
     log("greedy answers without faults")
     prompts = await references(service.url, requests)
     log("load")
-    load = Load((service.url, proxy_url), prompts, run.record_request, rng)
+    load = ClientLoad((service.url, proxy_url), prompts, run.record_request, rng)
     until_s = time.monotonic() + options.seconds
     clients = [asyncio.create_task(load.client(until_s)) for _ in range(options.in_flight)]
     watching = asyncio.create_task(_watch(run.steadiness))

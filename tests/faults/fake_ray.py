@@ -45,8 +45,8 @@ def predictor() -> SignaturePredictor:
         tokenizer=FakePromptTokens.NAME,
         top_k=1,
         mean=np.full((LAYERS, EXPERTS), 1 / EXPERTS, np.float32),
-        tokens=np.zeros((VOCABULARY, 2), np.float32),
-        experts=directions,
+        token_factors=np.zeros((VOCABULARY, 2), np.float32),
+        expert_factors=directions,
         variance=np.full(VOCABULARY, 10, np.float32),
     )
 

@@ -6,7 +6,7 @@ since only those fields show what a process still holds.
 
 from typing import Any
 
-from eldr_serve.scheduling import State
+from eldr_serve.scheduling import LeaseState
 from tests.faults.fake_engines import DecodeEngine, PrefillEngine
 from tests.faults.virtual_time import Process
 from tests.faults.world import ROLES, World
@@ -22,7 +22,7 @@ def longest_wait_for_router_s(ingress: Process, now_s: float) -> float:
     waits_s = [
         now_s - request.unanswered_since_s
         for request in client_of(ingress)._waiting._waiting.values()
-        if request.lease.state in (State.UNSENT, State.SENT)
+        if request.lease.state in (LeaseState.UNSENT, LeaseState.SENT)
     ]
     return max(waits_s, default=0.0)
 
@@ -60,7 +60,7 @@ def leases_of_clients(world: World) -> dict[str, str]:
         name: lease.worker
         for process in world.live["ingress"]
         for name, lease in client_of(process).leases.items()
-        if lease.state is State.LEASED
+        if lease.state is LeaseState.LEASED
     }
 
 
@@ -78,9 +78,9 @@ def unready_processes(world: World) -> list[str]:
         ingress = process.servable_object
         if ingress._router.router_unreachable:
             problems.append(f"{process} places by local fallback")
-        if set(ingress._fleets.prefill.live) != set(world.replicas["prefill"]):
+        if set(ingress._fleets.prefill.live_names) != set(world.replicas["prefill"]):
             problems.append(f"{process} does not know all prefill replicas")
-        if set(ingress._fleets.decode.live) != set(world.replicas["decode"]):
+        if set(ingress._fleets.decode.live_names) != set(world.replicas["decode"]):
             problems.append(f"{process} does not know all decode replicas")
     return problems
 

@@ -43,7 +43,7 @@ class Answer:
     error: str = ""
 
     def take(self, fields: dict[str, Any]) -> None:
-        """Add a chunk, or a whole answer."""
+        """Add a chunk, or a complete answer."""
         if "error" in fields:
             self.error = fields["error"]["message"]
             return
@@ -90,7 +90,7 @@ class Sent:
     gap_s: float = 0.0
 
 
-class Load:
+class ClientLoad:
     """Clients that each send one request after the other.
 
     Args:
@@ -147,18 +147,18 @@ class Load:
         except TimeoutError:
             sent.kind = "never ended" if leaves_s is None else "left"
             if sent.stream and leaves_s is not None:
-                check_answer(sent, 200, bytes(received), prompt.answer, whole=False)
+                check_answer(sent, 200, bytes(received), prompt.answer, is_complete=False)
         except httpx.ConnectError as error:
             sent.kind, sent.detail = "not connected", repr(error)
         except httpx.TransportError as error:
             sent.kind, sent.detail = "connection lost", f"{error!r} after {len(received)} bytes"
             if sent.stream:
-                check_answer(sent, 200, bytes(received), prompt.answer, whole=False)
+                check_answer(sent, 200, bytes(received), prompt.answer, is_complete=False)
         sent.ended_s = time.monotonic()
         return sent
 
 
-def check_answer(sent: Sent, status: int, body: bytes, answer: Answer, *, whole: bool = True) -> None:
+def check_answer(sent: Sent, status: int, body: bytes, answer: Answer, *, is_complete: bool = True) -> None:
     """Set the kind of a request that got this answer, if the answer decides it.
 
     Args:
@@ -166,18 +166,18 @@ def check_answer(sent: Sent, status: int, body: bytes, answer: Answer, *, whole:
         status: HTTP status.
         body: what was received of the body.
         answer: the answer before the first fault.
-        whole: whether the answer has ended; else it is only checked for wrong text.
+        is_complete: whether the answer has ended; else it is only checked for wrong text.
     """
     if status != 200:
         sent.kind, sent.detail = f"http {status}", body[:200].decode(errors="replace")
         return
     received = read_events(body) if sent.stream else _whole_answer(body)
-    has_ended = whole and received.done and not received.error
+    has_ended = is_complete and received.done and not received.error
     if (difference := _difference(received, answer, ended=has_ended)) is not None:
         sent.kind, sent.detail = "wrong text", difference
     elif received.error:
         sent.kind, sent.detail = "engine lost", received.error
-    elif whole:
+    elif is_complete:
         sent.kind = "ok" if received.done else "cut"
 
 

@@ -30,7 +30,7 @@ from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar
-from tests.fuzz.cases import Case, by_hand, known_cases
+from tests.fuzz.cases import FuzzCase, by_hand, known_cases
 from tests.fuzz.connections import occupy, slow_request
 from tests.fuzz.generated_cases import from_openapi, mutations
 
@@ -48,7 +48,7 @@ class Outcome:
         problem: what the service did wrong; None if nothing.
     """
 
-    case: Case
+    case: FuzzCase
     status: int
     seconds: float
     problem: str | None
@@ -61,7 +61,7 @@ class Outcome:
         return json.dumps(outcome | {"label": self.case.label, "complete": self.case.complete, "raw": raw})
 
 
-async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
+async def send(case: FuzzCase, host: str, port: int, limit_s: float) -> Outcome:
     """Send one case on its own connection and check the answer."""
     start = time.perf_counter()
     answer = bytearray()
@@ -87,7 +87,7 @@ async def send(case: Case, host: str, port: int, limit_s: float) -> Outcome:
     return Outcome(case, status, time.perf_counter() - start, problem)
 
 
-def _find_problem(case: Case, status: int, answer: bytes, is_late: bool, limit_s: float) -> str | None:
+def _find_problem(case: FuzzCase, status: int, answer: bytes, is_late: bool, limit_s: float) -> str | None:
     """Return what is wrong with an answer; None if nothing."""
     if is_late and (case.complete or status):
         return f"the answer did not end within {limit_s:g} s"
@@ -103,7 +103,7 @@ def _find_problem(case: Case, status: int, answer: bytes, is_late: bool, limit_s
 
 
 async def send_all(
-    cases: list[Case], host: str, port: int, *, in_flight: int, limit_s: float
+    cases: list[FuzzCase], host: str, port: int, *, in_flight: int, limit_s: float
 ) -> list[Outcome]:
     """Send all cases, `in_flight` at a time, and print a line for each violation."""
     outcomes: list[Outcome] = []
@@ -127,7 +127,7 @@ async def send_all(
     return outcomes
 
 
-def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
+def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -> list[FuzzCase]:
     """Return `count` cases: those that once broke the service, and others.
 
     A fifth of the others is generated from the service's OpenAPI document, up to two fifths are written by
@@ -137,7 +137,9 @@ def corpus(url: str, model: str, count: int, seed: int, admin_key: str | None) -
     return _corpus(document, model, count, seed, admin_key)
 
 
-def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None) -> list[Case]:
+def _corpus(
+    document: dict[str, Any], model: str, count: int, seed: int, admin_key: str | None
+) -> list[FuzzCase]:
     cases = known_cases(model)[:count]
     share = (count - len(cases)) // 5  # generating cases from the document is slow
     handwritten = by_hand(model, admin_key)
@@ -146,9 +148,9 @@ def _corpus(document: dict[str, Any], model: str, count: int, seed: int, admin_k
     return cases + mutations(model, count - len(cases), seed)
 
 
-def _read(path: Path) -> list[Case]:
+def _read(path: Path) -> list[FuzzCase]:
     lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Case(line["label"], base64.b64decode(line["raw"]), line["complete"]) for line in lines]
+    return [FuzzCase(line["label"], base64.b64decode(line["raw"]), line["complete"]) for line in lines]
 
 
 def hostile(

@@ -20,7 +20,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @dataclass(frozen=True)
-class Case:
+class FuzzCase:
     """One request. `complete` is False if it violates HTTP, so that it needs no answer."""
 
     label: str
@@ -37,7 +37,7 @@ def case(
     headers: dict[str, str] | None = None,
     length: int | None = None,
     complete: bool = True,
-) -> Case:
+) -> FuzzCase:
     """Return a request with a body of bytes, text or JSON. `length` overrides its content-length."""
     if not isinstance(body, bytes):
         text = body if isinstance(body, str) else json.dumps(body)
@@ -47,10 +47,10 @@ def case(
         fields["content-length"] = str(len(body) if length is None else length)
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     raw = f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1", "replace") + body
-    return Case(label, raw, complete)
+    return FuzzCase(label, raw, complete)
 
 
-def known_cases(model: str) -> list[Case]:
+def known_cases(model: str) -> list[FuzzCase]:
     """Return requests that once broke this service."""
     surrogate = r'{"model": "MODEL", "prompt": "a\ud800b", "max_tokens": 2}'.replace("MODEL", model)
     return [
@@ -67,7 +67,7 @@ def known_cases(model: str) -> list[Case]:
     ]
 
 
-def by_hand(model: str, admin_key: str | None) -> list[Case]:
+def by_hand(model: str, admin_key: str | None) -> list[FuzzCase]:
     """Return requests that may break such services: each field with odd values, and other ideas."""
     by_model = (_texts, _fields, _messages, _other_endpoints, _transport)
     return [*chain.from_iterable(make(model) for make in by_model), *_administration(admin_key)]
@@ -103,7 +103,7 @@ def chat(model: str, content: Any = "hello", /, **fields: Any) -> dict[str, Any]
     return {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
 
 
-def _texts(model: str) -> Iterator[Case]:
+def _texts(model: str) -> Iterator[FuzzCase]:
     """Yield bodies that are not JSON, or unusual JSON."""
     for text in tables_for(model)["texts"]:
         yield case("text", COMPLETIONS, text)
@@ -116,7 +116,7 @@ def _texts(model: str) -> Iterator[Case]:
         yield case("encoding", COMPLETIONS, completion(model), headers=headers)
 
 
-def _fields(model: str) -> Iterator[Case]:
+def _fields(model: str) -> Iterator[FuzzCase]:
     """Yield each field with values of other types and sizes."""
     tables = tables_for(model)
     for field in tables["fields"]:
@@ -130,7 +130,7 @@ def _fields(model: str) -> Iterator[Case]:
             yield case("model", path, body)
 
 
-def _messages(model: str) -> Iterator[Case]:
+def _messages(model: str) -> Iterator[FuzzCase]:
     tables = tables_for(model)
     for content in tables["contents"]:
         for role in ("user", "system", "assistant", "tool", "developer", "nobody", "", None, 5):
@@ -167,7 +167,7 @@ def nested_schema(levels: int) -> dict[str, Any]:
     return schema
 
 
-def _other_endpoints(model: str) -> Iterator[Case]:
+def _other_endpoints(model: str) -> Iterator[FuzzCase]:
     tables = tables_for(model)
     for path, fields in tables["endpoints"]:
         for text in ("", "{", "null", "[" * 300):
@@ -193,7 +193,7 @@ def _other_endpoints(model: str) -> Iterator[Case]:
             yield case("path", path, method=method)
 
 
-def _transport(model: str) -> Iterator[Case]:
+def _transport(model: str) -> Iterator[FuzzCase]:
     """Yield odd headers, and HTTP that breaks off."""
     body = completion(model)
     tables = tables_for(model)
@@ -228,7 +228,7 @@ def _transport(model: str) -> Iterator[Case]:
         yield case("chunked", COMPLETIONS, broken, headers=chunked, complete=False)
     whole = case("", COMPLETIONS, body).raw
     for cut in (1, 10, 20, len(whole) // 2, len(whole) - 1):
-        yield Case("cut", whole[:cut], complete=False)
+        yield FuzzCase("cut", whole[:cut], complete=False)
     for raw in (
         b"",
         b"\r\n\r\n",
@@ -240,10 +240,10 @@ def _transport(model: str) -> Iterator[Case]:
         b"GET /\x00 HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nx\r\n\r\n",
     ):
-        yield Case("http", raw, complete=False)
+        yield FuzzCase("http", raw, complete=False)
 
 
-def _administration(key: str | None) -> Iterator[Case]:
+def _administration(key: str | None) -> Iterator[FuzzCase]:
     """Yield changes of policy and table: without the key, and with it if it is given."""
     odd_counts: list[Any] = [2**31, 2**63, 10**30, -1, 0, 1.5, None, "x", [], {}]
     odd_values: list[Any] = [2**63, 10**400, -1, 1e308, 1e-320, None, "x", [], {}, {"x": 1}, True]

@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"hostile requests need the packages of eldr-serve[dev]: {error}") from None
 
-from tests.fuzz.cases import CHAT, COMPLETIONS, Case, case, chat, completion, tables_for
+from tests.fuzz.cases import CHAT, COMPLETIONS, FuzzCase, case, chat, completion, tables_for
 
 
 def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
@@ -65,7 +65,7 @@ _VALUES = st.recursive(
 )
 
 
-def mutations(model: str, count: int, number: int) -> list[Case]:
+def mutations(model: str, count: int, number: int) -> list[FuzzCase]:
     """Return valid bodies with some fields, parts or bytes replaced."""
     bodies = [
         (COMPLETIONS, completion(model)),
@@ -91,7 +91,7 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
     tables = tables_for(model)
 
     @st.composite
-    def mutated_case(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Case:
+    def mutated_case(draw: Callable[[st.SearchStrategy[Any]], Any]) -> FuzzCase:
         path, valid = draw(st.sampled_from(bodies))
         # A field that the endpoint alone has is as likely as all others together.
         fields = st.sampled_from(tables["fields"])
@@ -106,7 +106,7 @@ def mutations(model: str, count: int, number: int) -> list[Case]:
             raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
         return case(f"mutation:{path}", path, raw)
 
-    cases: dict[Case, None] = {}
+    cases: dict[FuzzCase, None] = {}
     while len(cases) < count:  # examples may repeat
         number += 1
         cases |= dict.fromkeys(_collect(mutated_case(), max(count - len(cases), 50), number))
@@ -138,7 +138,7 @@ def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any], fields: st
 
 def from_openapi(
     document: dict[str, Any], model: str, admin_key: str | None, count: int, number: int
-) -> list[Case]:
+) -> list[FuzzCase]:
     """Return as many valid requests by the document as invalid ones, evenly over its operations.
 
     A body that names a model gets the served one: with any other, the service would check nothing else.
@@ -147,7 +147,7 @@ def from_openapi(
     operations = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
     modes = [GenerationMode.NEGATIVE, GenerationMode.POSITIVE]
     plans = [(operation, mode) for mode in modes for operation in operations]
-    cases: list[Case] = []
+    cases: list[FuzzCase] = []
     for index, (operation, mode) in enumerate(plans):
         share = (count - len(cases)) // (len(plans) - index)
         strategy = operation.as_strategy(generation_mode=mode)
@@ -158,7 +158,7 @@ def from_openapi(
     return cases
 
 
-def _case_of(generated: Any, admin_key: str | None) -> Case:
+def _case_of(generated: Any, admin_key: str | None) -> FuzzCase:
     arguments = generated.as_transport_kwargs(base_url="http://eldr")
     prepared = requests.Request(**arguments).prepare()
     url = urlsplit(prepared.url or "/")

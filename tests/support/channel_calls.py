@@ -96,7 +96,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def read_all(call: Call) -> tuple[bytes, int]:
-    """Return the whole answer to a call and its number of tokens."""
+    """Return the complete answer to a call and its number of tokens."""
     payload, tokens = b"", 0
     while (chunk := await call.read()) is not None:
         payload, tokens = payload + chunk.payload, tokens + chunk.num_tokens

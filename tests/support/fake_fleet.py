@@ -65,7 +65,7 @@ class FakeFleet(Fleet):
         self.lost: set[str] = set()  # replicas without a channel
 
     @property
-    def live(self) -> tuple[str, ...]:
+    def live_names(self) -> tuple[str, ...]:
         return tuple(name for name in self.directory.known_workers if name not in self.lost)
 
     @property
@@ -75,14 +75,14 @@ class FakeFleet(Fleet):
     @property
     def in_flight(self) -> dict[str, int]:
         open_calls = Counter(sent.replica for sent in self._open)
-        return {name: open_calls[name] for name in self.live}
+        return {name: open_calls[name] for name in self.live_names}
 
     def slot_calls_of(self, name: str) -> int:
         return sum(sent.replica == name and sent.method in SLOT_METHODS for sent in self._open)
 
     @property
     def oldest_s(self) -> dict[str, float]:
-        return {name: 0.0 for name in self.live}
+        return {name: 0.0 for name in self.live_names}
 
     @property
     def requests(self) -> list[Sent]:
@@ -97,7 +97,7 @@ class FakeFleet(Fleet):
     async def stop(self) -> None: ...
 
     def call(self, replica: str, method: str, header: Any, body: bytes = b"") -> Call:
-        if replica not in self.live:
+        if replica not in self.live_names:
             raise ChannelLostError(f"there is no channel to {replica}")
         sent = Sent(replica, method, dict(header), body)
         self.sent.append(sent)

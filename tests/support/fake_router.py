@@ -27,7 +27,7 @@ from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, QueuedPolicy, State
+from eldr_serve.scheduling import Decision, Lease, LeaseState, Loads, PlacementRequest, QueuedPolicy
 from tests.support.tables import counts_for, request, unit_table
 
 
@@ -45,7 +45,7 @@ def router_state(
 def place(state: RouterState, *requests: str | PlacementRequest, client: str = "c") -> list[Lease]:
     """Place requests in one call, and return their leases. A name stands for a request that may wait."""
     leases = [
-        Lease(request(one, may_wait=True) if isinstance(one, str) else one, State.SENT, client)
+        Lease(request(one, may_wait=True) if isinstance(one, str) else one, LeaseState.SENT, client)
         for one in requests
     ]
     state.place(leases)
@@ -71,7 +71,7 @@ def release(state: RouterState, *names: str) -> None:
 def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> Lease:
     """Return the lease of a request that its client has placed by local fallback."""
     fields = {"max_new_tokens": 0, **fields}
-    return Lease(request(name, **fields), State.LEASED, client, replica, policy="local-fallback")
+    return Lease(request(name, **fields), LeaseState.LEASED, client, replica, policy="local-fallback")
 
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:

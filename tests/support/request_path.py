@@ -22,7 +22,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import build_services
 from eldr_serve.request import Request, RequestFields
-from eldr_serve.scheduling import DecodeLoads, Lease, PlacementRequest, PromptBlocks, State
+from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
 from tests.faults.virtual_time import VirtualLoop
 from tests.support.fake_fleet import FakeFleet, answer_with, prefill_result
 
@@ -82,7 +82,7 @@ class FakeRouterClient:
         self.waits.append(wait_s)
         self.leases.add(request.request_id)
         replica = next(r for r in self.workers if r not in request.exclude)
-        return Lease(request, State.LEASED, worker=replica, position=0, cached_tokens=self.cached_tokens)
+        return Lease(request, LeaseState.LEASED, worker=replica, position=0, cached_tokens=self.cached_tokens)
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         self.blocks.append(blocks)

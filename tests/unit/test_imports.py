@@ -29,6 +29,7 @@ def _is_within(name: str, *parts: str) -> bool:
 
 # eldr_serve itself has the names that it exports; eldr_serve.cli imports other commands when they run.
 PARTS = (
+    "eldr_serve.arrays",
     "eldr_serve.errors",
     "eldr_serve.objective",
     "eldr_serve.files",

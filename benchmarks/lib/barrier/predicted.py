@@ -6,23 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from benchmarks.lib.barrier.steps import RankSteps
 from benchmarks.lib.barrier.trial import ClosedLoop
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy, StepCost
 from offline.simulation.cluster import Cluster
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
 
-Ints = NDArray[np.int64]
 _MIN_STEPS = 30
 
 
 @dataclass(frozen=True)
-class Prediction:
+class BarrierPrediction:
     """Simulated figures of the requests and steps of the measured period.
 
     Attributes:
@@ -30,7 +29,7 @@ class Prediction:
         spread, imbalance: means over steps, KV tokens.
     """
 
-    tpot_ms: NDArray[np.float64]
+    tpot_ms: Floats
     spread: float
     imbalance: float
 
@@ -65,7 +64,7 @@ def fit_handover_s(all_steps: Sequence[RankSteps], slots: int, mean_output: floa
     return empty_s * mean_output / tokens if tokens else 0.0
 
 
-def _timed_steps(steps: RankSteps) -> tuple[Ints, Ints, NDArray[np.float64]]:
+def _timed_steps(steps: RankSteps) -> tuple[Ints, Ints, Floats]:
     """Return requests int64[S,G], KV tokens int64[S,G] and seconds float64[S] of steps with known times."""
     timed = np.isfinite(steps.seconds)
     return steps.requests[timed], steps.kv_tokens[timed], steps.seconds[timed]
@@ -73,7 +72,7 @@ def _timed_steps(steps: RankSteps) -> tuple[Ints, Ints, NDArray[np.float64]]:
 
 def predict(
     make: Callable[[], Policy], lengths: Ints, load: ClosedLoop, cluster: Cluster, requests: int, seed: int
-) -> Prediction:
+) -> BarrierPrediction:
     """Simulate a trial.
 
     Args:
@@ -90,7 +89,7 @@ def predict(
         (times >= load.warm_up_s) & (times < load.warm_up_s + load.seconds)
         for times in (outcome.sample_s, outcome.last_s)
     )
-    return Prediction(
+    return BarrierPrediction(
         1e3 * outcome.tpot_s[ended],
         float(outcome.spread[sampled].mean()),
         float(outcome.imbalance[sampled].mean()),

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.lib.prompts import MODEL
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from examples.demo_model import WEIGHTS
 from loadgen.traces import TraceRequest
 from loadgen.workload import read_prompts
 from offline.calibrate import prompt_tokens
 
-Ints = NDArray[np.int64]
 _BLOCK = 32  # tokens of a KV block of an engine on CPUs
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.lib.barrier.predicted import Prediction
-from benchmarks.lib.barrier.trial import Trial
+from benchmarks.lib.barrier.predicted import BarrierPrediction
+from benchmarks.lib.barrier.trial import BarrierTrial
+from eldr_serve.arrays import Floats
 from loadgen.statistics import Interval, Sample, interval, put_interval, relative_percent, resampled_counts
 
 BASE = "shortest-queue"
@@ -17,14 +17,13 @@ QUANTILES = (0.5, 0.99)
 MEASURES = ("spread", "imbalance")
 _BLOCKS = 20  # parts of a trial, the units of an interval if there are few rounds; steps alone would depend
 
-Floats = NDArray[np.float64]
 Values = tuple[float, Floats]  # a figure, and the same of each resample
 
 
 def policy_rows(
     trace: str,
-    trials: Mapping[str, Sequence[Trial]],
-    predictions: Mapping[str, Sequence[Prediction]],
+    trials: Mapping[str, Sequence[BarrierTrial]],
+    predictions: Mapping[str, Sequence[BarrierPrediction]],
     seed: int,
 ) -> list[dict[str, Any]]:
     """Return a row for each policy.
@@ -56,7 +55,7 @@ def policy_rows(
     return rows
 
 
-def _counts(trials: Sequence[Trial]) -> dict[str, Any]:
+def _counts(trials: Sequence[BarrierTrial]) -> dict[str, Any]:
     """Return sums and means that have no interval."""
     steps = [trial.steps for trial in trials]
     return {
@@ -72,12 +71,12 @@ def _counts(trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _figures(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
+def _figures(trials: Sequence[BarrierTrial], sent: int, seed: int) -> dict[str, Values]:
     """Return the quantiles of TPOT and the means of MEASURES. No trial sent more than `sent` requests."""
     return _times(trials, sent, seed) | _imbalances(trials, seed)
 
 
-def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
+def _times(trials: Sequence[BarrierTrial], sent: int, seed: int) -> dict[str, Values]:
     """Return the quantiles of TPOT in ms. A draw takes requests with the same number in a round together."""
     counts = resampled_counts(np.repeat(np.arange(len(trials)), sent), seed=seed)
     ms = np.concatenate([trial.tpot_ms for trial in trials])
@@ -88,7 +87,7 @@ def _times(trials: Sequence[Trial], sent: int, seed: int) -> dict[str, Values]:
     return {_quantile_name(q): (sample.quantile(q), draws[:, n]) for n, q in enumerate(QUANTILES)}
 
 
-def _imbalances(trials: Sequence[Trial], seed: int) -> dict[str, Values]:
+def _imbalances(trials: Sequence[BarrierTrial], seed: int) -> dict[str, Values]:
     """Return the means over steps of MEASURES."""
     counts = resampled_counts(np.repeat(np.arange(len(trials)), _BLOCKS), seed=seed)
     figures = {}
@@ -100,7 +99,7 @@ def _imbalances(trials: Sequence[Trial], seed: int) -> dict[str, Values]:
     return figures
 
 
-def _simulated(predictions: Sequence[Prediction]) -> dict[str, float]:
+def _simulated(predictions: Sequence[BarrierPrediction]) -> dict[str, float]:
     """Return the simulated values of the same figures, over all rounds."""
     ms = np.concatenate([prediction.tpot_ms for prediction in predictions])
     figures = {_quantile_name(q): float(np.quantile(ms, q)) for q in QUANTILES}

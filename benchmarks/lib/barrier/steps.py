@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from eldr_serve.arrays import Floats, Ints
+
 FOLDER = "ELDR_RANK_STEPS"  # environment variable of an engine's processes
 
 

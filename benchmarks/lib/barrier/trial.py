@@ -35,7 +35,7 @@ class ClosedLoop:
 
 
 @dataclass(frozen=True)
-class Trial:
+class BarrierTrial:
     """The results of a trial.
 
     Attributes:
@@ -57,7 +57,7 @@ class Trial:
     @classmethod
     def of(
         cls, load: ClosedLoop, start_s: float, sent: int, answers: Mapping[int, Answer], steps: RankSteps
-    ) -> Trial:
+    ) -> BarrierTrial:
         """Return the measured part.
 
         Args:
@@ -90,7 +90,7 @@ class Trial:
         return {"sent": self.sent, **lists, "steps": self.steps.to_json(), "errors": self.errors}
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Trial:
+    def from_json(cls, stored: dict[str, Any]) -> BarrierTrial:
         """Restore the trial of `to_json`."""
         arrays = {name: np.array(stored[name]) for name in ("number", "tpot_ms", "ttft_ms")}
         return cls(

@@ -10,13 +10,11 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.lib.engine_pool import EngineProcesses
 from benchmarks.lib.replay.engine import ENGINE_ENV
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Decoded:
     """
 
     answers: Ints  # [requests, tokens]
-    seconds: NDArray[np.float64]  # [N], wall-clock time of each step, without moves
+    seconds: Floats  # [N], wall-clock time of each step, without moves
     move_s: float  # total time of the migration slices between steps
     experts_moved: int  # experts that these slices moved, in all layers
     slices: int
@@ -52,7 +50,7 @@ class EpEngine(EngineProcesses):
     ) -> None:
         super().__init__(1, _start, str(model), ranks, redundant, moves_per_slice, max_batch)
 
-    def place(self, placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
+    def place(self, placement: Ints, rule: str, load: Floats) -> None:
         """Apply the placement int[L, P] (-1: an empty slot) and rule, with expected tokens `load` [L, E]."""
         self._pool.submit(_place, placement, rule, load).result()
 
@@ -63,7 +61,7 @@ class EpEngine(EngineProcesses):
         *,
         name: str,
         migrate_to: Ints | None = None,
-        load: NDArray[np.float64] | None = None,
+        load: Floats | None = None,
     ) -> Decoded:
         """Decode `tokens` tokens of each prompt greedily, all prompts at once.
 
@@ -130,7 +128,7 @@ def _ask(method: str, *arguments: Any) -> list[Any]:
     return answers
 
 
-def _place(placement: Ints, rule: str, load: NDArray[np.float64]) -> None:
+def _place(placement: Ints, rule: str, load: Floats) -> None:
     _ask("choose", rule)
     slices_left = _ask("begin", placement.tolist(), _ranks, load.tolist())[0]
     while slices_left:
@@ -142,7 +140,7 @@ def _decode(
     tokens: int,
     name: str,
     migrate_to: Ints | None,
-    load: NDArray[np.float64] | None,
+    load: Floats | None,
 ) -> Decoded:
     global _sent
     from vllm import SamplingParams

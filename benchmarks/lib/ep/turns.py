@@ -14,13 +14,12 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
 
 from benchmarks.lib.ep.engine import Decoded
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 
-Ints = NDArray[np.int64]
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
 Engine = TypeVar("Engine")
 HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
@@ -77,7 +76,7 @@ def draw_disjoint_batches(requests: Ints, size: int, number: int, rng: np.random
 
 def summary(decoded: Decoded) -> dict[str, Any]:
     """Return a batch's figures: medians over steps for times, otherwise means over steps and layers."""
-    tokens, activated, pairs, served_at_home, guest_ranks = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
+    tokens, activated, pairs, served_at_home, moved_tokens = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
     return {
         "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])),
         "steps": len(decoded.seconds),
@@ -85,6 +84,6 @@ def summary(decoded: Decoded) -> dict[str, Any]:
         "experts_all_ranks": float(activated.sum(axis=0).mean()),
         "worst_rank_pairs": float(pairs.max(axis=0).mean()),
         "away_pct": 100 * (1 - float(served_at_home.sum() / pairs.sum())),
-        "moved_a_token": float(guest_ranks.sum() / tokens[0].sum()),
+        "moved_a_token": float(moved_tokens.sum() / tokens[0].sum()),
         "answers": [hashlib.sha256(answer.tobytes()).hexdigest()[:16] for answer in decoded.answers],
     }

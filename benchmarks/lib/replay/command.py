@@ -14,9 +14,16 @@ from benchmarks.lib import options
 from benchmarks.lib.engine_pool import EnginePool
 from benchmarks.lib.engines import check_device
 from benchmarks.lib.replay.rows import arm_rows
-from benchmarks.lib.replay.schedule import FIT_REQUESTS, Arm, Bench, Case, loads_of, widen_model
+from benchmarks.lib.replay.schedule import (
+    FIT_REQUESTS,
+    Arm,
+    ReplayCase,
+    ReplayExperiment,
+    loads_of,
+    widen_model,
+)
 from eldr_serve.errors import UserInputError
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from loadgen.journal import Journal
 from loadgen.plots import bars
 from loadgen.results import environment, publish
@@ -27,8 +34,8 @@ class Replayed:
     """Input of a report."""
 
     name: str
-    bench: Bench
-    cases: list[Case]
+    experiment: ReplayExperiment
+    cases: list[ReplayCase]
     inputs: dict[str, Any]
     seed: int
     out: Path | None
@@ -111,22 +118,24 @@ def replay_command(
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
         chosen = chosen_arms(arms, all_arms)
-        of_bench: dict[str, Any] = {"requests": requests, "output_tokens": output_tokens, "device": device}
-        of_bench |= {"intermediate": intermediate, "seed": seed, "fit_requests": fit_requests}
-        settings = of_bench | {"benchmark": name, "arms": [*map(asdict, chosen)]}
+        arguments: dict[str, Any] = {"requests": requests, "output_tokens": output_tokens, "device": device}
+        arguments |= {"intermediate": intermediate, "seed": seed, "fit_requests": fit_requests}
+        settings = arguments | {"benchmark": name, "arms": [*map(asdict, chosen)]}
         settings |= {"loads": [*map(asdict, loads)], "prompts": str(prompts)}
         settings |= {"repeats": repeats, "engines": engines}
         journal = Journal(work / f"{name}.jsonl", settings | environment())
         with EnginePool(widen_model(intermediate, work), engines, device) as engine_pool:
-            bench = Bench(prompts, engine_pool=engine_pool, work=work, journal=journal, **of_bench)
-            cases = bench.compare(loads, chosen, repeats)
+            experiment = ReplayExperiment(
+                prompts, engine_pool=engine_pool, work=work, journal=journal, **arguments
+            )
+            cases = experiment.compare(loads, chosen, repeats)
         slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
-        inputs = bench.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
+        inputs = experiment.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
         inputs |= {"engines": engines}
         inputs["core_slowdown_p1_p50_p99"] = np.percentile(slowdown, [1, 50, 99]).tolist()
-        (report or against(["round-robin"]))(Replayed(name, bench, cases, inputs, seed, out))
+        (report or against(["round-robin"]))(Replayed(name, experiment, cases, inputs, seed, out))
         if steps_out is not None:
-            write_whole(steps_out, bench.step_lines())
+            write_atomically(steps_out, experiment.step_lines())
         journal.remove()
 
     command.__name__ = name

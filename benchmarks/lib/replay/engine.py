@@ -36,7 +36,7 @@ ROOM = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ReplayArrival:
     """A prefilled request that reaches the worker at `arrival_s`."""
 
     request_id: str
@@ -162,7 +162,7 @@ class ReplayEngine:
         while self._engine.has_unfinished_requests():
             self.step()
 
-    def run(self, arrivals: Sequence[Arrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
+    def run(self, arrivals: Sequence[ReplayArrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
         """Serve the arrivals without idle time, and return token times in seconds by request, and the steps.
 
         On a CPU the clock is the sum of the steps' CPU times, scaled to a probe time of `probe_s`. An engine

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.replay.schedule import Case
+from benchmarks.lib.replay.schedule import ReplayCase
 from loadgen.statistics import paired_change_percent
 
 LAYERS = 6  # MoE layers of the demo model
 
 
-def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
+def arm_rows(case: ReplayCase, baselines: Sequence[str], seed: int) -> list[dict[str, Any]]:
     """Return a row for each arm, with its changes against the best baseline at each percentile.
 
     The best of several equivalent baselines is biased low. `pooled` compares with all their requests.
@@ -48,7 +48,7 @@ def arm_rows(case: Case, baselines: Sequence[str], seed: int) -> list[dict[str, 
     return rows
 
 
-def experts_by_batch(case: Case, labels: Sequence[str]) -> list[dict[str, Any]]:
+def experts_by_batch(case: ReplayCase, labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return mean active experts of a layer by batch size, in bins of 4 requests, one row per bin."""
     top = max(max(case.steps[label].requests) for label in labels)
     rows = []

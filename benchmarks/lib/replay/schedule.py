@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.active_experts import active_experts
 from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
-from benchmarks.lib.engine_pool import Replays
+from benchmarks.lib.engine_pool import ReplayEngines
 from benchmarks.lib.engines import weights_name
-from benchmarks.lib.replay.engine import ENGINE_ENV, Arrival, Steps
+from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival, Steps
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.clustering import kmeans
 from eldr_serve.experts.fitting.table import fit_table
@@ -79,7 +79,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Load:
+class ReplayLoad:
     """A workload on K workers. The arrival rate aims at a mean batch of `batch` requests."""
 
     group: str
@@ -89,10 +89,10 @@ class Load:
 
 
 @dataclass
-class Case:
+class ReplayCase:
     """A load with its jobs, and each arm's placement and replay."""
 
-    load: Load
+    load: ReplayLoad
     rate: float  # requests/s
     requests: NDArray[np.int64]  # index into the capture, by job
     arrival_s: NDArray[np.float64]
@@ -116,7 +116,7 @@ class Case:
 class _Replay:
     """One worker's schedule in one arm, once."""
 
-    case: Case
+    case: ReplayCase
     worker: int
     repeat: int
     label: str
@@ -156,14 +156,14 @@ class _RepeatPlacements(Policy):
         return Decision(int(self._worker[int(request.request_id)]), reason="placed")
 
 
-class Bench:
+class ReplayExperiment:
     """The captured requests, one engine, and its step cost."""
 
     def __init__(
         self,
         prompts: Path,
         *,
-        engine_pool: Replays,
+        engine_pool: ReplayEngines,
         requests: int,
         output_tokens: int,
         intermediate: int,
@@ -195,7 +195,7 @@ class Bench:
             "step_cost_relative_error": self.cost_error,
         }
 
-    def compare(self, loads: Sequence[Load], arms: Sequence[Arm], repeats: int = 1) -> list[Case]:
+    def compare(self, loads: Sequence[ReplayLoad], arms: Sequence[Arm], repeats: int = 1) -> list[ReplayCase]:
         """Place and replay every load in every arm. Arms alternate, so that all meet the same machine speeds.
 
         A request's times are the medians of its `repeats` replays. Steps are those of all replays.
@@ -224,7 +224,7 @@ class Bench:
                 progress.advance(bar)
         return cases
 
-    def regret(self, case: Case) -> dict[str, NDArray[np.float64]]:
+    def regret(self, case: ReplayCase) -> dict[str, NDArray[np.float64]]:
         """Return the cost of each job's choice beyond the best worker in hindsight, s per step, by arm.
 
         Placements are those of the arm's simulated run. Costs use the requests' true decode activations.
@@ -255,7 +255,7 @@ class Bench:
             by_arm[label] = regret
         return by_arm
 
-    def simulate_again(self, case: Case, label: str, cost: StepCost) -> Outcome:
+    def simulate_again(self, case: ReplayCase, label: str, cost: StepCost) -> Outcome:
         """Simulate the arm's placements again with another step cost."""
         policy = _RepeatPlacements(case.outcomes[label].worker)
         return self._simulate(case.load, case.requests, case.arrival_s, policy, cost)
@@ -280,7 +280,7 @@ class Bench:
                 chosen = self._rng.choice(np.flatnonzero(pool), size)
                 gaps = self._rng.exponential(0.02, size)  # so that the batch fills and empties
                 arrivals = [
-                    Arrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
+                    ReplayArrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
                     for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))
                 ]
                 futures.append(self._engine_pool.replay(arrivals, self._probe_s))
@@ -300,7 +300,7 @@ class Bench:
             )
         return cost, sums.error(cost)
 
-    def _plan(self, load: Load, arms: Sequence[Arm], repeats: int) -> Case:
+    def _plan(self, load: ReplayLoad, arms: Sequence[Arm], repeats: int) -> ReplayCase:
         fit, rest = self.data.split(load.group, 0.4, self._seed)
         rng = np.random.default_rng([self._seed, load.workers, load.batch])
         number = load.workers * load.per_worker
@@ -325,7 +325,7 @@ class Bench:
                 load, chosen, arrival_s, policy, self.cost, true_decode=arm.true_decode
             )
         empty = {arm.label: np.zeros((repeats, number)) for arm in arms}
-        return Case(
+        return ReplayCase(
             load,
             rate,
             chosen,
@@ -346,7 +346,7 @@ class Bench:
 
     def _simulate(
         self,
-        load: Load,
+        load: ReplayLoad,
         chosen: NDArray[np.int64],
         arrival_s: NDArray[np.float64],
         policy: Policy,
@@ -368,18 +368,19 @@ class Bench:
             )
         return self._experts_by_truth[true_decode]
 
-    def _arrivals(self, replay: _Replay) -> list[Arrival]:
+    def _arrivals(self, replay: _Replay) -> list[ReplayArrival]:
         requests, arrival_s = replay.case.requests.tolist(), replay.case.arrival_s.tolist()
+        tokens, output_tokens = self.data.tokens, self._output_tokens
         return [
-            Arrival(str(j), arrival_s[j], self.data.tokens[requests[j]], self._output_tokens, requests[j])
+            ReplayArrival(str(j), arrival_s[j], tokens[requests[j]], output_tokens, requests[j])
             for j in replay.jobs.tolist()
         ]
 
 
-def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[Load]:
+def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[ReplayLoad]:
     """Return each workload with each number of workers and batch size. Raise UserInputError for others."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
-    return [Load(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
+    return [ReplayLoad(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 
 
 def widen_model(intermediate: int, work: Path, *, heads: int | None = None) -> Path:

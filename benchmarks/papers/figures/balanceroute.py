@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure as Picture
+from matplotlib.figure import Figure
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, each_seed, line_plot, mean, steps
+from benchmarks.papers.figures.common import Options, PaperFigure, Rows, each_seed, line_plot, mean, steps
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
 from eldr_serve.scheduling.policies.length_predictors import Oracle
@@ -51,7 +51,7 @@ BASELINES = ("random", "round-robin", "power-of-two", "shortest-queue", "least-t
 
 
 @dataclass(frozen=True)
-class Arm:
+class PolicyArm:
     """A policy and its name in the figures."""
 
     label: str
@@ -60,15 +60,18 @@ class Arm:
     oracle: bool = False
 
 
-def arms() -> list[Arm]:
+def arms() -> list[PolicyArm]:
     """Return the baselines, BR-0, and BR-H with each predictor."""
     slots = {"slots": SLOTS}
     horizon = "balance-route-horizon"
     return [
-        *(Arm(name, name, {}) for name in BASELINES),
-        Arm("balance-route", "balance-route", slots),
-        Arm(f"{horizon}, oracle", horizon, slots, oracle=True),
-        *(Arm(f"{horizon}, {p}", horizon, slots | {"predictor": p}) for p in ("survival", "prompt-keyed")),
+        *(PolicyArm(name, name, {}) for name in BASELINES),
+        PolicyArm("balance-route", "balance-route", slots),
+        PolicyArm(f"{horizon}, oracle", horizon, slots, oracle=True),
+        *(
+            PolicyArm(f"{horizon}, {p}", horizon, slots | {"predictor": p})
+            for p in ("survival", "prompt-keyed")
+        ),
     ]
 
 
@@ -119,10 +122,12 @@ def sensitivity(options: Options) -> Rows:
     """Vary alpha and gamma around (48, 0.9), with the oracle, at G = 16 and 144."""
     cross = [(a, 0.9) for a in (1, 24, 48, 96)] + [(48, g) for g in (0.5, 0.7, 1.0)]
     varied = [
-        Arm(f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True)
+        PolicyArm(
+            f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True
+        )
         for a, g in cross
     ]
-    return _compare(options, [16, 144], [Arm("shortest-queue", "shortest-queue", {}), *varied])
+    return _compare(options, [16, 144], [PolicyArm("shortest-queue", "shortest-queue", {}), *varied])
 
 
 def forms(options: Options) -> Rows:
@@ -135,10 +140,12 @@ def forms(options: Options) -> Rows:
         "as in the paper": {"new_requests_end": False, "lookahead": 10},
     }
     variants = [
-        Arm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
+        PolicyArm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
         for name, change in changes.items()
     ]
-    return _compare(options, [PAPER_WORKERS, 16], [Arm("shortest-queue", "shortest-queue", {}), *variants])
+    return _compare(
+        options, [PAPER_WORKERS, 16], [PolicyArm("shortest-queue", "shortest-queue", {}), *variants]
+    )
 
 
 def panels(options: Options) -> Rows:
@@ -157,7 +164,7 @@ def panels(options: Options) -> Rows:
     return rows
 
 
-def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[Arm]) -> Rows:
+def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[PolicyArm]) -> Rows:
     traffics = {path: Traffic(path) for path in _traces(options)}
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
@@ -195,7 +202,7 @@ def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
     return rows
 
 
-def _policy(arm: Arm, requests: Requests, traffic: Traffic) -> Policy:
+def _policy(arm: PolicyArm, requests: Requests, traffic: Traffic) -> Policy:
     """Return the arm's policy. A learning predictor has been fitted to the past."""
     policy: Any = make_policy(arm.policy, **arm.parameters)
     if arm.oracle:
@@ -225,7 +232,7 @@ def _traces(options: Options) -> tuple[Path, ...]:
 
 
 def _draw_panels(rows: Rows, path: Path) -> None:
-    picture = Picture(figsize=(8, 4), layout="constrained")
+    picture = Figure(figsize=(8, 4), layout="constrained")
     axes = picture.subplots()
     for method in dict.fromkeys(row["method"] for row in rows):
         time_s, imbalance = np.array(
@@ -244,32 +251,32 @@ def _draw_scaling(rows: Rows, path: Path) -> None:
 
 _ORDER = "every BR row better than every baseline row on imbalance, TPOT p95 and throughput"
 FIGURES = {
-    "table1": Figure("Imbalance, TPOT p95 and throughput at G = 4, 8 and 16 (Table 1)", _ORDER, table1),
-    "table2": Figure(
+    "table1": PaperFigure("Imbalance, TPOT p95 and throughput at G = 4, 8 and 16 (Table 1)", _ORDER, table1),
+    "table2": PaperFigure(
         "The same at G = 8, 16, 32 and 144 (Table 2, Figure 4)",
         "imbalance below JSQ's: 7.8, 4.1 and 3.1 times (BR-0), 11.5, 9.1 and 5.8 times (BR-H oracle) on its "
         "proprietary trace at its three sizes",
         table2,
         _draw_scaling,
     ),
-    "table3": Figure(
+    "table3": PaperFigure(
         "Predictors: AUC of ending within the horizon, error of the remaining length (Table 3)",
         "Azure-2024: survival 0.993 / 5.4 tokens, prompt-keyed 0.995 / 5.4; proprietary: 0.700 / 20.1 and "
         "0.974 / 2.9",
         table3,
     ),
-    "panels": Figure(
+    "panels": PaperFigure(
         "Imbalance over time at G = 16 (Figure 3)",
         "BR's bands are a small part of JSQ's",
         panels,
         _draw_panels,
     ),
-    "sensitivity": Figure(
+    "sensitivity": PaperFigure(
         "alpha and gamma, oracle (Tables 6 and 7)",
         "imbalance 24,706 to 32,304 tokens at G = 16 and 104,229 to 127,207 at its largest size: robust",
         sensitivity,
     ),
-    "forms": Figure(
+    "forms": PaperFigure(
         "The paper's F and lookahead beside ours, oracle",
         "s counts at every step ahead, and a worker with one free slot chooses among 10 requests",
         forms,

@@ -56,7 +56,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Figure:
+class PaperFigure:
     """One figure or table. `paper` is the paper's result, in words or numbers."""
 
     title: str
@@ -65,9 +65,9 @@ class Figure:
     plot: Plot | None = None
 
 
-def own_figure(title: str, run: Callable[[Options], Rows], plot: Plot) -> Figure:
+def own_figure(title: str, run: Callable[[Options], Rows], plot: Plot) -> PaperFigure:
     """Return a figure that is not in the papers."""
-    return Figure(title, "not in the papers", run, plot)
+    return PaperFigure(title, "not in the papers", run, plot)
 
 
 def steps(cases: Iterable[Case]) -> Iterator[Case]:

@@ -11,8 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.figures import shifting
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
-from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, Served
+from benchmarks.papers.figures.common import (
+    Options,
+    PaperFigure,
+    Rows,
+    bar_plot,
+    change_pct,
+    each_seed,
+    line_plot,
+)
+from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, ServedBatches
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.placement.director import director_placement
 from offline.placement.director_paper import director_paper_placement
@@ -26,7 +34,7 @@ def latency(options: Options) -> Rows:
     """Compare every placement rule on both clusters with 32 GPUs each (Figs. 7 and 8)."""
     traces = _traces(options)
 
-    def run(case: tuple[Path, str], seed: int) -> dict[str, Served]:
+    def run(case: tuple[Path, str], seed: int) -> dict[str, ServedBatches]:
         return _policies(options, traces[case[0]], case[1], RANKS, seed)
 
     rows: Rows = []
@@ -39,7 +47,7 @@ def gpus(options: Options) -> Rows:
     """Compare the placement rules on 4 to 32 H200 GPUs (Fig. 9)."""
     traces = _traces(options)
 
-    def run(case: tuple[Path, int], seed: int) -> dict[str, Served]:
+    def run(case: tuple[Path, int], seed: int) -> dict[str, ServedBatches]:
         return _policies(options, traces[case[0]], "H200", case[1], seed)
 
     rows: Rows = []
@@ -156,7 +164,7 @@ def _case(
 
 def _policies(
     options: Options, trace: CalibrationTrace, name: str, ranks: int, seed: int
-) -> dict[str, Served]:
+) -> dict[str, ServedBatches]:
     _, layers, experts = trace.prefill_counts.shape
     cluster, batches, history = _case(options, trace, name, ranks, seed)
     offline = cluster.place(history)
@@ -175,7 +183,7 @@ def _policies(
     } | {rule: shifting.serve_adaptively(cluster, batches, offline, f) for rule, f in forecasts.items()}
 
 
-def _rows_of_case(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
+def _rows_of_case(label: dict[str, Any], runs: list[dict[str, ServedBatches]]) -> Rows:
     """Return a row per rule, compared with the offline placement of the same seed."""
     rows: Rows = []
     offline = np.concatenate([run["offline"].batch_ms for run in runs])
@@ -196,20 +204,20 @@ def _rows_of_case(label: dict[str, Any], runs: list[dict[str, Served]]) -> Rows:
 
 
 FIGURES = {
-    "fig7": Figure(
+    "fig7": PaperFigure(
         "Batch latency of static, reactive and proactive placement, 32 GPUs of two kinds",
         "DIRECTOR is 11 to 55 % below the offline placement; reactive is mostly worse than offline, with the "
         "sharpest spikes (Fig. 8), DIRECTOR has the least variance",
         latency,
         bar_plot("placement", "change_pct", ("trace", "cluster")),
     ),
-    "fig9": Figure(
+    "fig9": PaperFigure(
         "The same by the number of GPUs, H200",
         "DIRECTOR against offline: -11 % at 4 GPUs to -48 % at 32",
         gpus,
         line_plot("gpus", "change_pct", by="placement", panels=("trace",)),
     ),
-    "fig11": Figure(
+    "fig11": PaperFigure(
         "Placement by rounding against the LP's bound",
         "against a baseline without prediction: DIRECTOR -39 to -58 %, annealing -24 to -32 %",
         optimisers,

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.figures.common import (
-    Figure,
     Options,
+    PaperFigure,
     Rows,
     bar_plot,
     change_pct,
@@ -31,10 +31,10 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import StepCost
-from offline.scenario import Poisson, PolicyChoice, Scenario, Work, read_observed, routes_of
+from offline.scenario import Poisson, PolicyChoice, Scenario, ScenarioInputs, read_observed, routes_of
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
-from offline.simulation.run import Change, simulate
+from offline.simulation.run import OperatorChange, simulate
 
 TASKS = ("code", "math", "medical", "legal")
 RATES = (20, 40, 60, 80, 100)  # requests/s per 16 decode workers, as in the paper
@@ -74,8 +74,8 @@ def prefix_cache(options: Options) -> Rows:
     def run(case: tuple[bool, str], seed: int) -> dict[str, Any]:
         cached, policy = case
         prefill = PREFILL.model_copy(update={"cache_blocks": 4000 if cached else 0, "block_tokens": 16})
-        scenario, work = _case(options, workload, 16, 100, seed, prefill)
-        return _outcome(_with_blocks(work), scenario, policy, seed).summary()
+        scenario, inputs = _case(options, workload, 16, 100, seed, prefill)
+        return _outcome(_with_blocks(inputs), scenario, policy, seed).summary()
 
     cases = product((False, True), ("round-robin", "locality-band", "marginal-cost"))
     rows = [
@@ -98,18 +98,18 @@ def drift(options: Options) -> Rows:
 
     def run(case: str, seed: int) -> dict[str, float]:
         policy = case.partition(",")[0]
-        scenario, work = _case(options, workload, 16, 60, seed)
+        scenario, inputs = _case(options, workload, 16, 60, seed)
         first = _table(trace, mixes[0], 16, seed)
         second = _table(trace, mixes[1], 16, seed) if case.endswith(", refit") else None
-        n = len(work.requests)
+        n = len(inputs.requests)
         rng = np.random.default_rng([seed, 1])
         kinds = [
             rng.choice(np.flatnonzero(np.isin(trace.domains, domains)), size)
             for domains, size in zip(mixes, (n // 2, n - n // 2), strict=True)
         ]
-        work.requests = replace(work.requests, kind=np.concatenate(kinds))
-        changes = [Change(float(work.requests.arrival_s[n // 2]), table=second)]
-        return _halves(_outcome(work, scenario, policy, seed, first, changes))
+        inputs.requests = replace(inputs.requests, kind=np.concatenate(kinds))
+        changes = [OperatorChange(float(inputs.requests.arrival_s[n // 2]), table=second)]
+        return _halves(_outcome(inputs, scenario, policy, seed, first, changes))
 
     rows = [{"case": case} | mean(runs) for case, runs in each_seed(options, CHANGED, run)]
     return _against(rows, "case", "shortest-queue", HALVES)
@@ -123,11 +123,13 @@ def scaling(options: Options) -> Rows:
     def run(sizes: tuple[int, int], case: str, seed: int) -> dict[str, float]:
         (before, after), policy = sizes, case.partition(",")[0]
         most = max(sizes)
-        scenario, work = _case(options, workload, most, 40 * 16 / most, seed)
-        changed_s = float(work.requests.arrival_s[len(work.requests) // 2])
+        scenario, inputs = _case(options, workload, most, 40 * 16 / most, seed)
+        changed_s = float(inputs.requests.arrival_s[len(inputs.requests) // 2])
         refit = _table(trace, domains, after, seed) if case.endswith(", refit") else None
-        changes = [Change(0.0, workers=before), Change(changed_s, workers=after, table=refit)]
-        return _halves(_outcome(work, scenario, policy, seed, _table(trace, domains, before, seed), changes))
+        changes = [OperatorChange(0.0, workers=before), OperatorChange(changed_s, workers=after, table=refit)]
+        return _halves(
+            _outcome(inputs, scenario, policy, seed, _table(trace, domains, before, seed), changes)
+        )
 
     rows: Rows = []
     for sizes in ((16, 24), (16, 8)):
@@ -144,8 +146,8 @@ def _sweep(options: Options, sizes: Sequence[int], rates_: Sequence[int], polici
     """Return one row per workload, pool size, rate and policy: means over the seeds."""
 
     def run(case: tuple[str, int, int], seed: int) -> dict[str, dict[str, Any]]:
-        scenario, work = _case(options, *case, seed)
-        return {policy: _outcome(work, scenario, policy, seed).summary() for policy in policies}
+        scenario, inputs = _case(options, *case, seed)
+        return {policy: _outcome(inputs, scenario, policy, seed).summary() for policy in policies}
 
     rows: Rows = []
     for case, runs in each_seed(options, product(workloads(_observed(options)), sizes, rates_), run):
@@ -200,8 +202,8 @@ def scenario_of(
 
 def _case(
     options: Options, workload: str, k: int, rate: float, seed: int, prefill: Prefill = PREFILL
-) -> tuple[Scenario, Work]:
-    """Return a scenario and its work. `rate` is for 16 workers, requests/s."""
+) -> tuple[Scenario, ScenarioInputs]:
+    """Return a scenario and its inputs. `rate` is for 16 workers, requests/s."""
     trace = _observed(options)
     per_s = rate * k / 16
     workers = max(prefill.workers, round(prefill.workers * k / 16))
@@ -215,7 +217,7 @@ def _case(
         output_tokens=OUTPUT_TOKENS,
         seed=seed,
     )
-    return scenario, Work(scenario, seed)
+    return scenario, ScenarioInputs(scenario, seed)
 
 
 def workloads(trace: CalibrationTrace) -> dict[str, tuple[str, ...]]:
@@ -231,19 +233,24 @@ def _observed(options: Options) -> CalibrationTrace:
 
 
 def _outcome(
-    work: Work,
+    inputs: ScenarioInputs,
     scenario: Scenario,
     policy: str,
     seed: int,
     table: RoutingTable | None = None,
-    changes: Sequence[Change] = (),
+    changes: Sequence[OperatorChange] = (),
 ) -> Outcome:
-    parameters = {"mix": work.mix} if policy == "domain" else {}
-    router_policy = work.policy(PolicyChoice(name=policy, parameters=parameters), scenario.cluster)
+    parameters = {"mix": inputs.mix} if policy == "domain" else {}
+    router_policy = inputs.policy(PolicyChoice(name=policy, parameters=parameters), scenario.cluster)
     if table is not None:
         router_policy = router_policy.set_table(table)
     return simulate(
-        work.requests, router_policy, scenario.cluster, experts=work.experts, seed=seed, changes=list(changes)
+        inputs.requests,
+        router_policy,
+        scenario.cluster,
+        experts=inputs.experts,
+        seed=seed,
+        changes=list(changes),
     )
 
 
@@ -252,12 +259,12 @@ def _table(trace: CalibrationTrace, domains: Sequence[str], workers: int, seed: 
     return fit_table(trace.subset(index), workers, seed=seed)[0]
 
 
-def _with_blocks(work: Work) -> Work:
-    """Return the work with one prompt for all requests of a kind."""
-    kinds, lengths = work.requests.kind.tolist(), work.requests.prompt_tokens.tolist()
+def _with_blocks(inputs: ScenarioInputs) -> ScenarioInputs:
+    """Return the inputs with one prompt for all requests of a kind."""
+    kinds, lengths = inputs.requests.kind.tolist(), inputs.requests.prompt_tokens.tolist()
     blocks = (range(1000 * k, 1000 * k + tokens // 16) for k, tokens in zip(kinds, lengths, strict=True))
-    work.requests = replace(work.requests, blocks=tuple(map(tuple, blocks)))
-    return work
+    inputs.requests = replace(inputs.requests, blocks=tuple(map(tuple, blocks)))
+    return inputs
 
 
 def _halves(outcome: Outcome) -> dict[str, float]:
@@ -281,7 +288,7 @@ def _against(rows: Rows, key: str, reference: str, columns: Sequence[str]) -> Ro
 
 _CHANGES = bar_plot("case", "after_tpot_p50_change_pct")
 FIGURES = {
-    "rates": Figure(
+    "rates": PaperFigure(
         "TPOT and TTFT against rate at 8P16D (Figures 11, 12, 13)",
         "locality-band against the best load balancer: median TPOT -7.0 to -13.9 % (task), -5.9 to -10.0 % "
         "(language); p99 -3.4 to -6.0 % (task), -6.2 to +1.5 % (language); active experts -22 % against "
@@ -289,13 +296,13 @@ FIGURES = {
         rates,
         line_plot("rate_per_s", "tpot_p50_ms", by="policy"),
     ),
-    "pool-size": Figure(
+    "pool-size": PaperFigure(
         "Decode pool size, mean over rates against round-robin (Table 2)",
         "language, 8P8D / 8P16D / 8P24D: median -8.0 / -9.8 / -10.2 %, p99 -2.5 / -0.8 / -1.1 %",
         pool_size,
         line_plot("decode_workers", "tpot_p50_change_pct", by="policy"),
     ),
-    "prefix-cache": Figure(
+    "prefix-cache": PaperFigure(
         "Prefix cache on and off at 8P16D, 100 requests/s, task (Figure 17)",
         "locality-band against round-robin: median about -13 %, p99 -5 %, with the cache and without",
         prefix_cache,

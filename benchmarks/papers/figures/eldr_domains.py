@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.figures.common import (
-    Figure,
     Options,
+    PaperFigure,
     Rows,
     change_pct,
     each_seed,
@@ -198,7 +198,7 @@ def _row(
 
 
 FIGURES = {
-    "domains": Figure(
+    "domains": PaperFigure(
         "TPOT against shortest-queue by policy and mix: of all, of the worst and of the best domain",
         "languages in the mix of chat: median -5.9 to -10.0 %, p99 -6.2 to +1.5 % against the best balancer",
         domains,

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, change_pct, each_seed, mean
+from benchmarks.papers.figures.common import Options, PaperFigure, Rows, change_pct, each_seed, mean
 from benchmarks.papers.figures.eldr import BALANCERS, PREFILL, scenario_of, workloads
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.plots import lines
 from offline.placement.eplb import activation_placement
-from offline.scenario import PolicyChoice, Scenario, Work, read_observed
+from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_observed
 from offline.simulation.run import simulate
 
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
@@ -44,14 +44,14 @@ def expert_parallel(options: Options) -> Rows:
     def run(case: tuple[str, int], seed: int) -> dict[tuple[str, str], dict[str, Any]]:
         group, rate = case
         scenario = _scenario(options, groups[group], rate, seed)
-        work = Work(scenario, seed)
-        ranks_by_placement = _placements(read_observed(path), work)
+        inputs = ScenarioInputs(scenario, seed)
+        ranks_by_placement = _placements(read_observed(path), inputs)
         return {
             (policy, placement): simulate(
-                work.requests,
-                work.policy(PolicyChoice(name=policy), scenario.cluster),
+                inputs.requests,
+                inputs.policy(PolicyChoice(name=policy), scenario.cluster),
                 scenario.cluster,
-                experts=work.experts,
+                experts=inputs.experts,
                 ranks=ranks_by_placement[placement],
                 seed=seed,
             ).summary()
@@ -80,17 +80,17 @@ def _scenario(options: Options, domains: tuple[str, ...], rate: float, seed: int
     )
 
 
-def _placements(trace: CalibrationTrace, work: Work) -> dict[str, NDArray[np.int64]]:
+def _placements(trace: CalibrationTrace, inputs: ScenarioInputs) -> dict[str, NDArray[np.int64]]:
     """Return each expert's rank, [L, E] or [K, L, E]: by id, by all activations, by each worker's band."""
     layers, experts = trace.prefill_counts.shape[1:]
     if experts % RANKS:
         raise UserInputError(f"{experts} experts do not divide by {RANKS} ranks")
-    if work.table is None:
+    if inputs.table is None:
         raise UserInputError(f"too few requests to make {WORKERS} clusters")
     linear = np.broadcast_to(np.arange(experts) // (experts // RANKS), (layers, experts))
-    probability = trace.decode_probability[work.fitted_on]
-    similarity = np.stack([work.table.similarity(trace.prefill_counts[i]) for i in work.fitted_on])
-    in_band = similarity >= similarity.max(axis=1, keepdims=True) - work.table.band  # [n, K]
+    probability = trace.decode_probability[inputs.fitted_on]
+    similarity = np.stack([inputs.table.similarity(trace.prefill_counts[i]) for i in inputs.fitted_on])
+    in_band = similarity >= similarity.max(axis=1, keepdims=True) - inputs.table.band  # [n, K]
     return {
         "linear": linear,
         "one for all": _ranks(probability),
@@ -129,7 +129,7 @@ def _rows_of_case(group: str, rate: float, means: dict[tuple[str, str], dict[str
 
 
 FIGURES = {
-    "expert-parallel": Figure(
+    "expert-parallel": PaperFigure(
         "TPOT at 2P8D with TP=4 and EP=4 per worker (Figure 18)",
         "locality-band with per-decoder placement against the best load balancer, language, 24 to 56 "
         "requests/s: median -2.7 to -4.3 %, p99 -0.6 to -2.0 % (Qwen3-235B-A22B)",

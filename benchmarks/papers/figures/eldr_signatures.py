@@ -16,8 +16,8 @@ import numpy as np
 from scipy.stats import pearsonr
 
 from benchmarks.papers.figures.common import (
-    Figure,
     Options,
+    PaperFigure,
     Rows,
     change_pct,
     each_seed,
@@ -233,19 +233,19 @@ def _mean_share(trace: CalibrationTrace, which: str) -> Any:
 
 
 FIGURES = {
-    "signatures": Figure(
+    "signatures": PaperFigure(
         "How well prefill predicts decode: rho by transform, all layers and the mask (Figures 7, 8)",
         "all layers, mean over models and workloads: count-idf 1.5 points above count, up to 8.9 (GPT-OSS, "
         "task); the mask adds 0.005 to 0.032",
         signatures,
     ),
-    "prompt-length": Figure(
+    "prompt-length": PaperFigure(
         "rho with and without IDF by the counted tokens of a prompt", "not in the papers", prompt_length
     ),
-    "starts": Figure(
+    "starts": PaperFigure(
         "Mean distance to the own centroid by starts of balanced K-means", "not in the papers", starts
     ),
-    "variants": Figure(
+    "variants": PaperFigure(
         "locality-band by transform, band, layers and clustering against shortest-queue (Figures 14 to 16)",
         "against round-robin: a band of 0.1 has a median of -5.2 to -12.7 %, one of 0 a p99 of up to +7.9 %; "
         "clusters of any size have a median of up to -9.8 % and a p99 of up to +17.4 %",

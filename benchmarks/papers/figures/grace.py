@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, each_seed, line_plot
+from benchmarks.papers.figures.common import (
+    Options,
+    PaperFigure,
+    Rows,
+    bar_plot,
+    change_pct,
+    each_seed,
+    line_plot,
+)
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
@@ -38,12 +47,11 @@ TOPOLOGIES = (Topology(ranks=4, nodes=2), Topology(ranks=8, nodes=2))
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 DOMAINS = ("code", "math", "medical", "legal")
 COPIES = (0, 1, 2, 4, 8, 16)
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Fit:
+class ExpertStatistics:
     """Statistics of the experts in the requests that placements are fitted to."""
 
     affinity: NDArray[np.float64]  # [L, E, E]
@@ -51,7 +59,7 @@ class Fit:
     topology: Topology
 
     @classmethod
-    def on(cls, trace: CalibrationTrace, requests: Ints, topology: Topology) -> Fit:
+    def on(cls, trace: CalibrationTrace, requests: Ints, topology: Topology) -> ExpertStatistics:
         """Compute the statistics of these requests' decode steps."""
         routes, experts = trace.decode_routes(requests), trace.prefill_counts.shape[2]
         return cls(co_activation(routes, experts), expert_load(routes, experts), topology)
@@ -83,7 +91,7 @@ def strictness(options: Options) -> Rows:
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
         fit_on, held_out = _halves(trace, seed)
-        fit, batches = Fit.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
+        fit, batches = ExpertStatistics.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
         experts, ranks = fit.load.shape[1], topology.ranks
         flat = [spectral_groups(a, ranks) for a in fit.affinity]
         arms: list[tuple[str, str, Bools, Rule, float | None]] = []
@@ -121,7 +129,7 @@ def concentration(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         topology = TOPOLOGIES[0]
-        fit = Fit.on(trace, _halves(trace, seed)[0], topology)
+        fit = ExpertStatistics.on(trace, _halves(trace, seed)[0], topology)
         primary = fit.group_experts(knee_ratio(fit.affinity, topology))
         result: Rows = []
         for layer, (load, rank) in enumerate(zip(fit.load, primary, strict=True)):
@@ -233,9 +241,9 @@ def generalisation(options: Options) -> Rows:
         if len(domains) < 2:
             raise UserInputError(f"the trace of {trace.model} has one domain; a transfer needs two")
         parts = {domain: _halves(trace, seed, domain) for domain in domains}
-        fits = {domain: Fit.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
+        fits = {domain: ExpertStatistics.on(trace, fit_on, topology) for domain, (fit_on, _) in parts.items()}
         together = np.concatenate([fit_on for fit_on, _ in parts.values()])
-        fits["mixture"] = Fit.on(trace, together, topology)
+        fits["mixture"] = ExpertStatistics.on(trace, together, topology)
         hosts_by_fit = {
             name: fit.replicate(fit.group_experts(knee_ratio(fit.affinity, topology)), None)
             for name, fit in fits.items()
@@ -271,7 +279,7 @@ def generalisation(options: Options) -> Rows:
     return _mean_over_seeds(options, rows)
 
 
-def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
+def _arms(fit: ExpertStatistics, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     """Return (name, hosts, rule, replicas per layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
     primary = fit.group_experts(knee_ratio(fit.affinity, topology))
@@ -296,7 +304,7 @@ def _arms(fit: Fit, seed: int) -> list[tuple[str, Bools, Rule, float]]:
     return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
 
 
-def _local(fit: Fit, hosts: Bools, seed: int) -> Rule:
+def _local(fit: ExpertStatistics, hosts: Bools, seed: int) -> Rule:
     return local_rule(fit.load, hosts, fit.topology, seed=seed)
 
 
@@ -318,12 +326,12 @@ def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tu
 
 def _fit_each_topology(
     trace: CalibrationTrace, options: Options, seed: int
-) -> Iterator[tuple[Topology, Fit, Ints]]:
+) -> Iterator[tuple[Topology, ExpertStatistics, Ints]]:
     """Yield each topology with the statistics of one half of the requests and batches of the other."""
     fit_on, held_out = _halves(trace, seed)
     batches = _batches(trace, held_out, options, seed)
     for topology in TOPOLOGIES:
-        yield topology, Fit.on(trace, fit_on, topology), batches
+        yield topology, ExpertStatistics.on(trace, fit_on, topology), batches
 
 
 def _batches(trace: CalibrationTrace, requests: Ints, options: Options, seed: int) -> Ints:
@@ -351,32 +359,32 @@ def _mean_over_seeds(options: Options, make: Callable[[CalibrationTrace, int], R
 
 _PANELS = ("model", "ranks")
 FIGURES = {
-    "fig1": Figure(
+    "fig1": PaperFigure(
         "Strictness of grouping against traffic; which experts to replicate (Figure 1)",
         "non-uniform groups send less than uniform ones, and those less than linear; replicas of highly "
         "active experts balance load better than of widely collaborative ones, until there are too many",
         strictness,
         bar_plot("placement", "load_std_pct", _PANELS),
     ),
-    "fig3": Figure(
+    "fig3": PaperFigure(
         "Load of the heaviest group and of its experts (Figure 3)",
         "a few groups of a layer carry most tokens, and in the heaviest a few experts do",
         concentration,
         line_plot("layer", "heaviest_group_pct", "lightest_group_pct", "hot_load_pct", panels=_PANELS),
     ),
-    "ratio": Figure(
+    "ratio": PaperFigure(
         "Non-uniformity ratio: affinity within groups, sizes, traffic and load (Eq. 1, section 4.1)",
         "the knee of U over S is chosen",
         ratios,
         line_plot("size_deviation_experts", "affinity_within_pct", panels=_PANELS),
     ),
-    "fig5": Figure(
+    "fig5": PaperFigure(
         "Grouping, replication and routing at 2 x 2 and 2 x 4 (Figure 5)",
         "OLMoE / DeepSeek-v2-lite / Qwen3-30B-A3B at 2 x 2, each arm against the one it is added to",
         components,
         bar_plot("arm", "copies", _PANELS),
     ),
-    "fig6": Figure(
+    "fig6": PaperFigure(
         "Traffic of placements fitted on other domains (Figure 6)",
         "at most +20.1 / +14.2 / +57.1 % against the own data set, at least -17.5 / -18.1 / -14.6 % against "
         "Vanilla; a mixture generalises better than any single data set",

@@ -14,10 +14,11 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from benchmarks.papers.figures.common import Figure, Options, Rows, bar_plot, change_pct, steps
+from benchmarks.papers.figures.common import Options, PaperFigure, Rows, bar_plot, change_pct, steps
 from benchmarks.papers.replica_choice import route_even, route_optimal
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.metro import MetroPlan
@@ -26,7 +27,6 @@ from offline.placement.cost import LayerCost, LayerWork
 from offline.placement.eplb import eplb_placement
 from offline.scenario import read_observed
 
-Ints = NDArray[np.int64]
 RANKS = 8
 RATIOS = (1.0, 1.125, 1.25, 1.5)
 BATCHES = 40  # drawn for each seed
@@ -204,18 +204,18 @@ def _mean(values: Iterable[float]) -> float:
 
 _PANELS = ("model", "batch_size", "batch_a_rank")
 FIGURES = {
-    "fig4": Figure(
+    "fig4": PaperFigure(
         "What balancing tokens does to activated experts: the example",
         "2 activated experts per GPU when tokens are balanced, 1 in the ideal",
         figure_4,
     ),
-    "fig5": Figure(
+    "fig5": PaperFigure(
         "EPLB's routing by replication and batch, 8 ranks: activated experts, and TPOT by the cost model",
         "Qwen3-30B, 8 A100, 1.5x replication: 30 % more experts activated in a decode batch, TPOT +14 %",
         figure_5,
         bar_plot("replication", "activated_pct", _PANELS),
     ),
-    "fig8": Figure(
+    "fig8": PaperFigure(
         "Most activated experts on a rank: EPLB's routing, the paper's greedy, METRO here, the optimum",
         "METRO at most 10.9 % above the optimum and up to 42.3 % below EPLB",
         figure_8,

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.figures.eldr import TASKS
 from benchmarks.papers.signature_methods import Prompts
+from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.online_predictor import OnlinePredictor
@@ -27,7 +28,6 @@ from offline.scenario import read_observed
 SIZES = (50, 100, 300, 1000)  # calibration prompts
 USUAL = 300
 Counts = NDArray[np.float32]
-Floats = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 

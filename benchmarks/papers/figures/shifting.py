@@ -197,22 +197,24 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedBatches:
     """The latency of each batch of a run, in ms, and the number of experts moved before it, in all layers."""
 
     batch_ms: NDArray[np.float64]
     moves: NDArray[np.int64]
 
 
-def serve_with_one_placement(cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64]) -> Served:
+def serve_with_one_placement(
+    cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64]
+) -> ServedBatches:
     """Serve all batches with the same placement."""
     latency_s = [STEPS * cluster.step_s(batch.tokens, placement).sum(axis=1).mean() for batch in batches]
-    return Served(1e3 * np.array(latency_s), np.zeros(len(batches), np.int64))
+    return ServedBatches(1e3 * np.array(latency_s), np.zeros(len(batches), np.int64))
 
 
 def serve_adaptively(
     cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
-) -> Served:
+) -> ServedBatches:
     """Before each batch, change to a placement for the forecast if it pays. Experts move while it runs.
 
     The candidates are a new placement and a repair of the old one. The larger forecast saving wins.
@@ -244,7 +246,7 @@ def serve_adaptively(
         latency_s.append((before * waits + after * (STEPS - waits)).sum() + plan.cost_s)
         moves.append(len(plan.moves))
         placement = plan.placement
-    return Served(1e3 * np.array(latency_s), np.array(moves))
+    return ServedBatches(1e3 * np.array(latency_s), np.array(moves))
 
 
 def reactive_forecast(batches: list[Batch], first: NDArray[np.float64]) -> Forecast:

@@ -105,7 +105,7 @@ class Inputs:
         return cls(trace, Experts.from_trace(trace), records, cost)
 
 
-class Case:
+class WholeCase:
     """The requests of a workload and a seed, which `outcome` simulates under a policy.
 
     Args:
@@ -155,7 +155,7 @@ def policies(options: Options) -> Rows:
         raise UserInputError(f"{trace_path} has {len(inputs.records)} requests, but {needed} are needed")
 
     def run(case: tuple[str, int], seed: int) -> dict[str, dict[str, Any]]:
-        prepared_case = Case(inputs, *case, options.requests, seed)
+        prepared_case = WholeCase(inputs, *case, options.requests, seed)
         figures = {name: prepared_case.outcome(make()) for name, make in BASELINES.items()}
         figures[DECODE_ALONE] = prepared_case.outcome(
             make_policy(OURS), replace(inputs.cost, per_prompt_token_s=0.0)

@@ -263,9 +263,9 @@ class VllmEngine:
         """Return tokens per block, and tokens of a rank's KV cache."""
         return prefix_cache(engine_client(self.server.engine).vllm_config)
 
-    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+    def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
         """Return the changes of the prefix cache; None with `disable_log_stats` or data-parallel ranks."""
-        return MEASUREMENTS.take_prefix_changes(whole=whole)
+        return MEASUREMENTS.take_prefix_changes(full=full)
 
     def slots(self) -> int:
         """Return vLLM's `max_num_seqs`, which holds for each rank."""

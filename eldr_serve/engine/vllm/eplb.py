@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
+from eldr_serve.arrays import Ints
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.eplb import (
     AbstractEplbPolicy,
@@ -36,8 +36,6 @@ from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
 from eldr_serve.experts.parallel.replica_choice import Metro, NearestReplica, OnePerExpert, slots_by_rank
-
-Ints = NDArray[np.int64]
 
 
 class PlacedWorker(Worker):

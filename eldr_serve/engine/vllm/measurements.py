@@ -78,10 +78,10 @@ class EngineMeasurements:
             self._prefixes = self._prefixes or TrackedBlocks()
             self._prefixes.apply(changes)
 
-    def take_prefix_changes(self, *, whole: bool) -> BlockChanges | None:
+    def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
         """Return the changes of the prefix cache since the last call, see Engine.take_prefix_changes."""
         with self._lock:
-            return None if self._prefixes is None else self._prefixes.take(whole=whole)
+            return None if self._prefixes is None else self._prefixes.take(full=full)
 
     def awaits_counts(self, name: str) -> bool:
         """Return whether a call waits for the expert counts of this prompt."""

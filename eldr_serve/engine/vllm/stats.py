@@ -119,7 +119,7 @@ class EldrPromMetrics(KVConnectorPromMetrics):
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Update all metrics from one EldrStats.data."""
+        """Update all metrics from one EldrStats.data, and give its measurements to MEASUREMENTS."""
         if transfer_stats_data.get("nixl"):
             self._nixl.observe(transfer_stats_data["nixl"], engine_idx)
         if "kv_usage" in transfer_stats_data:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Ints = NDArray[np.int64]
+from eldr_serve.arrays import Ints
+
 _FITTING_ROUNDS = 50
 UNIT = 1 << 10  # load of one active expert
 LARGEST = 1 << 17  # maximum pairs of expert and rank, so that load and rank together fit into int32

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Ints = NDArray[np.int64]
+from eldr_serve.arrays import Ints
 
 
 class Move(NamedTuple):

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_all
 from eldr_serve.records import ArtifactError, Record, build, parse_record, read_file
 
-Ints = NDArray[np.int64]
 _KEY = "physical_to_logical_map"
 
 

@@ -13,16 +13,16 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.validation import unknown_name
 
-Ints = NDArray[np.int64]
 Rule = Literal["none", "even", "metro", "metro-paper", "local", "weighted"]
 RULES: tuple[str, ...] = get_args(Rule)
 _KNUTH = 2654435769  # multiplier of vLLM's hash over replicas

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.barrier import recording
-from benchmarks.lib.barrier.predicted import Prediction, fit_cost, fit_handover_s, predict
+from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
 from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies
 from benchmarks.lib.barrier.rows import policy_rows
 from benchmarks.lib.barrier.steps import RankSteps, file_of, join_ranks, read_steps
-from benchmarks.lib.barrier.trial import ClosedLoop, Trial, timed_loop
+from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
 from benchmarks.lib.client import Answer
 from benchmarks.serving.barrier import barrier, barrier_arguments, policy_and_parameters, schedule
 from eldr_serve.errors import UserInputError
@@ -44,9 +44,9 @@ def steps_of(kv_tokens: list[list[int]], seconds: float = 0.1, requests: int = 2
     return RankSteps(times, np.full(len(kv), seconds), np.full_like(kv, requests), kv)
 
 
-def trial_of(tpot_ms: list[float], kv_tokens: list[list[int]]) -> Trial:
+def trial_of(tpot_ms: list[float], kv_tokens: list[list[int]]) -> BarrierTrial:
     number = np.arange(len(tpot_ms))
-    return Trial(2 * len(tpot_ms), number, np.array(tpot_ms), number + 50.0, steps_of(kv_tokens), {})
+    return BarrierTrial(2 * len(tpot_ms), number, np.array(tpot_ms), number + 50.0, steps_of(kv_tokens), {})
 
 
 def test_the_steps_of_ranks_are_joined_by_their_forward() -> None:
@@ -161,15 +161,15 @@ def test_a_trial_has_the_requests_and_steps_of_its_measured_period() -> None:
     kv = np.array([[1, 2], [3, 5], [8, 9], [0, 0]])
     steps = RankSteps(start_s, np.full(4, 0.1), kv, kv)
     load = ClosedLoop(slots=2, in_flight=4, warm_up_s=2.0, seconds=3.0)
-    trial = Trial.of(load, 10.0, 7, answers, steps)
+    trial = BarrierTrial.of(load, 10.0, 7, answers, steps)
     assert (trial.sent, trial.number.tolist(), trial.errors) == (7, [1, 4], {"HTTP 500": 1})
     assert trial.tpot_ms.tolist() == trial.ttft_ms.tolist() == [500, 500]
     assert trial.steps.kv_tokens.tolist() == [[3, 5], [8, 9]]
-    stored = Trial.from_json(json.loads(json.dumps(trial.to_json())))
+    stored = BarrierTrial.from_json(json.loads(json.dumps(trial.to_json())))
     np.testing.assert_array_equal(stored.number, trial.number)
     np.testing.assert_array_equal(stored.steps.spread, [2, 1])
     with pytest.raises(UserInputError, match=r"no request ended .*HTTP 500"):
-        Trial.of(load, 0.0, 7, answers, steps)
+        BarrierTrial.of(load, 0.0, 7, answers, steps)
 
 
 def test_the_cost_of_a_step_is_that_of_the_fullest_rank() -> None:
@@ -201,7 +201,7 @@ def test_the_simulator_predicts_that_balance_route_balances_and_is_faster() -> N
     cost = StepCost(fixed_s=0.02, per_request_s=0.0, per_kv_token_s=2e-6, per_expert_s=0.0)
     cluster = Cluster(decode=Decode(workers=2, max_batch=8, barrier=True, cost=cost), handover_fixed_s=0.05)
 
-    def predict_policy(text: str) -> Prediction:
+    def predict_policy(text: str) -> BarrierPrediction:
         name, parameters = policy_and_parameters(text, 8)
         make = partial(make_policy, name, **parameters)
         return predict(make, lengths, load, cluster, requests=600, seed=0)
@@ -222,8 +222,8 @@ def test_rows_compare_each_policy_with_the_shortest_queue() -> None:
     }
     trials["balance-route"][0].errors["HTTP 503"] = 2
     predictions = {
-        "shortest-queue": [Prediction(np.array([20.0, 30.0]), 40.0, 60.0)] * 2,
-        "balance-route": [Prediction(np.array([19.0, 24.0]), 10.0, 15.0)] * 2,
+        "shortest-queue": [BarrierPrediction(np.array([20.0, 30.0]), 40.0, 60.0)] * 2,
+        "balance-route": [BarrierPrediction(np.array([19.0, 24.0]), 10.0, 15.0)] * 2,
     }
     queue, route = policy_rows("conv", trials, predictions, seed=0)
     assert (queue["trace"], queue["policy"], queue["rounds"], queue["requests"]) == (
@@ -250,7 +250,7 @@ def test_rows_compare_each_policy_with_the_shortest_queue() -> None:
 
 def test_rounds_are_resampled_if_there_are_four() -> None:
     trials = {"shortest-queue": [trial_of([20.0] * 9, [[10 * n, 0]] * 40) for n in range(1, 5)]}
-    predictions = {"shortest-queue": [Prediction(np.array([20.0]), 25.0, 25.0)]}
+    predictions = {"shortest-queue": [BarrierPrediction(np.array([20.0]), 25.0, 25.0)]}
     (row,) = policy_rows("code", trials, predictions, seed=0)
     assert row["spread_tokens_low"] < row["spread_tokens"] == 25 < row["spread_tokens_high"]
 

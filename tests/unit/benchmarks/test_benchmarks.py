@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import MODULES, NAMES, SERVING
-from benchmarks.engine.cache_memory import Shape, compare, shape_of, smallest_block_size
+from benchmarks.engine.cache_memory import CacheShape, compare, shape_of, smallest_block_size
 from benchmarks.lib import tables
 from benchmarks.lib.client import Answer, most_open, summary
 from benchmarks.lib.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
@@ -80,9 +80,9 @@ def test_the_count_caches_share_falls_with_the_block_size() -> None:
     assert small == pytest.approx(100 * 48 * 128 / (16 * 2 * 48 * 2 * 4 * 128))
     assert smallest_block_size(shape, 2, 1) == 13
     # With two bytes of KV per token, blocks are so large that one byte cannot count their tokens.
-    assert smallest_block_size(Shape(1, 1024, ((1, 1, 1),)), 1, 1) == 4 * 102_400
-    assert smallest_block_size(Shape(1, 2, ((1, 1, 1),)), 1, 1) == 200
-    assert smallest_block_size(Shape(1, 3, ((1, 1, 1),)), 1, 1) == 2 * 300
+    assert smallest_block_size(CacheShape(1, 1024, ((1, 1, 1),)), 1, 1) == 4 * 102_400
+    assert smallest_block_size(CacheShape(1, 2, ((1, 1, 1),)), 1, 1) == 200
+    assert smallest_block_size(CacheShape(1, 3, ((1, 1, 1),)), 1, 1) == 2 * 300
     with pytest.raises(UserInputError):
         shape_of("nobody/nothing")
 

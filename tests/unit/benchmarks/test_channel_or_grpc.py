@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.lib import channel_ways
 from benchmarks.lib.channel_ways import WAYS, connected, serving
-from benchmarks.serving.channel_or_grpc import Load, compare_with_channel, trial
+from benchmarks.serving.channel_or_grpc import ChannelLoad, compare_with_channel, trial
 from eldr_serve.channel.calls import MAX_UNREAD_BYTES
 from eldr_serve.channel.server import _MAX_UNSENT_BYTES
 from tests.support.in_process import command, sentence
 from tests.support.processes import python
 
-LOAD = Load(streams=(2, 3), pace=60.0, seconds=0.3, peak_seconds=0.1, cancels=1)
+LOAD = ChannelLoad(streams=(2, 3), pace=60.0, seconds=0.3, peak_seconds=0.1, cancels=1)
 _SOCKET_BYTES = 2**26  # what the kernel may buffer at both ends, at its usual limits
 
 

@@ -67,7 +67,7 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
 
 def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     steps, layers = 4, 3
-    # tokens, activated, pairs, pairs at home, guests of two ranks
+    # LOG_COLUMNS of two ranks
     log = np.array([[8, 5, 10, 6, 2], [8, 7, 6, 3, 6]])[:, None, None] * np.ones((steps, layers, 1), int)
     log[:, :SKIPPED] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import STEPS, Step, run_steps
+from benchmarks.gpu import STEPS, BenchmarkStep, run_steps
 from tests.support.in_process import command, sentence
 
 WRITES = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text('{}')"
@@ -25,8 +25,10 @@ time.sleep(600)
 """
 
 
-def step(letter: str, code: str, *arguments: object, seconds: float = 0.1, limit_s: float = 60) -> Step:
-    return Step(letter, ("-c", code, *map(str, arguments)), seconds, limit_s, f"{letter}_fake")
+def step(
+    letter: str, code: str, *arguments: object, seconds: float = 0.1, limit_s: float = 60
+) -> BenchmarkStep:
+    return BenchmarkStep(letter, ("-c", code, *map(str, arguments)), seconds, limit_s, f"{letter}_fake")
 
 
 def test_a_step_that_hangs_or_crashes_costs_only_its_own_limit(
@@ -68,7 +70,7 @@ def test_the_plan_runs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.letter)
-def test_a_step_is_a_benchmark_with_these_options(step: Step) -> None:
+def test_a_step_is_a_benchmark_with_these_options(step: BenchmarkStep) -> None:
     module, *words = step.command[1:]
     stem = module.rpartition(".")[2]
     name = words[0] if words and stem != words[0] and not words[0].startswith("-") else stem

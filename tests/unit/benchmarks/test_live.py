@@ -49,8 +49,8 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     table, _ = fit_table(synthetic_trace(), 2)
     file = tmp_path / "table.safetensors"
 
-    def comparison_at(rate: str) -> live.Comparison:
-        return live.Comparison(tmp_path, {"rate": rate, "folder": tmp_path})
+    def comparison_at(rate: str) -> live.LiveComparison:
+        return live.LiveComparison(tmp_path, {"rate": rate, "folder": tmp_path})
 
     assert comparison_at("2").result is None  # nothing was measured
     with pytest.raises(UserInputError, match="status 130"):
@@ -94,7 +94,7 @@ def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> 
     cpu_speed.mkdir()
     lines = [json.dumps([t, 1e-3 if t < 50 else 2e-3, 0, 100 * t]) for t in range(101)]
     (cpu_speed / "cpu_speed_0.jsonl").write_text("\n".join(lines) + "\n")
-    rows = {(r["clock"], r["policy"]): r for r in live.Comparison(tmp_path, {}).rows()}
+    rows = {(r["clock"], r["policy"]): r for r in live.LiveComparison(tmp_path, {}).rows()}
     assert len(rows) == 4
     for clock, change in (("wall", 100.0), ("even", 0.0)):
         row = rows[clock, "marginal-cost"]
@@ -102,5 +102,5 @@ def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> 
         changes = [row[f"{name}_change_pct"] for name in names]
         assert changes == pytest.approx([change] * 3, abs=1.0)
         assert rows[clock, "random"]["active_experts"] == 5.0
-    live.Comparison(tmp_path, {}).finish()
+    live.LiveComparison(tmp_path, {}).finish()
     assert not cpu_speed.exists()

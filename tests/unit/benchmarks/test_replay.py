@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 
 from benchmarks.engine.moe_layer_latency import routes
 from benchmarks.lib.capture import CapturedRoutes
-from benchmarks.lib.engine_pool import EnginePool, Served
+from benchmarks.lib.engine_pool import EnginePool, TimesAndSteps
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import schedule as replay
 from benchmarks.lib.replay.command import chosen_arms
-from benchmarks.lib.replay.engine import BLOCK, Arrival, Steps, pad_to_blocks
+from benchmarks.lib.replay.engine import BLOCK, ReplayArrival, Steps, pad_to_blocks
 from benchmarks.lib.replay.rows import LAYERS
-from benchmarks.lib.replay.schedule import FIT_REQUESTS, Arm, Bench, Case, Load, fit_batches, loads_of
+from benchmarks.lib.replay.schedule import (
+    FIT_REQUESTS,
+    Arm,
+    ReplayCase,
+    ReplayExperiment,
+    ReplayLoad,
+    fit_batches,
+    loads_of,
+)
 from eldr_serve.engine.vllm.config import engine_kwargs
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
@@ -52,7 +60,7 @@ def test_workloads_are_split_without_overlap() -> None:
     assert not set(fit) & set(rest)
     assert len(fit) == round(0.4 * len(domains))
     assert data.trace.subset(fit).ids == [data.trace.ids[i] for i in fit]
-    assert loads_of("task", "4,8", "16", 5) == [Load("task", 4, 16, 5), Load("task", 8, 16, 5)]
+    assert loads_of("task", "4,8", "16", 5) == [ReplayLoad("task", 4, 16, 5), ReplayLoad("task", 8, 16, 5)]
     for groups, workers, batch in (("tasks", "4", "8"), ("task", "four", "8"), ("task", "4", "0")):
         with pytest.raises(UserInputError):
             loads_of(groups, workers, batch, 5)
@@ -103,9 +111,9 @@ class _EnginePool:
     def probe_s(self) -> float:
         return 1e-3
 
-    def replay(self, arrivals: list[Arrival], probe_s: float) -> Future[Served]:
+    def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[TimesAndSteps]:
         assert probe_s == 1e-3
-        answer: Future[Served] = Future()
+        answer: Future[TimesAndSteps] = Future()
         if self.runs == self._most:
             answer.set_exception(KeyboardInterrupt())
             return answer
@@ -126,9 +134,9 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
     arms = [Arm("round-robin", "round-robin"), Arm("locality-band", "locality-band")]
     pools: list[_EnginePool] = []
 
-    def compare(runs: int, fit_requests: int = FIT_REQUESTS) -> list[Case]:
+    def compare(runs: int, fit_requests: int = FIT_REQUESTS) -> list[ReplayCase]:
         pools.append(_EnginePool(runs))
-        bench = Bench(
+        experiment = ReplayExperiment(
             tmp_path,
             engine_pool=pools[-1],
             requests=60,
@@ -139,7 +147,7 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
             journal=Journal(tmp_path / f"fit_{fit_requests}.jsonl", {"seed": 0}),
             fit_requests=fit_requests,
         )
-        return bench.compare([Load("all", 3, 2, 4)], arms, repeats=2)
+        return experiment.compare([ReplayLoad("all", 3, 2, 4)], arms, repeats=2)
 
     needed = 16 + 3 * 2 * 2  # batches of the fit; workers x arms x repeats
     for runs in (7, 20):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.engine.step_cost import PACKAGE, Step, composed_steps, fit_rows, package_rows, point_rows
+from benchmarks.engine.step_cost import PACKAGE, TimedStep, composed_steps, fit_rows, package_rows, point_rows
 from eldr_serve.scheduling import StepCost
 from tests.support.in_process import command, sentence
 
@@ -39,7 +39,7 @@ class _Engine:
         self.drained = True
 
 
-def steps_of(engine: Any, batch: int) -> list[Step]:
+def steps_of(engine: Any, batch: int) -> list[TimedStep]:
     return composed_steps(engine, [[1]] * batch, [8, 12, 16], 5, np.random.default_rng(0))
 
 
@@ -68,7 +68,7 @@ def test_a_step_with_wrong_activations_ends_the_run() -> None:
 
 
 def test_steps_whose_time_does_not_follow_experts_have_no_cost() -> None:
-    rows = fit_rows([Step(8, experts, 1 / experts, 1 / experts) for experts in range(24, 100)])
+    rows = fit_rows([TimedStep(8, experts, 1 / experts, 1 / experts) for experts in range(24, 100)])
     assert rows == [{"level": "fit", "of": of, "steps": 76} for of in ("forward", "step")]
 
 

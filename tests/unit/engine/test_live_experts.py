@@ -312,7 +312,7 @@ def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int, sizes: list[int
             rule="metro",
         )
         layer.set_placement(np.array([0, 1, 2, 2, 3, 4, 4, 5, 0]))
-        here = layer.local_slots(torch.from_numpy(batch), sizes).numpy() >= 0
+        here = layer.route_and_log(torch.from_numpy(batch), sizes).numpy() >= 0
         at_home = np.array(homes, int) == rank
         logged = layer.log[0].tolist()
         assert logged[0] == tokens
@@ -325,7 +325,7 @@ async def test_batches_are_reported_once_and_the_oldest_are_dropped(single_rank:
     await swap_placement(call_on(experts), placement_of(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1))))
     for layer in experts._layers.values():
         for tokens in range(1, LOG_SIZE + 3):
-            layer.local_slots(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))
+            layer.route_and_log(torch.zeros(min(tokens, 4), 2, dtype=torch.int32))
     end, batches = experts.batches(0)
     assert (end, len(batches)) == (LOG_SIZE + 2, LOG_SIZE)
     # 4 tokens, both replicas of expert 0, 8 pairs, all at home

@@ -115,7 +115,7 @@ def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[li
         if fate == "later":
             continue
         if fate == "lost":  # the replica does not know whether the router got it
-            replica.take(whole=not is_known)
+            replica.take(full=not is_known)
             is_known = False
             continue
         if fate == "router restarts":
@@ -123,7 +123,7 @@ def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[li
         elif fate == "replica restarts":
             cache, replica, is_known = Cache(), TrackedBlocks(), False
             router.keep([])
-        is_known = router.report("w", replica.take(whole=not is_known))
+        is_known = router.report("w", replica.take(full=not is_known))
         if not is_known:
             continue
         for ids in (*probes, *(list(one.all_token_ids) for one in cache.running)):
@@ -140,7 +140,7 @@ def test_blocks_of_an_answer_are_cached_with_its_prompt() -> None:
     cache.end(0)
     changes = cache.changes()
     assert changes is not None
-    router.report("w", BlockChanges(changes.added, whole=True))
+    router.report("w", BlockChanges(changes.added, full=True))
     turn = prompt_blocks(np.array([1, 2, 3, *range(10, 20), 5], np.uint32), SIZE)
     assert router.cached_tokens(["w"], turn).tolist() == [12]
 

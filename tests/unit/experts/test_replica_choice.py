@@ -16,7 +16,7 @@ from eldr_serve.experts.parallel.replica_choice import RULES, NearestReplica, ma
 from tests.support.shipped import ROOT
 
 
-class Case(NamedTuple):
+class ChoiceCase(NamedTuple):
     row: np.ndarray  # int[P]
     experts: int
     topology: Topology
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: Any) -> Case:
+def cases(draw: Any) -> ChoiceCase:
     ranks, size = draw(st.sampled_from([1, 2, 4])), draw(st.integers(2, 5))
     slots = ranks * size
     experts = draw(st.integers(2, slots))
@@ -41,24 +41,24 @@ def cases(draw: Any) -> Case:
     tokens, top_k = draw(st.integers(0, 20)), draw(st.integers(1, min(experts, 3)))
     batch = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     topology = Topology(ranks=ranks, nodes=draw(st.sampled_from([1, ranks])))
-    return Case(row, experts, topology, batch.argsort(dim=1)[:, :top_k].int())
+    return ChoiceCase(row, experts, topology, batch.argsort(dim=1)[:, :top_k].int())
 
 
 @given(cases(), st.sampled_from(RULES))
-def test_a_pair_is_served_by_a_replica_of_its_expert(case: Case, rule: str) -> None:
+def test_a_pair_is_served_by_a_replica_of_its_expert(case: ChoiceCase, rule: str) -> None:
     slots = make_choice(rule, case.row, case.experts, case.topology).slots(case.batch).numpy()
     assert np.array_equal(case.row[slots], case.batch.numpy())
 
 
 @given(cases())
-def test_metro_is_greedy_over_the_whole_batch(case: Case) -> None:
+def test_metro_is_greedy_over_the_whole_batch(case: ChoiceCase) -> None:
     slots = make_choice("metro", case.row, case.experts, case.topology).slots(case.batch).numpy()
     tokens = np.bincount(case.batch.numpy().ravel(), minlength=case.experts)
     assert np.array_equal(slots // case.size, route_metro(tokens, case.slots >= 0)[case.batch.numpy()])
 
 
 @given(cases())
-def test_metro_paper_is_algorithm_1_over_the_whole_batch(case: Case) -> None:
+def test_metro_paper_is_algorithm_1_over_the_whole_batch(case: ChoiceCase) -> None:
     slots = make_choice("metro-paper", case.row, case.experts, case.topology).slots(case.batch).numpy()
     tokens = np.bincount(case.batch.numpy().ravel(), minlength=case.experts)
     ranks = MetroPlan.as_written(case.slots >= 0).route(tokens)
@@ -90,7 +90,7 @@ def test_each_form_of_metro_is_called_by_its_name(
 
 
 @given(cases())
-def test_even_is_vllms_hash_of_the_position_over_all_slots(case: Case) -> None:
+def test_even_is_vllms_hash_of_the_position_over_all_slots(case: ChoiceCase) -> None:
     slots = make_choice("even", case.row, case.experts, case.topology).slots(case.batch).numpy()
     for place, experts in enumerate(case.batch.tolist()):
         for column, expert in enumerate(experts):
@@ -99,7 +99,7 @@ def test_even_is_vllms_hash_of_the_position_over_all_slots(case: Case) -> None:
 
 
 @given(cases(), st.booleans())
-def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case, given_homes: bool) -> None:
+def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: ChoiceCase, given_homes: bool) -> None:
     node, tokens, ranks = case.topology.node_of, len(case.batch), case.topology.ranks
     homes = [place * ranks // tokens for place in range(tokens)]
     if given_homes:  # such as those of data-parallel ranks, whose batches differ in size
@@ -117,7 +117,7 @@ def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: Case, given_
 
 
 @given(cases())
-def test_a_rank_that_routes_alone_chooses_its_nearest_replica(case: Case) -> None:
+def test_a_rank_that_routes_alone_chooses_its_nearest_replica(case: ChoiceCase) -> None:
     for rank in range(case.topology.ranks):
         slots = NearestReplica(case.slots, case.topology, rank).slots(case.batch).numpy()
         assert np.array_equal(case.row[slots], case.batch.numpy())

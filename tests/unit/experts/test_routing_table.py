@@ -18,7 +18,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.files import write_whole
+from eldr_serve.files import write_atomically
 from eldr_serve.records import ArtifactError
 from tests.support.full_disk import full_disk
 from tests.support.predictors import PREDICTOR
@@ -187,6 +187,6 @@ def test_a_full_disk_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "table.safetensors"
     path.write_bytes(b"old")
     with full_disk(), pytest.raises(OSError, match="File too large"):
-        write_whole(path, b"new" * 1000)
+        write_atomically(path, b"new" * 1000)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -21,7 +21,9 @@ def expected_counts(p: SignaturePredictor, ids: list[int]) -> np.ndarray:
     for layer in range(L):
         for expert in range(E):
             added = [
-                sum(float(p.tokens[t, r]) * float(p.experts[r, layer, expert]) for r in range(R))
+                sum(
+                    float(p.token_factors[t, r]) * float(p.expert_factors[r, layer, expert]) for r in range(R)
+                )
                 for t in ids
                 if 0 <= t < V
             ]
@@ -51,7 +53,7 @@ def test_predicted_counts_are_valid_counts(added: np.ndarray) -> None:
     direction = added / length if length > 1e-3 else np.eye(L, E, dtype=np.float32) / np.sqrt(L)
     one = np.ones(1, np.float32)
     tokens, experts = one[None] * np.float32(length), direction[None].astype(np.float32)
-    p = replace(PREDICTOR, tokens=tokens, experts=experts, variance=one)
+    p = replace(PREDICTOR, token_factors=tokens, expert_factors=experts, variance=one)
     counts = p.predict([0, 0, 0])
     assert np.isfinite(counts).all()
     assert (counts >= 0).all()
@@ -73,14 +75,14 @@ def test_a_loaded_predictor_equals_the_saved_one(tmp_path: Path) -> None:
         ({"mean": -PREDICTOR.mean}, "add up"),
         ({"mean": np.array([[2, 0, 0, 0, 0]] * L, np.float32)}, "add up"),
         ({"mean": PREDICTOR.mean[0]}, "shape"),
-        ({"tokens": PREDICTOR.tokens[:, 0]}, "shape"),
-        ({"tokens": PREDICTOR.tokens.astype(np.float64)}, "float32"),
-        ({"tokens": np.full((V, R), np.nan, np.float32)}, "finite"),
+        ({"token_factors": PREDICTOR.token_factors[:, 0]}, "shape"),
+        ({"token_factors": PREDICTOR.token_factors.astype(np.float64)}, "float32"),
+        ({"token_factors": np.full((V, R), np.nan, np.float32)}, "finite"),
         ({"variance": PREDICTOR.variance[1:]}, "V entries"),
         ({"variance": -PREDICTOR.variance}, "negative"),
-        ({"experts": PREDICTOR.experts[:2]}, "shape"),
-        ({"experts": 2 * PREDICTOR.experts}, "orthonormal"),
-        ({"experts": PREDICTOR.experts[:, :, :4]}, "shape"),
+        ({"expert_factors": PREDICTOR.expert_factors[:2]}, "shape"),
+        ({"expert_factors": 2 * PREDICTOR.expert_factors}, "orthonormal"),
+        ({"expert_factors": PREDICTOR.expert_factors[:, :, :4]}, "shape"),
     ],
 )
 def test_invalid_arrays_are_refused(changes: dict[str, Any], word: str) -> None:

@@ -46,7 +46,7 @@ LOST = event(error={"message": "the engine was lost", "code": 503})
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "whole"),
+    ("kind", "body", "is_complete"),
     [
         ("ok", text_event("one two") + text_event(" three", "length") + END, True),
         ("ok", chat_event(None) + chat_event("one two three") + chat_event("", "length") + END, True),
@@ -65,10 +65,10 @@ LOST = event(error={"message": "the engine was lost", "code": 503})
     ],
 )
 def test_a_stream_must_equal_the_answer_up_to_its_end_or_an_error(
-    kind: str, body: bytes, whole: bool
+    kind: str, body: bytes, is_complete: bool
 ) -> None:
     sent = Sent(0.0, stream=True, by_proxy=False)
-    check_answer(sent, 200, body, ANSWER, whole=whole)
+    check_answer(sent, 200, body, ANSWER, is_complete=is_complete)
     assert sent.kind == kind, sent.detail
 
 

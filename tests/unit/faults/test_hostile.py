@@ -13,7 +13,7 @@ import pytest
 
 from eldr_serve.ingress.openapi import _PATHS
 from tests.fuzz.__main__ import _read, hostile, send, send_all
-from tests.fuzz.cases import Case, by_hand, case, known_cases
+from tests.fuzz.cases import FuzzCase, by_hand, case, known_cases
 from tests.fuzz.connections import occupy, slow_request
 from tests.fuzz.generated_cases import mutations
 from tests.support.in_process import command, sentence
@@ -56,7 +56,7 @@ async def server(answer: bytes | None) -> AsyncIterator[int]:
 )
 async def test_answers_are_classified(answer: bytes | None, complete: bool, problem: str | None) -> None:
     async with server(answer) as port:
-        outcome = await send(Case("test", b"GET / HTTP/1.1\r\n\r\n", complete), "127.0.0.1", port, 0.2)
+        outcome = await send(FuzzCase("test", b"GET / HTTP/1.1\r\n\r\n", complete), "127.0.0.1", port, 0.2)
     assert outcome.problem == problem
 
 

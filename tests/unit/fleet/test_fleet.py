@@ -37,7 +37,7 @@ async def test_a_replica_that_refuses_connections_is_logged_once_and_tried_less_
     directory.publish({"r0": {ADDRESS: {"host": "h", "port": 1, "secret": "s"}}})
     fleet = Fleet(directory)
     fleet.start()
-    await wait_until(lambda: fleet.live == ("r0",))
+    await wait_until(lambda: fleet.live_names == ("r0",))
     waits_s = [after - before for before, after in itertools.pairwise(tries_s)]
     assert all(map(float.__ge__, waits_s, (0.0099, 0.0199, 0.0399, 0.0399)))
     assert [message.split(":")[0] for message in caplog.messages] == [

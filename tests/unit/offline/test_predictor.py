@@ -55,7 +55,7 @@ def test_a_predictor_of_full_rank_equals_ridge_regression() -> None:
     new = token_shares(TRACE.subset(TEST).prompts, TRACE.vocabulary) * token_weights(shares)[None, :]
     expected = y.mean(axis=0) + csr_array(new).toarray() @ features.T @ dual
     hidden = np.array([predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset(TEST).prompts])
-    computed = predictor.mean.reshape(-1) + hidden @ predictor.experts.reshape(report["rank"], -1)
+    computed = predictor.mean.reshape(-1) + hidden @ predictor.expert_factors.reshape(report["rank"], -1)
     np.testing.assert_allclose(computed, expected, atol=1e-4)
     # The remaining variance of each token's row if it were learnt alone.
     noise = 0.3 * np.trace(kernel) / len(kernel)
@@ -93,13 +93,13 @@ def test_online_learning_improves_the_fit() -> None:
         online.observe(prompt, counts)
     frozen, policy_data = np.mean(errors[70:], axis=0)
     assert policy_data < frozen
-    assert online.on
+    assert online.is_enabled
 
 
 def test_a_token_without_a_prompt_adds_nothing() -> None:
     fit = TRACE.subset(FIT)
     predictor, report = fit_signature_predictor(replace(fit, vocabulary=fit.vocabulary + 5))
-    assert not predictor.tokens[fit.vocabulary :].any()
+    assert not predictor.token_factors[fit.vocabulary :].any()
     assert report["token_ids_seen"] == len(np.unique(fit.token_ids))
     assert predictor.variance[fit.vocabulary :].min() >= predictor.variance.max()
 
@@ -111,7 +111,7 @@ def test_the_command_writes_predictor_and_report(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     predictor, figures = SignaturePredictor.load(out), json.loads(report.read_text())
     predictor.require_fit(model="m", tokenizer="t", shape=TRACE.prefill_counts.shape[1:])
-    assert predictor.tokens.shape == (TRACE.vocabulary, figures["rank"])
+    assert predictor.token_factors.shape == (TRACE.vocabulary, figures["rank"])
     assert predictor.fingerprint == TRACE.fingerprint
     assert figures["prompts"] == 150
     assert "gain over the mean" in done.stdout

@@ -22,7 +22,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import StepCost
 from offline.place import place
 from offline.route_files import MODELS, read_trace_of_routes
-from offline.scenario import Routes, Work, read_observed, read_scenario
+from offline.scenario import Routes, ScenarioInputs, read_observed, read_scenario
 from offline.simulate import with_traces
 from offline.simulation.calibration import FittedCost
 from tests.support.in_process import command, sentence
@@ -216,14 +216,16 @@ def test_tables_are_fitted_to_other_samples_than_those_that_run(
     traces: tuple[Path, Path], tmp_path: Path
 ) -> None:
     scenario = read_scenario(small_scenario(tmp_path))
-    work = Work(with_traces(scenario, traces[1], traces[0]), 0)
-    assert work.table is not None
-    assert work.table.cluster_sizes.sum() == len(CalibrationTrace.load(traces[0]).ids)
-    assert set(work.requests.kind) == set(range(len(CalibrationTrace.load(traces[1]).ids)))
+    inputs = ScenarioInputs(with_traces(scenario, traces[1], traces[0]), 0)
+    assert inputs.table is not None
+    assert inputs.table.cluster_sizes.sum() == len(CalibrationTrace.load(traces[0]).ids)
+    assert set(inputs.requests.kind) == set(range(len(CalibrationTrace.load(traces[1]).ids)))
     law = scenario.experts.model_copy(update={"domains": ("law",)})
-    work = Work(with_traces(scenario.model_copy(update={"experts": law}), traces[1], traces[0]), 0)
-    assert work.table is not None
-    assert set(work.table.domains) == {"law"}
+    inputs = ScenarioInputs(
+        with_traces(scenario.model_copy(update={"experts": law}), traces[1], traces[0]), 0
+    )
+    assert inputs.table is not None
+    assert set(inputs.table.domains) == {"law"}
 
 
 # -- bad input ----------------------------------------------------------------------------------------

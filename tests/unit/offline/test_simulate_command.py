@@ -10,7 +10,7 @@ import yaml
 
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
-from offline.scenario import Work, read_scenario
+from offline.scenario import ScenarioInputs, read_scenario
 from offline.simulate import one_run, with_workers
 from offline.simulation.calibration import fit_steps, from_status
 from offline.simulation.requests import SimulationError
@@ -88,13 +88,13 @@ def test_a_trace_gives_times_lengths_and_prefixes(tmp_path: Path) -> None:
         arrivals={"kind": "trace", "path": "trace.jsonl", "speed": 2, "min_output_tokens": 5},
     )
     scenario = read_scenario(path)
-    requests = Work(scenario, 0).requests
+    requests = ScenarioInputs(scenario, 0).requests
     assert requests.arrival_s.tolist() == [0, 1.5]
     assert requests.output_tokens.tolist() == [5, 9]
     assert requests.blocks == ((1, 2), (1, 4))
     assert one_run(scenario, scenario.policies[0], 0)["prefix_hit_tokens"] == 512
     twice = scenario.arrivals.model_copy(update={"repeat": 2, "speed": 1})
-    requests = Work(scenario.model_copy(update={"arrivals": twice}), 0).requests
+    requests = ScenarioInputs(scenario.model_copy(update={"arrivals": twice}), 0).requests
     assert requests.arrival_s.tolist() == [0, 1.5, 1.5, 3]
     assert {b % 2 for blocks in requests.blocks for b in blocks[:1]} == {0, 1}  # copies share nothing
 
@@ -107,7 +107,7 @@ def test_a_recording_is_resampled_to_a_rate(tmp_path: Path) -> None:
     arrivals = {"kind": "trace", "path": "trace.csv", "rate_per_s": 50}
     path = scenario_file(tmp_path, arrivals=arrivals | {"requests": 1030})
     scenario = read_scenario(path)
-    requests = Work(scenario, 0).requests
+    requests = ScenarioInputs(scenario, 0).requests
     assert len(requests) == 1030
     assert requests.arrival_s[-1] == pytest.approx(1030 / 50, rel=0.01)
     assert (requests.arrival_s > 0.9 * 1030 / 50).mean() == pytest.approx(0.6, abs=0.02)
@@ -115,12 +115,12 @@ def test_a_recording_is_resampled_to_a_rate(tmp_path: Path) -> None:
     assert len(occurring) == 100
     assert set(occurring) <= {10, 11}
     assert np.array_equal((requests.prompt_tokens - 10) % 7 + 1, requests.output_tokens)
-    assert np.array_equal(requests.arrival_s, Work(scenario, 0).requests.arrival_s)
-    assert not np.array_equal(requests.arrival_s, Work(scenario, 1).requests.arrival_s)
+    assert np.array_equal(requests.arrival_s, ScenarioInputs(scenario, 0).requests.arrival_s)
+    assert not np.array_equal(requests.arrival_s, ScenarioInputs(scenario, 1).requests.arrival_s)
     larger = with_workers(scenario, 6)
     assert (larger.arrivals.rate_per_s, larger.arrivals.requests) == (150, 3090)
     few = scenario.arrivals.model_copy(update={"requests": 10})
-    lengths = Work(scenario.model_copy(update={"arrivals": few}), 0).requests.prompt_tokens
+    lengths = ScenarioInputs(scenario.model_copy(update={"arrivals": few}), 0).requests.prompt_tokens
     assert len(set(lengths)) == 10
 
 
@@ -134,15 +134,15 @@ def test_more_workers_than_observed_requests_share_centroids(tmp_path: Path, gpt
         "cluster": {"decode": {"workers": 40}},
     }
     without = read_scenario(scenario_file(tmp_path, experts=experts, **changes))
-    assert Work(without, 0).table is None
+    assert ScenarioInputs(without, 0).table is None
     scenario = read_scenario(scenario_file(tmp_path, experts=experts | {"centroids": 2}, **changes))
     rows = [one_run(scenario, policy, seed=0) for policy in scenario.policies]
     assert rows[1]["active_experts"] < 0.8 * rows[0]["active_experts"]
     mixed = read_scenario(scenario_file(tmp_path, experts=experts | {"parts": 2, "mixtures": 50}, **changes))
-    work = Work(mixed, 0)
-    assert work.experts is not None
-    assert len(work.experts.domains) == 50
-    assert len(set(work.requests.kind)) == 50
+    inputs = ScenarioInputs(mixed, 0)
+    assert inputs.experts is not None
+    assert len(inputs.experts.domains) == 50
+    assert len(set(inputs.requests.kind)) == 50
 
 
 def test_objectives_add_goodput(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from loadgen.statistics import LatencyObjective
 from offline.simulation.cluster import Cluster, Decode, Prefill, Whole
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks
-from offline.simulation.run import Change, simulate
+from offline.simulation.run import OperatorChange, simulate
 from tests.support.traces import observed_experts, random_routes
 
 COST = StepCost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
@@ -275,7 +275,7 @@ def test_impossible_whole_workers_are_refused(fields: dict[str, object]) -> None
 def test_a_removed_worker_gets_no_more_requests() -> None:
     requests, experts, _ = random_requests(60, gap_s=0.3)
     cluster = Cluster(decode=Decode(workers=3, cost=COST))
-    changes = [Change(float(requests.arrival_s[30]), workers=1)]
+    changes = [OperatorChange(float(requests.arrival_s[30]), workers=1)]
     outcome = simulate(requests, make_policy("random"), cluster, experts=experts, changes=changes)
     assert set(outcome.worker[:30]) == {0, 1, 2}
     assert set(outcome.worker[31:]) == {0}

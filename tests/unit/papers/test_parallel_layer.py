@@ -84,7 +84,7 @@ def torch_products(w13: Tensor, w2: Tensor) -> Products:
     return products
 
 
-class Case(NamedTuple):
+class LayerCase(NamedTuple):
     placement: str
     routing: str
     sizes: tuple[int, ...]
@@ -97,7 +97,7 @@ def products(slots: tuple[int, ...]) -> Products:
     return torch_products(w13.float(), w2.float())
 
 
-def outputs_of_rank(rank: int, cases: list[Case]) -> list[np.ndarray]:
+def outputs_of_rank(rank: int, cases: list[LayerCase]) -> list[np.ndarray]:
     """Return this rank's outputs of each case."""
     outputs = []
     for seed, case in enumerate(cases):
@@ -121,7 +121,7 @@ def outputs_of_rank(rank: int, cases: list[Case]) -> list[np.ndarray]:
 def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     sizes = [tuple(some[:ranks]) for some in SIZES]
     every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", "exchanged"))
-    cases = list(itertools.starmap(Case, every))
+    cases = list(itertools.starmap(LayerCase, every))
     results = zip(*on_ranks(ranks, outputs_of_rank, cases), strict=True)
     for seed, (case, parts) in enumerate(zip(cases, results, strict=True)):
         assert [len(part) for part in parts] == list(case.sizes)

@@ -13,7 +13,7 @@ from benchmarks.papers.figures.common import Options
 from benchmarks.papers.reproduce import reproduce
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from offline.scenario import Work
+from offline.scenario import ScenarioInputs
 from tests.support.in_process import command, sentence
 from tests.support.traces import favourites_trace, save_trace, synthetic_trace
 
@@ -105,9 +105,9 @@ def test_a_workers_own_placement_relieves_its_slowest_rank(
             for placement in ("own", "one for all", "linear")
         )
         assert own < common < linear
-    work = Work(eldr_parallel._scenario(options, (), 20, 0), 0)
-    assert len(work.fitted_on)
-    assert not set(work.fitted_on) & set(work.requests.kind)  # requests of the fit are not simulated
+    inputs = ScenarioInputs(eldr_parallel._scenario(options, (), 20, 0), 0)
+    assert len(inputs.fitted_on)
+    assert not set(inputs.fitted_on) & set(inputs.requests.kind)  # requests of the fit are not simulated
 
 
 def test_locality_saves_experts_at_every_rate(observed: Path) -> None:

@@ -91,7 +91,9 @@ class Service:
         fleet = self.decode if self.services.fleets.whole else self.prefill
         self._reports += 1
         report = {"number": self._reports, "rate": rate, "measured_s": 60.0, "callers": 2}
-        reports = {name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live}
+        reports = {
+            name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live_names
+        }
         fleet.directory.sample(reports)
 
     async def send(self, tokens: int = 100, *, seed: int = 0, **objective: float) -> RequestContext | None:

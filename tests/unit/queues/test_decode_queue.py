@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
-from eldr_serve.scheduling import Lease, State
+from eldr_serve.scheduling import Lease, LeaseState
 from eldr_serve.scheduling.placer import PATIENCE_S
 from tests.support.clock import Clock
 from tests.support.fake_router import SLOTS, SlotPolicy, client_lease, loads, place, release, router_state
@@ -33,7 +33,7 @@ def new_leases(state: RouterState) -> dict[str, Lease]:
 
 
 def queued_names(leases: list[Lease]) -> set[str]:
-    return {lease.request_id for lease in leases if lease.state is State.QUEUED}
+    return {lease.request_id for lease in leases if lease.state is LeaseState.QUEUED}
 
 
 def policy(state: RouterState) -> SlotPolicy:
@@ -118,7 +118,7 @@ def test_a_table_swap_invalidates_the_scores_of_queued_requests() -> None:
     state.live_settings.swap_table(unit_table(3).to_bytes())
     assert policy(state).waiting[0].similarity is None
     release(state, "a")
-    assert not new_leases(state)["b"].is_best_worker
+    assert not new_leases(state)["b"].is_most_similar
 
 
 def test_requests_of_a_lost_client_are_dropped_and_counted() -> None:
@@ -204,11 +204,11 @@ class Conservation(RuleBasedStateMachine):
         names = [name for name in names if name not in self.leases]
         for name, lease in zip(names, place(self.state, *names, client=client), strict=True):
             waited = self.waits.pop(name, None)
-            if lease.state is State.LEASED:
+            if lease.state is LeaseState.LEASED:
                 self.leases[name] = (client, lease.worker)
-            elif lease.state is State.QUEUED or waited is not None:  # it keeps its turn
+            elif lease.state is LeaseState.QUEUED or waited is not None:  # it keeps its turn
                 self.waits[name] = client
-            if lease.state is State.SENT:
+            if lease.state is LeaseState.SENT:
                 assert not self.workers
 
     @rule(number=_NUMBERS, client=_CLIENTS)

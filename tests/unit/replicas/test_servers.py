@@ -50,7 +50,7 @@ async def report(
         ranks=lambda: 1,
         take_steps=lambda rank: StepSums(steps=steps),
         prefix_cache=lambda: (32, 960),
-        take_prefix_changes=lambda *, whole: BlockChanges(whole=whole),
+        take_prefix_changes=lambda *, full: BlockChanges(full=full),
     )
     channel = SimpleNamespace(in_flight=in_flight)
     server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel=channel)
@@ -104,8 +104,8 @@ async def test_an_engine_reports_all_cached_blocks_until_the_router_knows_them(
 ) -> None:
     actor = router(ActorUnavailableError("test", None), KNOWN, KNOWN, UNKNOWN)
     await report(reporting, lambda name: actor, lambda: actor.reports() >= 7)
-    whole = [call.args[2].whole for call in actor.observe_steps.remote.await_args_list]
-    assert whole[:7] == [True, True, False, False, True, False, False]
+    is_full = [call.args[2].full for call in actor.observe_steps.remote.await_args_list]
+    assert is_full[:7] == [True, True, False, False, True, False, False]
 
 
 @pytest.mark.parametrize("steps", [StepSums(steps=1.0), StepSums.from_prompts([2], [90], [500], [0.1])])

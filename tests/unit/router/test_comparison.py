@@ -10,7 +10,7 @@ from eldr_serve.router.messages import NamedPolicy, Restore
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
-from eldr_serve.scheduling import Decision, Policy, State
+from eldr_serve.scheduling import Decision, LeaseState, Policy
 from tests.support.fake_router import place, place_one, router_and_client, router_state
 from tests.support.tables import counts_for, request, unit_table
 
@@ -34,13 +34,13 @@ def run(state: RouterState, name: str) -> None:
 
 def test_a_shadow_that_fails_is_disabled_and_counted() -> None:
     state = router_state(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
-    assert place_one(state, "a", 1).state is State.LEASED
+    assert place_one(state, "a", 1).state is LeaseState.LEASED
     assert state.comparison.catch_up() is False
     status = router_status(state)
     assert status["counters"]["shadow_errors"] == 1
     assert status["comparison"]["now"] is None
     assert "broken" in status["comparison"]["failed"]
-    assert place_one(state, "b", 1).state is State.LEASED
+    assert place_one(state, "b", 1).state is LeaseState.LEASED
     assert "policy_errors" not in router_status(state)["counters"]
 
 

@@ -14,22 +14,22 @@ from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.messages import Leased, Queued, Settings, Unplaced, decoder, encode
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import Lease, State
+from eldr_serve.scheduling import Lease, LeaseState
 from tests.support.fake_router import FakeActor
 from tests.support.tables import request, unit_table
 
 TRANSITIONS = {
-    State.UNSENT: {State.SENT, State.LEASED, State.DONE},
-    State.SENT: {State.UNSENT, State.QUEUED, State.LEASED, State.DONE},
-    State.QUEUED: {State.UNSENT, State.LEASED, State.DONE},
-    State.LEASED: {State.DONE},
-    State.DONE: {State.DONE},
+    LeaseState.UNSENT: {LeaseState.SENT, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.SENT: {LeaseState.UNSENT, LeaseState.QUEUED, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.QUEUED: {LeaseState.UNSENT, LeaseState.LEASED, LeaseState.DONE},
+    LeaseState.LEASED: {LeaseState.DONE},
+    LeaseState.DONE: {LeaseState.DONE},
 }
 
 
-@pytest.mark.parametrize("before", State)
-@pytest.mark.parametrize("after", State)
-def test_only_the_listed_transitions_are_allowed(before: State, after: State) -> None:
+@pytest.mark.parametrize("before", LeaseState)
+@pytest.mark.parametrize("after", LeaseState)
+def test_only_the_listed_transitions_are_allowed(before: LeaseState, after: LeaseState) -> None:
     lease = Lease(request("a"), before)
     if after in TRANSITIONS[before]:
         lease.become(after)
@@ -101,7 +101,7 @@ class Router:
                     self.channel = Mock(open_call=self.open_call, close=self.lose_channel)
                     self.client._link._subscribe(self.channel)
                     self.push()
-                case "fail" if call is not None and self.state is State.SENT:
+                case "fail" if call is not None and self.state is LeaseState.SENT:
                     call.ended = True
                     call.failed(CallFailedError(500, b"no memory"))
                 case "swap" if self.channel is not None:
@@ -115,40 +115,42 @@ class Router:
                 case "release":
                     self.client.release("a")
                 case answer if (
-                    call is not None and answer in self.ANSWERS and self.state in (State.SENT, State.QUEUED)
+                    call is not None
+                    and answer in self.ANSWERS
+                    and self.state in (LeaseState.SENT, LeaseState.QUEUED)
                 ):
                     call.received(encode(self.ANSWERS[answer]))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
     @property
-    def state(self) -> State:
+    def state(self) -> LeaseState:
         lease = self.client.leases.get("a")
-        return State.DONE if lease is None else lease.state
+        return LeaseState.DONE if lease is None else lease.state
 
 
-PATHS: dict[str, tuple[list[str], State]] = {
-    "there is no channel yet": ([], State.UNSENT),
-    "it is sent": (["open"], State.SENT),
-    "the channel is lost": (["open", "lose"], State.UNSENT),
-    "it is sent over another channel": (["open", "lose", "open"], State.SENT),
-    "it gets a worker": (["open", "lease"], State.LEASED),
-    "no worker is free": (["open", "queue"], State.QUEUED),
-    "the table is swapped": (["open", "swap"], State.SENT),
-    "a worker is free now": (["open", "queue", "lease"], State.LEASED),
-    "the table is swapped while it waits": (["open", "queue", "swap"], State.QUEUED),
-    "the channel is lost while it waits": (["open", "queue", "lose"], State.UNSENT),
-    "it waits again": (["open", "queue", "lose", "open", "queue"], State.QUEUED),
-    "the router knows no worker": (["open", "unplaced"], State.LEASED),
-    "the router fails": (["open", "fail"], State.LEASED),
-    "the router is away before it is sent": (["away"], State.LEASED),
-    "the router does not answer": (["open", "away"], State.LEASED),
-    "the router is away while it waits": (["open", "queue", "lose", "away"], State.LEASED),
-    "it is cancelled before it is sent": (["cancel"], State.DONE),
-    "it is cancelled": (["open", "cancel"], State.DONE),
-    "it is cancelled while it waits": (["open", "queue", "cancel"], State.DONE),
-    "it ends": (["open", "lease", "release"], State.DONE),
-    "it ends while the channel is lost": (["open", "lease", "lose", "release", "open"], State.DONE),
+PATHS: dict[str, tuple[list[str], LeaseState]] = {
+    "there is no channel yet": ([], LeaseState.UNSENT),
+    "it is sent": (["open"], LeaseState.SENT),
+    "the channel is lost": (["open", "lose"], LeaseState.UNSENT),
+    "it is sent over another channel": (["open", "lose", "open"], LeaseState.SENT),
+    "it gets a worker": (["open", "lease"], LeaseState.LEASED),
+    "no worker is free": (["open", "queue"], LeaseState.QUEUED),
+    "the table is swapped": (["open", "swap"], LeaseState.SENT),
+    "a worker is free now": (["open", "queue", "lease"], LeaseState.LEASED),
+    "the table is swapped while it waits": (["open", "queue", "swap"], LeaseState.QUEUED),
+    "the channel is lost while it waits": (["open", "queue", "lose"], LeaseState.UNSENT),
+    "it waits again": (["open", "queue", "lose", "open", "queue"], LeaseState.QUEUED),
+    "the router knows no worker": (["open", "unplaced"], LeaseState.LEASED),
+    "the router fails": (["open", "fail"], LeaseState.LEASED),
+    "the router is away before it is sent": (["away"], LeaseState.LEASED),
+    "the router does not answer": (["open", "away"], LeaseState.LEASED),
+    "the router is away while it waits": (["open", "queue", "lose", "away"], LeaseState.LEASED),
+    "it is cancelled before it is sent": (["cancel"], LeaseState.DONE),
+    "it is cancelled": (["open", "cancel"], LeaseState.DONE),
+    "it is cancelled while it waits": (["open", "queue", "cancel"], LeaseState.DONE),
+    "it ends": (["open", "lease", "release"], LeaseState.DONE),
+    "it ends while the channel is lost": (["open", "lease", "lose", "release", "open"], LeaseState.DONE),
 }
 
 
@@ -158,10 +160,10 @@ async def test_each_path_ends_in_its_state(path: str) -> None:
     router = Router()
     await router.do(*steps)
     assert router.state is end
-    if end is State.LEASED:
+    if end is LeaseState.LEASED:
         assert (await router.task).worker in ("r0", "r1")
     call = router.calls.get("place")
-    if end in (State.UNSENT, State.DONE):
+    if end in (LeaseState.UNSENT, LeaseState.DONE):
         assert call is None or call.ended
     elif router.channel is not None and path != "the router fails":
         assert call is not None
@@ -177,8 +179,8 @@ def test_any_order_of_events_ends_the_request_and_leaves_nothing_behind(steps: l
         await router.do(*steps, "away", "open")
         leased = (await asyncio.gather(router.task, return_exceptions=True))[0]
         assert isinstance(leased, Lease | asyncio.CancelledError)
-        assert (router.state is State.LEASED) == ("a" in router.client.leases)
-        if router.state is State.LEASED:  # the router knows its worker
+        assert (router.state is LeaseState.LEASED) == ("a" in router.client.leases)
+        if router.state is LeaseState.LEASED:  # the router knows its worker
             _, restored, lease = router.calls["place"].sent[0]
             assert restored["request_id"] == "a"
             assert lease[1] == router.client.leases["a"].worker

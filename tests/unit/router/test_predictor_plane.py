@@ -56,8 +56,8 @@ def narrow() -> bytes:
     """Return a predictor file for half as many experts."""
     return predictor(
         mean=np.full((L, E // 2), 2 * K / E, np.float32),
-        experts=np.zeros((0, L, E // 2), np.float32),
-        tokens=np.zeros((V, 0), np.float32),
+        expert_factors=np.zeros((0, L, E // 2), np.float32),
+        token_factors=np.zeros((V, 0), np.float32),
     ).to_bytes()
 
 
@@ -278,7 +278,7 @@ async def test_a_predictor_worse_than_the_mean_is_switched_off(caplog: pytest.Lo
             for _ in range(80):  # the experts do not depend on the tokens
                 ids = np.full(3, rng.integers(V), np.uint32)
                 client.set_measured_counts("gone", ids, counts(int(rng.integers(E))), 3)
-        assert not client.scorer.predictor.on
+        assert not client.scorer.predictor.is_enabled
         assert "the signature predictor is off" in caplog.text
         await client.place(request("a", 3), None, token_ids=IDS)
         sent = actor.requests[-1]

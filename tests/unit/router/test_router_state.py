@@ -14,7 +14,7 @@ from eldr_serve.router.messages import Restore
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
-from eldr_serve.scheduling import State, StepCost, StepSums
+from eldr_serve.scheduling import LeaseState, StepCost, StepSums
 from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.validation import first_problem
 from tests.support.clock import Clock
@@ -25,7 +25,7 @@ from tests.support.tables import request, unit_table
 def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> None:
     state = router_state()
     lease = place_one(state, "a", 1)
-    assert (lease.worker, lease.position, lease.num_candidates, lease.is_best_worker) == ("r1", 1, 1, True)
+    assert (lease.worker, lease.position, lease.num_candidates, lease.is_most_similar) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
@@ -100,7 +100,7 @@ def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
     for k in (1, 2, 5):
         state = router_state(workers=3, table=k)
         assert router_status(state)["table"]["refit_advised"]
-        assert {place_one(state, str(n), n % k).state for n in range(12)} == {State.LEASED}
+        assert {place_one(state, str(n), n % k).state for n in range(12)} == {LeaseState.LEASED}
         assert sum(n for n, _ in loads(state).values()) == 12
 
 
@@ -116,7 +116,7 @@ def test_an_excluded_replica_is_used_only_if_there_is_no_other() -> None:
 
 def test_a_request_is_not_placed_without_workers_or_with_old_scores() -> None:
     for state, version in ((router_state(), 99), (router_state(workers=0), 1)):
-        assert place_one(state, "a", 1, table_version=version).state is State.SENT
+        assert place_one(state, "a", 1, table_version=version).state is LeaseState.SENT
         assert not router_status(state)["leases"]
 
 
@@ -130,7 +130,7 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) ->
     with pytest.raises(SwapRefusedError, match=r"\A.+\Z"):  # one line
         state.live_settings.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
     assert state.settings is before
-    assert place_one(state, "a", 1).state is State.LEASED
+    assert place_one(state, "a", 1).state is LeaseState.LEASED
 
 
 def test_a_restarted_router_restores_settings_and_leases_from_its_clients() -> None:

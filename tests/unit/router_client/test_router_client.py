@@ -10,7 +10,7 @@ from eldr_serve.errors import OverloadedError, SwapRefusedError
 from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.status import router_status
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import Lease, State
+from eldr_serve.scheduling import Lease, LeaseState
 from tests.support.fake_router import (
     SLOTS,
     FakeActor,
@@ -26,7 +26,7 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
     async with router_and_client("r0", "r1") as (actor, client):
         for name in "ab":  # the first one receives the table
             lease = await client.place(request(name), counts_for(1))
-            assert (lease.worker, lease.reason, lease.is_best_worker) == ("r1", "locality-band", True)
+            assert (lease.worker, lease.reason, lease.is_most_similar) == ("r1", "locality-band", True)
         assert actor.requests[-1].similarity.shape == (2,)
         # A swap between scoring and placing: it is scored again.
         actor.state.live_settings.swap_table(unit_table(2, band=0.0).to_bytes())
@@ -168,7 +168,9 @@ async def start_waiting(
     """Wait until a request is in the queue, and return the task of its placement."""
     size = actor.state.queue_size
     task = asyncio.create_task(client.place(request(name), counts, wait_s=wait_s))
-    await wait_until(lambda: actor.state.queue_size == size + 1 and client.leases[name].state is State.QUEUED)
+    await wait_until(
+        lambda: actor.state.queue_size == size + 1 and client.leases[name].state is LeaseState.QUEUED
+    )
     return task
 
 
@@ -221,7 +223,7 @@ async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
         task = await start_waiting(client, actor, "c")
         actor.disconnect()
         await wait_until(
-            lambda: client.leases["c"].state is State.QUEUED and actor.sessions.open.keys() == {*"abc"}
+            lambda: client.leases["c"].state is LeaseState.QUEUED and actor.sessions.open.keys() == {*"abc"}
         )
         assert not client.router_unreachable
         client.release("a")
@@ -237,7 +239,7 @@ async def test_queued_requests_are_scored_again_after_a_swap() -> None:
         assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
         client.release("a")
-        assert (await task).is_best_worker
+        assert (await task).is_most_similar
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "knows no worker"])

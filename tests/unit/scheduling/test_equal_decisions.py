@@ -17,10 +17,10 @@ import pytest
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router.messages import Restore, Settings
 from eldr_serve.router.state import RouterState
-from eldr_serve.scheduling import Lease, PlacementRequest, State, StepCost, StepSums, make_policy
+from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
-from offline.simulation.run import Change, simulate
+from offline.simulation.run import OperatorChange, simulate
 from tests.support.fake_router import place
 from tests.support.shipped import ROOT
 from tests.support.tables import counts_for, request, unit_table
@@ -115,9 +115,9 @@ class Traffic:
             self.state.placer.hold(replace(self.held[client][name], request=known, ingress=client))
         answers = place(self.state, *placements, client=client)
         for answer in answers:
-            if answer.state is State.QUEUED:
+            if answer.state is LeaseState.QUEUED:
                 self.waiting[client][answer.request_id] = answer.request
-            elif answer.state is State.LEASED:
+            elif answer.state is LeaseState.LEASED:
                 self.take(client, answer)
         answered = set(map(id, answers))
         for lease in sorted(self.leased, key=lambda lease: lease.ingress):
@@ -132,7 +132,7 @@ class Traffic:
         self.held[client][lease.request_id] = lease
         reason = RECORDED_REASONS.get(lease.reason, lease.reason)
         self.placed.append(
-            [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_best_worker)]
+            [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_most_similar)]
         )
 
     def run(self, steps: int) -> list[list[Any]]:
@@ -211,9 +211,9 @@ def simulate_policy(policy: str, parameters: dict[str, Any], seed: int) -> dict[
         cluster,
         experts=experts,
         changes=[
-            Change(9.0, workers=3),
-            Change(15.0, workers=4),
-            Change(20.0, table=unit_table(4, band=0.4)),
+            OperatorChange(9.0, workers=3),
+            OperatorChange(15.0, workers=4),
+            OperatorChange(20.0, table=unit_table(4, band=0.4)),
         ],
         seed=seed,
     )

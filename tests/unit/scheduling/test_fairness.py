@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import Lease, PlacementRequest, State, make_policy
+from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, make_policy
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.placer import Placer
 from tests.support.tables import fail
@@ -44,7 +44,7 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
             str(number), None, 5, 0, may_wait=True, tenant=tenant, priority=PRIORITIES[tenant]
         )
         placement = Lease(request)
-        placement.become(State.SENT)
+        placement.become(LeaseState.SENT)
         placer.submit([placement])
     rng = np.random.default_rng(0)
     while placer.queue:
@@ -63,7 +63,7 @@ def test_requests_whose_client_lacks_a_worker_do_not_take_the_turns_of_others() 
 
     def submit(name: str, client: str, tenant: str) -> None:
         request = PlacementRequest(name, None, 5, 0, may_wait=True, tenant=tenant)
-        placer.submit([Lease(request, State.SENT, client)])
+        placer.submit([Lease(request, LeaseState.SENT, client)])
 
     for number in range(4):
         submit(f"full{number}", "complete", "other")

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.scheduling import Decision, Lease, Loads, PlacementRequest, Placer, Policy, Shadow, State
+from eldr_serve.scheduling import Decision, Lease, LeaseState, Loads, PlacementRequest, Placer, Policy, Shadow
 from tests.support.tables import fail, request
 
 
@@ -34,7 +34,7 @@ class Recording(Policy):
 def placer_with(policy: Policy, *workers: str, requests: str = "") -> Placer:
     placer = Placer(policy, on_policy_error=fail)
     placer.set_workers(workers)
-    placer.submit(Lease(request(name), State.SENT) for name in requests)
+    placer.submit(Lease(request(name), LeaseState.SENT) for name in requests)
     return placer
 
 

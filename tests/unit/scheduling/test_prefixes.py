@@ -12,6 +12,7 @@ from eldr_serve.scheduling import (
     BlockChanges,
     Decision,
     Lease,
+    LeaseState,
     Loads,
     PlacementRequest,
     Placer,
@@ -19,7 +20,6 @@ from eldr_serve.scheduling import (
     PrefixCache,
     PrefixMap,
     PromptBlocks,
-    State,
     StepSums,
     prefixes,
     prompt_blocks,
@@ -54,12 +54,12 @@ def test_cached_tokens_are_those_of_the_longest_sent_prefix(
     expected = []
     for name in "ab":
         # A block is cached if its prompt was computed to the end of it; the last token is not cached.
-        whole = [
+        tokens = [
             min(common(prompt, ids), len(prompt) - 1, len(ids) - 1) // SIZE * SIZE
             for worker, other_salt, ids in sent
             if (worker, other_salt) == (name, salt)
         ]
-        expected.append(max([0, *whole]))
+        expected.append(max([0, *tokens]))
     cached_tokens = prefix_map.cached_tokens(["a", None, "b"], blocks(*prompt, salt=salt))
     assert cached_tokens.tolist() == [expected[0], 0, expected[1]]
 
@@ -141,7 +141,7 @@ def test_a_prompt_counts_as_cached_until_its_engine_has_not_reported_it_for_long
     assert not prefix_map.report("a", None)
     assert cached() == 0
     assert prefix_map.reported_blocks("a") is None
-    assert prefix_map.report("a", BlockChanges(ids(prompt, 0), whole=True))
+    assert prefix_map.report("a", BlockChanges(ids(prompt, 0), full=True))
     assert prefix_map.report("a", None)
     assert cached() == SIZE
     prefix_map.record_prompt("a", prompt)
@@ -155,7 +155,7 @@ def test_a_prompt_counts_as_cached_until_its_engine_has_not_reported_it_for_long
         assert cached(other) == 3 * SIZE
     prefix_map.report("a", BlockChanges())
     assert [cached(other), cached()] == [0, 2 * SIZE]
-    prefix_map.report("a", BlockChanges(ids(other, 0), whole=True))
+    prefix_map.report("a", BlockChanges(ids(other, 0), full=True))
     assert [cached(other), cached()] == [SIZE, 0]
     prefix_map.keep("b")
     assert cached(other) == 0
@@ -164,7 +164,7 @@ def test_a_prompt_counts_as_cached_until_its_engine_has_not_reported_it_for_long
 def test_prompts_to_be_computed_are_bounded() -> None:
     prefix_map, prompt = PrefixMap(), blocks(*range(21))
     prefix_map.set_capacity("a", kv_tokens=2 * SIZE, block_tokens=SIZE)
-    prefix_map.report("a", BlockChanges(whole=True))
+    prefix_map.report("a", BlockChanges(full=True))
     prefix_map.record_prompt("a", blocks(*range(90, 99)))
     prefix_map.record_prompt("a", prompt)
     assert prefix_map.cached_tokens("a", prompt).tolist() == [2 * SIZE]
@@ -175,7 +175,7 @@ def test_prompts_whose_ids_are_not_the_engines_are_compared_with_each_other_only
     prefix_map, chat = PrefixMap(), prompt_blocks(np.arange(13, dtype=np.uint32), SIZE, exact=False)
     exact = blocks(*range(13))
     assert chat.hashes.tolist() == exact.hashes.tolist()
-    prefix_map.report("a", BlockChanges(ids(exact, 0), whole=True))
+    prefix_map.report("a", BlockChanges(ids(exact, 0), full=True))
     assert prefix_map.cached_tokens("a", chat).tolist() == [0]
     prefix_map.record_prompt("a", chat)
     assert prefix_map.cached_tokens("a", chat).tolist() == [3 * SIZE]
@@ -190,8 +190,8 @@ def test_the_router_asks_for_all_blocks_of_a_worker_that_it_does_not_know() -> N
 
     assert not report(None)
     assert not report(BlockChanges(ids(prompt, 0)))
-    assert report(BlockChanges(ids(prompt, 0, 1), whole=True))
-    assert not report(BlockChanges(whole=True), "gone")
+    assert report(BlockChanges(ids(prompt, 0, 1), full=True))
+    assert not report(BlockChanges(full=True), "gone")
     assert report(BlockChanges(removed=ids(prompt, 1)))
     assert place(state, request("a", 17, blocks=prompt))[0].cached_tokens == SIZE
     (worker,) = router_status(state)["workers"]
@@ -210,14 +210,14 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer = Placer(Longest(), on_policy_error=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
-    held = Lease(request("first", blocks=blocks(*system, 1)), State.LEASED, worker="w1")
+    held = Lease(request("first", blocks=blocks(*system, 1)), LeaseState.LEASED, worker="w1")
     placer.hold(held)  # a client's own choice counts too
-    lost = Lease(request("lost", blocks=blocks(*other)), State.LEASED, worker="gone")
+    lost = Lease(request("lost", blocks=blocks(*other)), LeaseState.LEASED, worker="gone")
     placer.hold(lost)
     assert len(placer.prefixes) == 2
 
     def place(name: str, *ids: int) -> Lease:
-        (lease,) = placer.submit([Lease(request(name, blocks=blocks(*ids)), State.SENT)])
+        (lease,) = placer.submit([Lease(request(name, blocks=blocks(*ids)), LeaseState.SENT)])
         return lease
 
     assert [(p.worker, p.cached_tokens) for p in (place("a", *system, 2), place("b", *other))] == [

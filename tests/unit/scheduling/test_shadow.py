@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from eldr_serve.scheduling import (
     Decision,
     Lease,
+    LeaseState,
     Loads,
     PlacementRequest,
     Placer,
     Policy,
     Shadow,
-    State,
     StepCost,
     StepSums,
     make_policy,
@@ -85,7 +85,7 @@ def test_both_placements_are_priced_as_from_scratch(
     for number in range(14):
         name = f"r{number}"
         requests[name], generated[name] = a_request(name, rng), 0
-        placer.submit([Lease(requests[name], State.SENT)])
+        placer.submit([Lease(requests[name], LeaseState.SENT)])
         more = {n: int(rng.integers(1, 9)) for n in placer.running if rng.random() < 0.6}
         where = {n: p.position for n, p in placer.running.items()}
         expected.append((where, dict(generated), more))
@@ -113,7 +113,7 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
     placer = shadowed_placer(name, shadow, "a", "b", "c")
     placer.update_cost_model(COST)
     for number in range(40):
-        placer.submit([Lease(a_request(f"r{number}", rng), State.SENT)])
+        placer.submit([Lease(a_request(f"r{number}", rng), LeaseState.SENT)])
         placer.progress({n: p.generated_tokens + 3 for n, p in placer.running.items()})
         if number > 8:
             placer.finish(next(iter(placer.running)))
@@ -137,7 +137,7 @@ def test_measured_counts_replace_predicted_ones_in_both_placements(name: str) ->
     for number in range(40):
         measured = a_request(f"r{number}", rng)
         guess = replace(a_request(f"r{number}", rng), predicted=True)
-        placer.submit([Lease(guess, State.SENT)])
+        placer.submit([Lease(guess, LeaseState.SENT)])
         placer.set_measured_counts(measured)
         placer.progress({n: p.generated_tokens + 3 for n, p in placer.running.items()})
         if number > 8:
@@ -160,7 +160,7 @@ def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval
     rng = np.random.default_rng(3)
     assert shadow.saving() is None
     for number in range(6):
-        placer.submit([Lease(a_request(f"r{number}", rng), State.SENT)])
+        placer.submit([Lease(a_request(f"r{number}", rng), LeaseState.SENT)])
         placer.progress({f"r{number}": 5})
         shadow.catch_up()
         now[0] += 11
@@ -175,7 +175,7 @@ def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> Non
     rng = np.random.default_rng(5)
     placer = Placer(make_policy("round-robin"), on_policy_error=fail)
     placer.set_workers(["a", "b"])
-    placer.submit([Lease(a_request(f"r{n}", rng), State.SENT) for n in range(4)])
+    placer.submit([Lease(a_request(f"r{n}", rng), LeaseState.SENT) for n in range(4)])
     placer.progress({"r0": 7})
     policy = Recorded(OneWorker())
     shadow = Shadow(policy)
@@ -199,8 +199,8 @@ def test_the_shadow_runs_outside_placement_and_must_keep_up(monkeypatch: pytest.
     shadow = Shadow(Broken())
     placer = shadowed_placer("shortest-queue", shadow, "a")
     rng = np.random.default_rng(0)
-    (placed,) = placer.submit([Lease(a_request("r", rng), State.SENT)])
-    assert placed.state is State.LEASED
+    (placed,) = placer.submit([Lease(a_request("r", rng), LeaseState.SENT)])
+    assert placed.state is LeaseState.LEASED
     with pytest.raises(KeyError):
         shadow.catch_up()
     slow = Shadow(OneWorker())

@@ -159,7 +159,7 @@ def _limit_to_own_slots(kernel: Any, vllm_config: VllmConfig) -> Any:
             **others: Any,
         ) -> None:
             sizes = rank_batches().sizes if self.moe_config.dp_size > 1 else None
-            local = self.layer_experts.local_slots(topk_ids, sizes)
+            local = self.layer_experts.route_and_log(topk_ids, sizes)
             token, column = (local >= 0).nonzero(as_tuple=True)
             output.zero_()
             if not len(token):

@@ -49,7 +49,7 @@ async def to_chat_request(serving: Any, request: AnthropicMessagesRequest) -> An
 
 
 def to_message(serving: Any, answer: Any) -> Any:
-    """Return a chat's whole answer as a message; an error is returned unchanged."""
+    """Return a chat's complete answer as a message; an error is returned unchanged."""
     return answer if getattr(answer, "error", None) is not None else serving.messages_full_converter(answer)
 
 

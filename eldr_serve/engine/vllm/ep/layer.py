@@ -6,19 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from eldr_serve.arrays import Ints
 from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.experts.parallel.replica_choice import ReplicaChoice, make_choice
 
-Ints = NDArray[np.int64]
 LOG_SIZE = 4096  # batches in the log; new ones replace the oldest
-# Columns of the log, one row per batch: the batch's tokens, and, on this rank, the slots with at least one
-# token, the (token, expert) pairs, the pairs whose token has its home on this rank, and the tokens with
-# another home. A token's home is its data-parallel rank. Without data parallelism, homes are equal blocks of
-# the batch.
-LOG_COLUMNS = ("tokens", "activated", "pairs", "pairs_at_home", "guests")
+# Columns of the log, one row per batch; all but the first count on this rank. A pair is (token, expert).
+# A token's home is its data-parallel rank. Without data parallelism, homes are equal blocks of the batch.
+LOG_COLUMNS = ("tokens", "slots_with_tokens", "pairs", "pairs_at_home", "tokens_from_other_ranks")
 
 
 class LayerExperts:
@@ -64,8 +62,8 @@ class LayerExperts:
         self.row = row
         self._choice = make_choice(self.rule, row, self.num_experts, self.topology, load=self.load)
 
-    def local_slots(self, experts: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return int64[T, k], this rank's slot for each (token, expert) pair; -1: another rank serves it.
+    def route_and_log(self, experts: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Log a batch, and return int64[T, k], this rank's slot for each pair; -1: another rank serves it.
 
         Args:
             experts: int[T, k], logical experts of each token.

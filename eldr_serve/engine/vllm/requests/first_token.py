@@ -92,7 +92,7 @@ async def prefill_prompt(
         CallFailedError: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
-    # Only a whole answer of a lazy method calls `generate` at once.
+    # Only a complete answer of a lazy method calls `generate` at once.
     is_lazy = answer_form(method).is_lazy
     serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated, raises=is_lazy))
     answer: Any = None
