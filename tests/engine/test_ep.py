@@ -108,7 +108,7 @@ def test_an_engine_with_inconsistent_ranks_is_refused(changes: dict[str, Any], r
     config = SimpleNamespace(**both)
     config.parallel_config = config
     with pytest.raises(UnsupportedEngineError, match=reason):
-        ep._check(config, config)
+        ep._check_supported(config, config)
 
 
 @pytest.mark.parametrize(("use_ep", "refused"), [(True, True), (False, False)])
