@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from eldr_serve.arrays import Floats
 from loadgen.statistics import (
     ROUNDS_TO_RESAMPLE,
-    Floats,
     Interval,
     LatencyObjective,
     Sample,

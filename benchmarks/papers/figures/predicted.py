@@ -29,7 +29,6 @@ from benchmarks.papers.figures.predicted_signatures import (
     SIZES,
     USUAL,
     Counts,
-    Floats,
     Index,
     as_counts,
     decode_frequencies,
@@ -45,6 +44,7 @@ from benchmarks.papers.figures.predicted_signatures import (
     recent_mean_counts,
 )
 from benchmarks.papers.signature_methods import Prompts, chi_square_ridge, methods_for
+from eldr_serve.arrays import Floats
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.clustering import balanced_kmeans
 from eldr_serve.experts.fitting.quality import inverse_document_frequency
