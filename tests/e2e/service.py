@@ -265,7 +265,13 @@ def core_of(replica: str) -> int:
 
 
 def submit_job(dashboard: str, command: list[str], output: Path) -> Background:
-    """Run `ray job submit`, which waits for the job's end."""
-    ray = str(Path(sys.executable).with_name("ray"))
-    submit = [ray, "job", "submit", "--address", dashboard, "--", *command]
-    return Background(submit, output, {"RAY_ADDRESS": dashboard})
+    """Run `ray job submit`, which waits for the job's end.
+
+    Ray accepts no job until its agent runs, some time after the dashboard.
+    """
+    submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", dashboard]
+    probe = [*submit, "--no-wait", "--", "true"]
+    wait_for(
+        lambda: subprocess.run(probe, capture_output=True).returncode == 0, "Ray's job agent is available"
+    )
+    return Background([*submit, "--", *command], output, {"RAY_ADDRESS": dashboard})
