@@ -92,7 +92,6 @@ class RouterState:
         self.predictions: dict[str, dict[str, Any]] = {}
         self.earlier_failures = 0
         self._check = SettingsCheck(model_id)
-        self._prefill_tokens = self._cached_tokens = 0  # of placed requests with known blocks
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
         self.set_callbacks()
@@ -229,7 +228,7 @@ class RouterState:
             self.placer.worker_loads(blocks),
             self.queue_size,
             self.costs.load(math.prod(self.counts_shape or (0,))),
-            self._cached_tokens / max(self._prefill_tokens, 1),
+            self.counters["prefill_tokens_cached"] / max(self.counters["prefill_tokens"], 1),
         )
 
     # -- workers and ingresses ---------------------------------------------------------------------
@@ -374,9 +373,7 @@ class RouterState:
             self.counters["counts_predicted"] += lease.request.predicted
             self.counters["rerouted"] += lease.request.worker_failed
             if lease.request.blocks is not None:
-                self._prefill_tokens += lease.request.prompt_tokens
-                self._cached_tokens += lease.cached_tokens
-                self.counters["prefill_tokens"] = self._prefill_tokens
-                self.counters["prefill_tokens_cached"] = self._cached_tokens
+                self.counters["prefill_tokens"] += lease.request.prompt_tokens
+                self.counters["prefill_tokens_cached"] += lease.cached_tokens
         if leases:
             self._on_leases(leases)

@@ -132,7 +132,7 @@ class Service:
         return self.status()["counters"].get(name, 0)
 
     def settled_counter(self, name: str) -> int:
-        """Return a counter that has not changed for 3 s: a restarted router gets older counts late."""
+        """Return a counter once it is constant for 3 s, as a restarted router gets older counts late."""
         value, since = self.counter(name), time.monotonic()
         while time.monotonic() < since + 3.0:
             time.sleep(0.5)
@@ -165,7 +165,7 @@ class Service:
 
     @asynccontextmanager
     async def post(self, body: dict[str, Any], path: str = "completions") -> AsyncIterator[httpx.Response]:
-        """Send a request over its own connection, and yield the answer, whose body has not been read."""
+        """Send a request over its own connection, and yield the answer before its body is read."""
         async with (
             httpx.AsyncClient(verify=False, timeout=200) as client,
             client.stream("POST", f"{self.url}/v1/{path}", json=body) as response,

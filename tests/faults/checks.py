@@ -53,7 +53,7 @@ class Checks:
 
     @property
     def has_only_router_faults(self) -> bool:
-        """Whether this run injects faults into the router alone."""
+        """Return whether this run injects faults into the router alone."""
         return all(fault.role == "router" for fault in self.run.faults)
 
     async def wait_until_none(

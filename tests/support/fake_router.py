@@ -155,7 +155,7 @@ class FakeActor(RouterCalls):
 
     @property
     def alive(self) -> bool:
-        """Whether clients can reach the actor. It keeps its state."""
+        """Return whether clients can reach the actor; its state is kept meanwhile."""
         return self._alive
 
     @alive.setter

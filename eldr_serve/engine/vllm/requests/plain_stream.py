@@ -55,7 +55,7 @@ class PlainStream:
         self._outputs: AsyncIterator[Any]
         self._marker: Any = None  # an output with the marker, until the generator reads it
         self._awaits_mark = False  # the generator has read the marker and not yet made its chunk
-        self._may_learn = True  # the generator has not read on without making that chunk
+        self._may_learn = True  # False once the generator has asked for more without making that chunk
         self._template: tuple[bytes, bytes] | None = None
         self._uncounted: list[int] = []  # tokens that the generator has not seen
 
