@@ -1,4 +1,4 @@
-"""Measure a MoE layer under expert parallelism: even spread against METRO's choice of replicas.
+"""Measure an MoE layer under expert parallelism: even spread against METRO's choice of replicas.
 
     python -m benchmarks.engine.ep_layer --prompts DIR --cost-out layer_cost.json
 

@@ -182,7 +182,7 @@ def same_domain(data: CapturedRoutes, seed: int) -> list[Result]:
                 }
             )
     draw = partial(lines, rows, "batch_size", ["same_domain", "mixed"])
-    notes = "mean distinct experts of a MoE layer in one decode step"
+    notes = "mean distinct experts of an MoE layer in one decode step"
     return [Result(rows, draw, notes, {"draws": DRAWS})]
 
 

@@ -53,7 +53,7 @@ def _with_active_experts(run: Replayed) -> None:
         steps,
         inputs=run.inputs,
         seed=run.seed,
-        notes="the steps of decode_replay: mean distinct experts of a MoE layer by batch size (Figure 13)",
+        notes="the steps of decode_replay: mean distinct experts of an MoE layer by batch size (Figure 13)",
         out=run.out and run.out.with_name(f"{run.out.stem}_active_experts.json"),
     )
     lines(steps, "batch_from", [f"{label}: active_experts" for label in labels], path.with_suffix(".png"))

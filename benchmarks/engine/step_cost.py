@@ -9,7 +9,7 @@ each layer, in the same CUDA graphs as any other step. The router runs as usual,
 `forward` is the time of the forward pass that our connector reports, by CUDA events. `step` is the wall time
 of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
 time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package`
-come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They have a MoE
+come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They have an MoE
 layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
 """
 
@@ -51,7 +51,7 @@ _NOTES = (
     "Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
     "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere"
 )
-# aiconfigurator-core 0.12.0, Qwen3-30B-A3B, bf16, vLLM 0.24: a MoE layer's time, us, as fixed + per active
+# aiconfigurator-core 0.12.0, Qwen3-30B-A3B, bf16, vLLM 0.24: an MoE layer's time, us, as fixed + per active
 # expert (its balanced rows, within 3 %), and a whole decode step by batch, ms, 1,024 tokens of context.
 PACKAGE: dict[str, tuple[float, float, dict[int, float]]] = {
     "H100": (26.0, 3.10, {1: 4.68, 2: 5.98, 4: 7.91, 8: 10.49, 16: 12.62, 32: 20.78, 64: 24.18}),
@@ -181,7 +181,7 @@ def fit_rows(steps: list[TimedStep]) -> list[dict[str, Any]]:
 
 
 def package_rows(batches: list[int]) -> list[dict[str, Any]]:
-    """Return the package's figures for a MoE layer and for whole steps of these batches."""
+    """Return the package's figures for an MoE layer and for whole steps of these batches."""
     rows: list[dict[str, Any]] = []
     for card, (fixed_us, per_expert_us, step_ms) in PACKAGE.items():
         layer = {"level": "package", "of": f"{card}, MoE layers", "fixed_ms": L * fixed_us / 1e3}

@@ -1,4 +1,4 @@
-"""A MoE layer under expert parallelism (EP) on torch.distributed: gloo on CPUs, nccl on GPUs.
+"""An MoE layer under expert parallelism (EP) on torch.distributed: gloo on CPUs, nccl on GPUs.
 
 A rank holds its own slots of a placement, and is the home of its own tokens. Tokens reach their experts in
 one of two ways. All-gather dispatch sends every token to every rank before the gate, so that the choice of

@@ -1,4 +1,4 @@
-"""Cost of a MoE layer under expert parallelism (EP): one model for placement, routing and simulation.
+"""Cost of an MoE layer under expert parallelism (EP): one model for placement, routing and simulation.
 
 A layer ends when its slowest rank does. A rank pays for each expert replica that it activates (weights to
 read), for each token that it computes, and for each byte that it receives from other ranks, more from other
@@ -103,7 +103,7 @@ class LayerFit(BaseModel):
 
 
 class LayerCost(BaseModel):
-    """Time of a MoE layer under EP, s: the sum of the slowest rank."""
+    """Time of an MoE layer under EP, s: the sum of the slowest rank."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

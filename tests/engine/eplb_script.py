@@ -58,7 +58,7 @@ def reload_router_with_kernel() -> Any:
 
 
 class Layer:
-    """A MoE layer with a router and weights that equal the logical expert's number."""
+    """An MoE layer with a router and weights that equal the logical expert's number."""
 
     def __init__(self, router_class: Any, layer: int, rank: int, own_tokens: bool) -> None:
         class Router(router_class):

@@ -1,4 +1,4 @@
-"""A MoE layer on real gloo processes gives the result of one process for every placement and routing."""
+"""An MoE layer on real gloo processes gives the result of one process for every placement and routing."""
 
 import itertools
 from functools import cache
