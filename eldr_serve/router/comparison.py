@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eldr_serve.errors import one_line_message
+from eldr_serve.metrics import RouterEvent
 from eldr_serve.router.messages import Settings
 from eldr_serve.scheduling import Placer, Policy, Shadow, StepCost, StepSums
 
@@ -78,7 +79,7 @@ class Comparison:
             self._failure = one_line_message(error)
             self._shadow = None
             self._placer.set_shadow(None)
-            self._counters["shadow_errors"] += 1
+            self._counters[RouterEvent.SHADOW_ERRORS] += 1
             return False
 
     def status(self) -> dict[str, Any]:

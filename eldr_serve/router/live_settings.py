@@ -11,6 +11,7 @@ from typing import Any
 
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import RoutingTable
+from eldr_serve.metrics import RouterEvent
 from eldr_serve.router.messages import NamedPolicy, Settings
 from eldr_serve.router.settings_check import Policies, SettingsCheck
 
@@ -75,7 +76,7 @@ class LiveSettings:
     def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
         """Change the policy, and return the new settings."""
         self._replace_policy(replace(self._next_version(), policy=policy, parameters=dict(parameters)))
-        self._counters["policy_changes"] += 1
+        self._counters[RouterEvent.POLICY_CHANGES] += 1
         self._dispatch()
         return self.current
 
@@ -89,7 +90,7 @@ class LiveSettings:
         """Make a RoutingTable file live, and return the new settings."""
         version = self.current.table_version + 1
         self._replace_policy(replace(self._next_version(), table=table, table_version=version))
-        self._counters["table_swaps"] += 1
+        self._counters[RouterEvent.TABLE_SWAPS] += 1
         self._dispatch()
         return self.current
 
@@ -103,7 +104,7 @@ class LiveSettings:
         version = self.current.predictor_version + 1
         settings = replace(self._next_version(), predictor=predictor, predictor_version=version)
         self._change(settings, self._check.build_policies(settings))
-        self._counters["predictor_swaps"] += 1
+        self._counters[RouterEvent.PREDICTOR_SWAPS] += 1
         return settings
 
     # -- other changes ---------------------------------------------------------------------------
@@ -121,7 +122,7 @@ class LiveSettings:
         """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit."""
         if settings.version > self.current.version:
             self._replace_policy(self._without_unfit_artifacts(settings))
-            self._counters["settings_restored"] += 1
+            self._counters[RouterEvent.SETTINGS_RESTORED] += 1
 
     def discard_unfit_artifacts(self) -> None:
         """Discard the live table and predictor if they do not fit, and make the policy again without them."""
@@ -138,7 +139,7 @@ class LiveSettings:
         except SwapRefusedError as error:
             logger.error("requests are placed without a table: %s", error)
             fitting = replace(fitting, table=None, table_version=fitting.table_version + 1)
-            self._counters["tables_discarded"] += 1
+            self._counters[RouterEvent.TABLES_DISCARDED] += 1
         try:
             if fitting.predictor is not None:
                 self._check.require_predictor_fits(fitting.predictor)
