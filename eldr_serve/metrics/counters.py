@@ -134,7 +134,7 @@ class IngressEvent(_Event):
     REFUSED_PENDING_BODIES = (
         "refused_pending_bodies",
         "requests",
-        "refused (503) because all bodies were too large together",
+        "refused (503) because pending bodies exceeded the memory limit",
     )
     REFUSED_LIMITS = "refused_limits", "requests", "refused (429) because a tenant had used up a limit"
     BACKGROUND_FAILURES = (

@@ -144,7 +144,7 @@ class LiveSettings:
             if fitting.predictor is not None:
                 self._check.require_predictor_fits(fitting.predictor)
         except SwapRefusedError as error:
-            logger.error("nothing is predicted: %s", error)
+            logger.error("the predictor was discarded: %s", error)
             fitting = replace(fitting, predictor=None, predictor_version=fitting.predictor_version + 1)
         return fitting if fitting is settings else replace(fitting, version=_version_after(settings))
 
@@ -165,7 +165,14 @@ class LiveSettings:
     ) -> None:
         before, self.current = self.current, settings
         self.table = policies.table
-        self._on_change(SettingsChange(before, settings, policies, new_policy, new_comparison))
+        change = SettingsChange(
+            before=before,
+            now=settings,
+            policies=policies,
+            new_policy=new_policy,
+            new_comparison=new_comparison,
+        )
+        self._on_change(change)
 
 
 def _version_after(settings: Settings) -> int:

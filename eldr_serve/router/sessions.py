@@ -189,7 +189,7 @@ class _PlaceCall:
             self._sessions.pending.append(lease)
         else:
             message.lease.copy_to(lease)
-            self._sessions.state.hold(lease)
+            self._sessions.state.adopt_lease(lease)
         self._sessions.apply_soon()
 
     def _withdraw(self) -> None:

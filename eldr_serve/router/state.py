@@ -260,7 +260,7 @@ class RouterState:
         self.view.keep_workers(positions.live_workers)
 
     def restore(self, message: Restore) -> None:
-        """Restore from an ingress what this actor knew before it was restarted, besides leases (`hold`).
+        """Restore from an ingress what this actor knew before its restart, but no leases (`adopt_lease`).
 
         All leases of the ingress that the message does not name have ended. Requests in the decode queue are
         not restored, since the ingress sends them again. A table or predictor that does not fit is discarded.
@@ -320,7 +320,7 @@ class RouterState:
         self.counters[RouterEvent.COUNTS_MEASURED] += 1
         self._keep_counts(request)
 
-    def hold(self, lease: Lease) -> None:
+    def adopt_lease(self, lease: Lease) -> None:
         """Add a lease that its ingress has made, or received from this actor before it was restarted."""
         lease.request = self._check.without_unusable_prediction(lease.request)
         current = self.placer.running.get(lease.request_id)
@@ -334,7 +334,7 @@ class RouterState:
         current = current or self.placer.queue.get(lease.request_id)
         if current is not None and not new_counts:
             lease.request = current.request
-        self.placer.hold(lease)
+        self.placer.adopt_lease(lease)
         is_fallback = lease.policy == LOCAL_FALLBACK
         self.counters[RouterEvent.PLACED_BY_INGRESS if is_fallback else RouterEvent.LEASES_RESTORED] += 1
 

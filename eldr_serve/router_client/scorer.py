@@ -62,7 +62,7 @@ class Scorer:
         try:
             artifact.require_fit(model=artifact.model, tokenizer=self.tokenizer, shape=self.shape)
         except ArtifactError as error:
-            logger.error("nothing is predicted: %s", error)
+            logger.error("the predictor was discarded: %s", error)
             return None
         return OnlinePredictor(artifact)
 

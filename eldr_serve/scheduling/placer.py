@@ -246,7 +246,7 @@ class Placer:
         unreachable = self._unreachable.get(lease.ingress, frozenset())
         return unreachable.union(lease.request.exclude), unreachable
 
-    def hold(self, lease: Lease) -> None:
+    def adopt_lease(self, lease: Lease) -> None:
         """Add a request that is LEASED already, for example by its ingress."""
         self.finish(lease.request_id)
         self._start(lease)

@@ -45,7 +45,7 @@ def test_a_restarted_router_restores_the_fields_that_policies_read() -> None:
     (lease,) = place(old, request("a", prompt_key="k", may_wait=True))
     new = router(clients="")
     new.restore(Restore("c", ("r0", "r1"), ("a",), old.settings))
-    new.hold(replace(lease))
+    new.adopt_lease(replace(lease))
     for state in (old, new):
         assigned = policy(state).assigned["a"]
         assert (assigned.prompt_tokens, assigned.max_new_tokens, assigned.prompt_key) == (10, 20, "k")
@@ -228,7 +228,7 @@ class Conservation(RuleBasedStateMachine):
         if known is None or (known.worker, known.policy) != (lease.worker, lease.policy):
             self.tokens.pop(name, None)  # otherwise the lease is restored with its known tokens
         self.leases[name] = (client, replica)
-        self.state.hold(lease)
+        self.state.adopt_lease(lease)
         self.state.place([])  # as the router does at the end of an iteration
 
     @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
