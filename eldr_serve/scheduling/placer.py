@@ -170,7 +170,7 @@ class Placer:
             blocks: blocks of a prompt, of which each worker may have some in its prefix cache.
         """
         loads = self.loads()
-        positions = loads.workers
+        positions = loads.available_positions
         names = tuple(str(self._workers[position]) for position in positions.tolist())
         if blocks is None:
             cached_tokens = np.zeros(len(names), np.int64)
@@ -318,15 +318,15 @@ class Placer:
         return [waiting[index] for index in fair_order(tenants, running)]
 
     def _assign(self, lease: Lease, decision: Decision, loads: Loads) -> Lease:
-        worker = self._workers[decision.worker]
+        worker = self._workers[decision.position]
         assert worker is not None, "a policy chose a vacant position"
         if self.queue.pop(lease.request_id, None) is lease:
             lease.waited_s = self._clock() - lease.queued_at_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(LeaseState.LEASED)
-        lease.worker, lease.position = worker, decision.worker
+        lease.worker, lease.position = worker, decision.position
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
-        lease.is_most_similar = _is_most_similar(decision.worker, lease.request, loads)
+        lease.is_most_similar = _is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._start(lease, decision)
         self._record_prefix(lease)
@@ -384,8 +384,8 @@ def _turn_s(lease: Lease, now: float) -> float:
     return patient_s if lease.due_s is None or lease.due_s < now else min(lease.due_s, patient_s)
 
 
-def _is_most_similar(worker: int, request: PlacementRequest, loads: Loads) -> bool:
+def _is_most_similar(position: int, request: PlacementRequest, loads: Loads) -> bool:
     if request.similarity is None:
         return False
     similarity = worker_similarity(request.similarity, len(loads))
-    return bool(similarity[worker] >= similarity[loads.available].max())
+    return bool(similarity[position] >= similarity[loads.available].max())

@@ -163,8 +163,8 @@ class Loads:
         return len(self.in_flight)
 
     @property
-    def workers(self) -> NDArray[np.int64]:
-        """Return the indices of the available workers, ascending."""
+    def available_positions(self) -> NDArray[np.int64]:
+        """Return the positions of the available workers, ascending."""
         return np.flatnonzero(self.available)
 
 
@@ -173,7 +173,7 @@ class Decision:
     """The choice of a worker.
 
     Attributes:
-        worker: index into the loads.
+        position: position of the worker in the loads.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         reason: rule that decided, by default the policy's name; "no-counts", "bad-counts", "no-table",
@@ -181,7 +181,7 @@ class Decision:
         policy_data: private data of the policy for its `on_assigned`.
     """
 
-    worker: int
+    position: int
     _: KW_ONLY
     num_candidates: int = 1
     similarity: float | None = None

@@ -55,9 +55,9 @@ class BalanceBand(BalanceRouteHorizon):
     def update_cost_model(self, cost: StepCost) -> None:
         self._cost = cost
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        super().on_assigned(request, worker, decision)
-        self._active.on_assigned(request, worker, self._active.levels(request))
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
+        super().on_assigned(request, position, decision)
+        self._active.on_assigned(request, position, self._active.levels(request))
 
     def on_finished(self, request_id: str) -> None:
         super().on_finished(request_id)
