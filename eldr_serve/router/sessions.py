@@ -17,10 +17,10 @@ from eldr_serve.router.messages import (
     Counted,
     IngressReport,
     Leased,
+    LiveSettings,
     Place,
     Queued,
     Restore,
-    Settings,
     Unplaced,
     Workers,
     decoder,
@@ -110,7 +110,7 @@ class Sessions:
                 self.metrics.record_wait(self.state, lease)
             call.reply.send(encode(Leased.from_lease(lease)))
 
-    def _send_settings(self, settings: Settings) -> None:
+    def _send_settings(self, settings: LiveSettings) -> None:
         message = encode(settings)
         for subscription in list(self.by_peer.values()):
             subscription.reply.send(message)

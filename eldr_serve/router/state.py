@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from eldr_serve.metrics import NamedCounter, RouterEvent
 from eldr_serve.router.comparison import Comparison
-from eldr_serve.router.live_settings import LiveSettings, SettingsChange
+from eldr_serve.router.live_settings import LiveSettingsStore, SettingsChange
 from eldr_serve.router.live_view import LiveView
-from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, NamedPolicy, Restore, Settings
+from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, LiveSettings, NamedPolicy, Restore
 from eldr_serve.router.positions import Positions
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
@@ -96,7 +96,7 @@ class RouterState:
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
         self.set_callbacks()
-        first = Settings(
+        first = LiveSettings(
             version=0,
             policy=policy,
             parameters=dict(parameters or {}),
@@ -109,7 +109,7 @@ class RouterState:
         policies = self._check.build_policies(first)
         if predictor is not None:
             self._check.require_predictor_fits(predictor)
-        self.live_settings = LiveSettings(
+        self.live_settings = LiveSettingsStore(
             first,
             policies.table,
             check=self._check,
@@ -133,7 +133,7 @@ class RouterState:
         self,
         *,
         on_leases: Callable[[list[Lease]], None] = lambda leases: None,
-        on_settings: Callable[[Settings], None] = lambda settings: None,
+        on_settings: Callable[[LiveSettings], None] = lambda settings: None,
     ) -> None:
         """Set the functions that receive later leases and settings; they replace earlier functions.
 
@@ -146,7 +146,7 @@ class RouterState:
     # -- settings and measurements ---------------------------------------------------------------
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> LiveSettings:
         """Return the live settings."""
         return self.live_settings.current
 

@@ -249,7 +249,7 @@ class Placer:
     def adopt_lease(self, lease: Lease) -> None:
         """Add a request that is LEASED already, for example by its ingress."""
         self.finish(lease.request_id)
-        self._start(lease)
+        self._register_running(lease)
         self._record_prefix(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
@@ -257,7 +257,7 @@ class Placer:
         lease = self.running.get(request.request_id)
         if lease is not None:
             lease.request = request
-            self._start(lease)
+            self._register_running(lease)
 
     def pending_counts(self) -> list[NDArray[Any]]:
         """Return the known expert counts, unsigned[L, E], of running requests, then of waiting ones."""
@@ -328,7 +328,7 @@ class Placer:
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
         lease.is_most_similar = _is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
-        self._start(lease, decision)
+        self._register_running(lease, decision)
         self._record_prefix(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
@@ -342,7 +342,7 @@ class Placer:
             lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
             self.prefixes.record_prompt(lease.worker, blocks)
 
-    def _start(self, lease: Lease, decision: Decision | None = None) -> None:
+    def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)

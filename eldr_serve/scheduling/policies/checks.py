@@ -55,10 +55,10 @@ class _Table:
         self.band = band
         self.domains = [f"domain{n}" for n in range(kinds)]
 
-    def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
-        if signature.shape != (_LAYERS, _EXPERTS):
-            raise ValueError("the signature has another shape")
-        by_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
+    def similarity(self, expert_counts: NDArray[Any]) -> NDArray[np.float32]:
+        if expert_counts.shape != (_LAYERS, _EXPERTS):
+            raise ValueError("the counts have another shape")
+        by_kind = expert_counts.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
         similarity: NDArray[np.float32] = (by_kind / max(1.0, np.linalg.norm(by_kind))).astype(np.float32)
         return similarity
 

@@ -10,7 +10,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.monitoring import supervision
 from eldr_serve.router import actor
 from eldr_serve.router.actor import DecodeRouter
-from eldr_serve.router.messages import Restore, Settings
+from eldr_serve.router.messages import LiveSettings, Restore
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling import StepCost
 from tests.support.fake_router import wait_until
@@ -20,7 +20,7 @@ FIRST = RouterSettings(model_id="m", policy="shortest-queue")
 SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2).to_bytes())
 
 
-async def restore(router: DecodeRouter, settings: Settings) -> Settings:
+async def restore(router: DecodeRouter, settings: LiveSettings) -> LiveSettings:
     """Return the live settings after a client has reported these."""
     router._state.restore(Restore("client", ("r0",), settings=settings))
     return await router.settings()

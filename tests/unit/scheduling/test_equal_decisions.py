@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.router.messages import Restore, Settings
+from eldr_serve.router.messages import LiveSettings, Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
@@ -52,7 +52,7 @@ class Traffic:
         self.replicas = [f"r{w}" for w in range(4)]
         self.held: dict[str, dict[str, Lease]] = {"a": {}, "b": {}}
         self.waiting: dict[str, dict[str, PlacementRequest]] = {"a": {}, "b": {}}
-        self.settings: Settings | None = None
+        self.settings: LiveSettings | None = None
         self.placed: list[list[Any]] = []
         self.leased: list[Lease] = []
         self.start()
