@@ -34,9 +34,9 @@ class GuardedPolicy:
         return getattr(self.policy, "name", type(self.policy).__name__)
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         """Return whether requests wait for `dispatch`."""
-        return isinstance(self.policy, QueuedPolicy) and self.policy.queues
+        return isinstance(self.policy, QueuedPolicy) and self.policy.has_queue
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         """Return the policy's decision, or one by load if the policy fails."""

@@ -208,7 +208,7 @@ class Placer:
             loads = self._loads_for(lease)
             if not loads.available.any():
                 continue
-            if self._policy.queues and request.may_wait and not request.worker_failed:
+            if self._policy.has_queue and request.may_wait and not request.worker_failed:
                 self._enqueue(lease)
             else:
                 new_leases.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
@@ -222,7 +222,7 @@ class Placer:
             return []
         waiting = self._in_fair_order()
         new_leases: list[Lease] = []
-        if self._policy.queues:
+        if self._policy.has_queue:
             full = set[tuple[frozenset[str], ...]]()
             # The policy gets successive requests together only if they may use the same workers. So the
             # order is fair over all ingresses, and no group takes all slots before another's turn.
@@ -294,9 +294,9 @@ class Placer:
         now = self._clock()
         lease.queued_at_s = now if before is None else before.queued_at_s
         if before is not None:
-            lease.due_s = before.due_s
-        elif lease.request.due_in_s is not None:
-            lease.due_s = now + lease.request.due_in_s
+            lease.first_token_deadline_s = before.first_token_deadline_s
+        elif lease.request.first_token_due_in_s is not None:
+            lease.first_token_deadline_s = now + lease.request.first_token_due_in_s
         lease.become(LeaseState.QUEUED)
         self.queue[lease.request_id] = lease
 
@@ -308,7 +308,7 @@ class Placer:
         order is that of arrival.
         """
         waiting = list(self.queue.values())
-        if any(lease.due_s is not None for lease in waiting):
+        if any(lease.first_token_deadline_s is not None for lease in waiting):
             now = self._clock()
             waiting.sort(key=lambda lease: _turn_s(lease, now))
         tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
@@ -381,7 +381,8 @@ class Placer:
 def _turn_s(lease: Lease, now: float) -> float:
     """Return the deadline of a waiting request, by which it takes its turn."""
     patient_s = lease.queued_at_s + PATIENCE_S
-    return patient_s if lease.due_s is None or lease.due_s < now else min(lease.due_s, patient_s)
+    deadline_s = lease.first_token_deadline_s
+    return patient_s if deadline_s is None or deadline_s < now else min(deadline_s, patient_s)
 
 
 def _is_most_similar(position: int, request: PlacementRequest, loads: Loads) -> bool:

@@ -34,7 +34,7 @@ class PlacementRequest:
         tenant: name of the tenant.
         priority: weight of the tenant's fair share of workers while requests wait.
         worker_failed: a worker has just failed this request.
-        due_in_s: time until its first token is due by its objective, s; None without one.
+        first_token_due_in_s: time until its first token is due by its objective, s; None without one.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class PlacementRequest:
     tenant: str = ""
     priority: float = 1.0
     worker_failed: bool = False
-    due_in_s: float | None = None
+    first_token_due_in_s: float | None = None
 
     def __post_init__(self) -> None:
         if 0 <= self.prompt_tokens <= _MAX_TOKENS and 0 <= self.max_new_tokens <= _MAX_TOKENS:
@@ -96,7 +96,8 @@ class Lease:
         similarity: cosine to the worker's centroid, if known.
         is_most_similar: no available worker is more similar to the signature.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
-        due_s: in the router, time at which the first token is due by the objective, by its clock; or None.
+        first_token_deadline_s: in the router, time by its clock at which the first token is due by the
+            objective; None without one.
         deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
         waited_s: wait in the decode queue, s.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
@@ -113,7 +114,7 @@ class Lease:
     reason: str = ""
     policy: str = ""
     queued_at_s: float = 0.0
-    due_s: float | None = None
+    first_token_deadline_s: float | None = None
     deadline_s: float = 0.0
     waited_s: float = 0.0
     generated_tokens: int = 0

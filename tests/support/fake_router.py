@@ -326,7 +326,7 @@ class SlotPolicy(QueuedPolicy):
         self.lengths: list[int] = []
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         return self.parameters.queue
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:

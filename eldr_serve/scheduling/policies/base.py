@@ -111,7 +111,7 @@ class QueuedPolicy(Policy):
     """
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         """Return whether requests wait; if False, `select` places each at once."""
         return True
 

@@ -160,7 +160,7 @@ def test_an_immediate_request_ignores_slots(name: str) -> None:
 
 def test_requests_are_placed_at_once_up_to_a_few_beyond_the_slots() -> None:
     policy: Any = make_policy("balance-route", queue=False, slots=4, overcommit=1)
-    assert not policy.queues
+    assert not policy.has_queue
     state = Loads.from_counts([5, 4, 4], [10, 900, 1000])
     decision = policy.select(request("r", 50), state, RNG)
     assert (decision.position, decision.num_candidates) == (1, 2)

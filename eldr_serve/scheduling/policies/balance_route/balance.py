@@ -79,7 +79,7 @@ class BalanceRoute(QueuedPolicy):
         self._overtaken: dict[str, int] = {}  # waiting request -> later arrivals admitted before it
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         return self.parameters.queue
 
     def _score(self, num_workers: int) -> FScore:
