@@ -45,7 +45,7 @@ class DecodeRouter:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
         self._state = _new_state(settings)
-        self._pool.use(settings.pool)
+        self._pool.apply_settings(settings.pool)
         self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
         self._connected_at = time.monotonic()
         self._limits = SharedLimits()
@@ -108,11 +108,11 @@ class DecodeRouter:
         previous = self._state.settings
         is_new = settings.fingerprint != previous.deployed
         state = _new_state(settings, previous) if is_new else self._state
-        self._pool.use(settings.pool)
+        self._pool.apply_settings(settings.pool)
         if is_new:
             self._state = state
             self._sessions.grace_s = settings.ingress_timeout_s
-            self._sessions.use(self._state)
+            self._sessions.serve(self._state)
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,

@@ -92,11 +92,12 @@ class IngressReport(msgspec.Struct, tag="Report", frozen=True):
 
     Attributes:
         events: increments of the status' counters.
+        streams: streams that have ended.
         prediction: OnlinePredictor.status of an ingress that has a predictor.
     """
 
     events: dict[str, int] = {}
-    answered: tuple[StreamLatencies, ...] = ()
+    streams: tuple[StreamLatencies, ...] = ()
     prediction: dict[str, Any] | None = None
 
 

@@ -31,7 +31,7 @@ class PoolLink:
         self._seen_refused = 0  # refused tables that the current actor has reported
         self._changing: asyncio.Task[None] | None = None
 
-    def use(self, settings: PoolSettings | None) -> None:
+    def apply_settings(self, settings: PoolSettings | None) -> None:
         """Start the pool of these settings in the background; stop actors that they no longer include."""
         before, self._settings = self._settings, settings
         if settings == before:
@@ -56,7 +56,7 @@ class PoolLink:
 
     async def end(self) -> None:
         """Stop all actors."""
-        self.use(None)
+        self.apply_settings(None)
         if self._changing is not None:
             await self._changing
 

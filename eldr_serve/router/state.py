@@ -298,7 +298,7 @@ class RouterState:
     def report(self, ingress: str, message: IngressReport) -> None:
         """Add what an ingress has counted."""
         self.counters.update(message.events)
-        self.view.add_answers(message.answered)
+        self.view.add_answers(message.streams)
         if message.prediction is not None:
             self.predictions[ingress] = message.prediction
 

@@ -69,15 +69,15 @@ async def test_a_restarted_router_restores_the_live_deployment() -> None:
 
 
 async def test_an_invalid_deployment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    router, use = DecodeRouter(FIRST), Mock()
-    monkeypatch.setattr(router._pool, "use", use)
+    router, apply_settings = DecodeRouter(FIRST), Mock()
+    monkeypatch.setattr(router._pool, "apply_settings", apply_settings)
     before = await router.settings()
     with pytest.raises(SwapRefusedError):
         await router.configure(SECOND.model_copy(update={"model_id": "another"}))  # than the table's
     assert await router.settings() == before
-    assert not use.called
+    assert not apply_settings.called
     await router.configure(SECOND)
-    use.assert_called_once_with(SECOND.pool)
+    apply_settings.assert_called_once_with(SECOND.pool)
 
 
 def test_different_settings_have_different_fingerprints() -> None:
