@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 from pydantic import BaseModel, Field
 
 from eldr_serve.engine.protocol import has_several_prompts
 from eldr_serve.objective import Objective
+
+DOMAIN_HEADER = "x-eldr-domain"
 
 
 class RequestFields(BaseModel):
@@ -150,3 +154,9 @@ def max_new_tokens(request: Any) -> int:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     limit = next(filter(None, (getattr(request, name, None) for name in names)), None)
     return limit if isinstance(limit, int) else 0
+
+
+def domain_of(headers: Mapping[str, str]) -> str | None:
+    """Return the domain that the client names in a header, percent-decoded; None if it names none."""
+    header = headers.get(DOMAIN_HEADER)
+    return None if header is None else unquote(header)

@@ -155,7 +155,7 @@ def trials_of(
 
 
 def _has_queue(policy: Policy) -> bool:
-    return isinstance(policy, QueuedPolicy) and policy.queues
+    return isinstance(policy, QueuedPolicy) and policy.has_queue
 
 
 def predictions_of(

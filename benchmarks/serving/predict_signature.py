@@ -90,7 +90,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         counts = online.predict(ids)
         running_request = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
         lease = Lease(running_request, LeaseState.LEASED, worker=f"w{number % workers}")
-        placer.hold(lease)
+        placer.adopt_lease(lease)
         if number < _PROMPTS:
             placer.prefixes.record_prompt(lease.worker, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
     warm_up, marks = 50, []

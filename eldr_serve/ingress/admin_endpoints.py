@@ -20,7 +20,7 @@ from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.router.messages import NamedPolicy, Settings
+from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.signatures.control import PoolControl
@@ -167,7 +167,7 @@ class AdminEndpoints:
         """Move the answers of a decode replica to others, and send it no further requests."""
         return JSONResponse(await drain(self._decode, await request.body()))
 
-    async def _administer(self, change: Awaitable[Settings]) -> Response:
+    async def _administer(self, change: Awaitable[LiveSettings]) -> Response:
         try:
             settings = await _from_router(change)
         except SwapRefusedError as error:
@@ -184,7 +184,7 @@ class AdminEndpoints:
         )
 
 
-async def _from_router(call: Awaitable[Settings]) -> Settings:
+async def _from_router(call: Awaitable[LiveSettings]) -> LiveSettings:
     try:
         return await call
     except ACTOR_UNAVAILABLE as error:

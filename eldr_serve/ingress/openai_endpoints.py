@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 from pydantic import ValidationError
 from starlette.requests import Request as HTTPRequest
@@ -22,12 +21,18 @@ from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.request import Request, RequestFields, max_new_tokens, num_sequences, tenant_salt
+from eldr_serve.request import (
+    Request,
+    RequestFields,
+    domain_of,
+    max_new_tokens,
+    num_sequences,
+    tenant_salt,
+)
 from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease
 
-DOMAIN_HEADER = "x-eldr-domain"
 _NOT_FOR_ENGINES = {
     "authorization",
     "content-encoding",
@@ -177,18 +182,12 @@ def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFiel
         body=body,
         fields=fields,
         headers=_headers_for_engines(request),
-        domain=_domain(request),
+        domain=domain_of(request.headers),
         tenant=tenant.name,
         priority=tenant.priority,
         cache_salt=tenant_salt(tenant.name, fields),
         objective=objective_of(request.headers, tenant.objective),
     )
-
-
-def _domain(request: HTTPRequest) -> str | None:
-    """Return the domain that the client names, percent-decoded; None if it names none."""
-    header = request.headers.get(DOMAIN_HEADER)
-    return None if header is None else unquote(header)
 
 
 def _placement_headers(lease: Lease) -> dict[str, str]:

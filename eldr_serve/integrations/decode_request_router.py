@@ -13,7 +13,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from eldr_serve.engine.calls import REPLICA, expert_counts_of, transfer_params
 from eldr_serve.fleet.replica_publisher import ReplicaPublisher
-from eldr_serve.request import max_new_tokens
+from eldr_serve.request import domain_of, max_new_tokens
 from eldr_serve.router.actor import connect
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
@@ -28,7 +28,8 @@ class DecodeRequestRouter(ReplicaPublisher):
 
     A call that names a live replica (calls.REPLICA) goes there. A call without parameters, or whose leased
     replica is gone, goes to the least loaded replica. No call waits in the decode queue, since it would
-    block later ones.
+    block later ones. A policy gets the domain from the headers in the call's second argument, where Ray's
+    ingress passes its RawRequestInfo.
 
     Serve retries a call if the replica is lost before it accepts the call. That replica may already have read
     the prompt's KV blocks, which frees them for other prompts. So a retry is sent without them, and its
@@ -129,6 +130,7 @@ class DecodeRequestRouter(ReplicaPublisher):
             None,
             prompt_tokens=int(params.get("remote_num_tokens") or 0),
             max_new_tokens=max_new_tokens(pending.args[0]),
+            domain=_domain(pending),
         )
         lease = await self._client.place(request, expert_counts_of(params))
         return _named_replica(candidates, {REPLICA: lease.worker})
@@ -141,6 +143,11 @@ class DecodeRequestRouter(ReplicaPublisher):
                 self._in_flight[sent] -= 1
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._client.release, internal_request_id)
+
+
+def _domain(pending: PendingRequest) -> str | None:
+    request_info = pending.args[1] if len(pending.args) > 1 else None
+    return domain_of(getattr(request_info, "headers", {}))
 
 
 def _named_replica(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:

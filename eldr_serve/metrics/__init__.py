@@ -9,11 +9,18 @@ Ray exports each name with the prefix `ray_`. Following Prometheus' conventions,
 units are seconds, tokens, requests or ratios.
 """
 
+from eldr_serve.metrics.counters import (
+    COUNTERS,
+    COUNTERS_BY_NAME,
+    IngressEvent,
+    NamedCounter,
+    RouterEvent,
+)
 from eldr_serve.metrics.definition import APPLICATION, COUNTER, GAUGE, HISTOGRAM, PREFIX, Metric
 from eldr_serve.metrics.engine import ENGINE, REPLICA
 from eldr_serve.metrics.event_loop import LOOP, PROCESS, STALL_S
 from eldr_serve.metrics.ingress import EXPERTS, INGRESS, INGRESS_STATUS, OBJECTIVES
-from eldr_serve.metrics.router import COUNTERS, COUNTERS_BY_NAME, ROUTER
+from eldr_serve.metrics.router import ROUTER
 
 __all__ = [
     "APPLICATION",
@@ -34,7 +41,10 @@ __all__ = [
     "REPLICA",
     "ROUTER",
     "STALL_S",
+    "IngressEvent",
     "Metric",
+    "NamedCounter",
+    "RouterEvent",
 ]
 
 METRICS = ROUTER | INGRESS | PROCESS | REPLICA | ENGINE

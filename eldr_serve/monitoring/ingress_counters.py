@@ -1,36 +1,12 @@
-"""Events that one ingress counts; the router adds those of all ingresses for `/eldr/status`."""
+"""Counters of one ingress; the router adds up those of all ingresses for `/eldr/status`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
 
+from eldr_serve.metrics import IngressEvent, NamedCounter
 
-class IngressEvent(StrEnum):
-    """Events by the names of their counters in the status; `metrics.COUNTERS` describes each of them."""
-
-    BACKGROUND_FAILURES = "background_failures"
-    EJECTED = "ejected"
-    MOVED = "moved"
-    PLACED_BY_LOCAL_FALLBACK = "placed_by_local_fallback"
-    PREFILL_RETRIES = "prefill_retries"
-    PREFILLS = "prefills"
-    PREFIX_TOKENS_MEASURED = "prefix_tokens_measured"
-    PREFIX_TOKENS_PREDICTED = "prefix_tokens_predicted"
-    QUEUE_EXPIRED = "queue_expired"
-    REFUSED_DECODE_BACKLOG = "refused_decode_backlog"
-    REFUSED_LIMITS = "refused_limits"
-    REFUSED_LOST_ENGINES = "refused_lost_engines"
-    REFUSED_OBJECTIVE = "refused_objective"
-    REFUSED_OVERLOAD = "refused_overload"
-    REFUSED_PENDING_BODIES = "refused_pending_bodies"
-    REFUSED_PREFILL_BACKLOG = "refused_prefill_backlog"
-    REFUSED_PREFILL_FULL = "refused_prefill_full"
-    RESUMED = "resumed"
-    ROUTER_LOST = "router_lost"
-    SLOW_CLIENTS = "slow_clients"
-    STREAMS_LOST = "streams_lost"
-    WHOLE_WITHOUT_PREFILL = "whole_without_prefill"
+__all__ = ["IngressCounters", "IngressEvent"]
 
 
 class IngressCounters:
@@ -46,7 +22,7 @@ class IngressCounters:
     def count_failed_work(self, work: str) -> None:
         """Count a failure of background work, and count it by the name of the work too."""
         self.count(IngressEvent.BACKGROUND_FAILURES)
-        self._counters[f"failed_work:{work}"] += 1
+        self._counters[NamedCounter.FAILED_WORK.key(work)] += 1
 
     def take(self) -> dict[str, int]:
         """Return the counts since the last call, by name."""

@@ -109,7 +109,7 @@ class Attempt:
             tenant=context.request.tenant,
             priority=context.request.priority,
             worker_failed=bool(failed_workers),
-            due_in_s=context.due_in_s,
+            first_token_due_in_s=context.due_in_s,
         )
         moved_or_failed = failed_workers or drained_workers
         # Only first attempts are queued.

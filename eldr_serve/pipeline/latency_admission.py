@@ -16,7 +16,7 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.queues.prediction import WINDOW_S, Concurrency, Prediction, PredictionError
+from eldr_serve.queues.prediction import WINDOW_S, Concurrency, LatencyPrediction, PredictionAccuracy
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.request import needs_whole_engine
@@ -33,8 +33,8 @@ class LatencyAdmission:
     The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the
     uncached tokens of this one, and the waits for a decode worker and for a slot of its engine. The TPOT is
     predicted for each decode worker. It is the time of a step with this request and with an even share of the
-    requests that have no worker yet. A request is admitted if prediction and margin (see PredictionError) are
-    within its objective at some worker. A latency that cannot be predicted does not count.
+    requests that have no worker yet. A request is admitted if prediction and margin (see PredictionAccuracy)
+    are within its objective at some worker. A latency that cannot be predicted does not count.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LatencyAdmission:
         self._counters = counters
         self._admission, self._queues = admission, admission.queues
         self._decode_starts = decode_starts
-        self._ttft, self._tpot = PredictionError(_now), PredictionError(_now)
+        self._ttft, self._tpot = PredictionAccuracy(_now), PredictionAccuracy(_now)
         self._retries = RetryTimes(clock=_now)  # one unit for each request
         self._ends = WaitEstimator(clock=_now)  # of requests that held a decode worker
         self._concurrency = Concurrency(_now)
@@ -86,7 +86,9 @@ class LatencyAdmission:
         tpots = {name: self._step_s(loads, name, batch, num_tokens) for name, batch in batches.items()}
         load = min(batches.values(), default=float(self._concurrency.running))
         margins = self._ttft.margin_s(load), self._tpot.margin_s(load)
-        prediction = context.prediction = Prediction(ttfts, min(tpots.values(), default=None), load, *margins)
+        prediction = context.prediction = LatencyPrediction(
+            ttfts, min(tpots.values(), default=None), load, *margins
+        )
         ttft_delays = self._ttft_delays(context, prediction, compute_s, num_tokens)
         tpot_delays = self._tpot_delays(context, prediction, loads, tpots, batches, num_tokens)
         if self._fleets.whole:  # one worker must meet both
@@ -174,7 +176,7 @@ class LatencyAdmission:
     def _ttft_delays(
         self,
         context: RequestContext,
-        prediction: Prediction,
+        prediction: LatencyPrediction,
         compute_s: Mapping[str, float],
         num_tokens: float,
     ) -> dict[str, float]:
@@ -199,7 +201,7 @@ class LatencyAdmission:
     def _tpot_delays(
         self,
         context: RequestContext,
-        prediction: Prediction,
+        prediction: LatencyPrediction,
         loads: DecodeLoads | None,
         tpots: Mapping[str, float],
         batches: Mapping[str, float],
@@ -229,7 +231,7 @@ class LatencyAdmission:
             delays[name] = max(self._ends.wait_s(num_ends), 1.0) if num_fitting else math.inf
         return delays
 
-    def _refuse(self, context: RequestContext, prediction: Prediction, delay_s: float) -> None:
+    def _refuse(self, context: RequestContext, prediction: LatencyPrediction, delay_s: float) -> None:
         """Raise OverloadedError with the time after which the objective could be met.
 
         An objective that even an idle engine would miss, by what was measured before, cannot change the
@@ -248,7 +250,7 @@ class LatencyAdmission:
         self._counters.count(IngressEvent.REFUSED_OBJECTIVE)
         raise OverloadedError(self._reason(context, prediction), retry_after_s=max(1, math.ceil(retry_s)))
 
-    def _reason(self, context: RequestContext, prediction: Prediction) -> str:
+    def _reason(self, context: RequestContext, prediction: LatencyPrediction) -> str:
         objective = context.request.objective
         parts = []
         if objective.ttft_s is not None and prediction.ttft_s:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from eldr_serve.pipeline.failures import Failures
 from eldr_serve.pipeline.partial_answer import PartialAnswer
 from eldr_serve.pipeline.request_record import RequestRecord
-from eldr_serve.queues.prediction import Prediction
+from eldr_serve.queues.prediction import LatencyPrediction
 from eldr_serve.request import Request, has_exact_ids
 from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
 
@@ -64,7 +64,7 @@ class RequestContext:
     tokenised_ids: NDArray[np.uint32] | None = None
     answer: PartialAnswer = field(init=False)
     # See LatencyAdmission.
-    prediction: Prediction | None = None
+    prediction: LatencyPrediction | None = None
     late_replicas: tuple[str, ...] = ()
     late_workers: tuple[str, ...] = ()
 

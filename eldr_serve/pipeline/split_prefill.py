@@ -123,8 +123,8 @@ class SplitPrefill:
 
     async def _call(self, context: RequestContext, replica: str, ticket: Ticket) -> HeldPrompt:
         request = context.request
-        queued_call = ticket.queued_call
-        assert queued_call is not None
+        waiting_call = ticket.waiting_call
+        assert waiting_call is not None
         request_id = f"{context.request_id}-p{context.num_prefills}"
         context.num_prefills += 1
         call: Call | None = None
@@ -140,7 +140,7 @@ class SplitPrefill:
             with context.record.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", header, request.body)
                 timeout_s = self._options.prefill_timeout_s
-                call.expect(timeout_s, timeout_s, since=lambda: queued_call.due_s)
+                call.expect(timeout_s, timeout_s, since=lambda: waiting_call.expected_prefilled_s)
                 result = await read_prefill_reply(call)
         except CallFailedError as error:
             if error.status < 500:

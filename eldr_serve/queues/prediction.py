@@ -1,4 +1,4 @@
-"""Predicted latencies of a request, and the error of earlier predictions."""
+"""Predicted latencies of a request, and the accuracy of earlier predictions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHARE = 0.95  # share of requests whose latency is within prediction and margin
 
 
 @dataclass
-class Prediction:
+class LatencyPrediction:
     """Predicted latencies of a request at its admission.
 
     Attributes:
         ttft_s: time to the first token, s, by each worker that may prefill the prompt; empty if unknown.
         tpot_s: time between tokens at the decode worker where it is shortest, s; None if unknown.
         load: requests that the least loaded decode worker would have with this one.
-        ttft_margin_s, tpot_margin_s: what is added to the predictions, s (see PredictionError.margin_s).
+        ttft_margin_s, tpot_margin_s: what is added to the predictions, s (see PredictionAccuracy.margin_s).
     """
 
     ttft_s: dict[str, float] = field(default_factory=dict)
@@ -33,26 +33,26 @@ class Prediction:
     tpot_margin_s: float = 0.0
 
 
-class PredictionError:
-    """Error of the predictions of one latency, by the load at which they were made.
+class PredictionAccuracy:
+    """Accuracy of the predictions of one latency, by the load at which they were made.
 
-    Predictions for a busy service err more. If one margin held for all loads, requests that were admitted at
-    too high a load would have all later ones refused, also those that an idle service receives. So a margin
-    is taken from requests at similar loads, and errors at a higher load are reduced in proportion to it.
+    Predictions for a busy service err more. With a single margin, errors made under overload would cause
+    later requests to be refused even when the service is idle. So a margin is taken from requests at similar
+    loads, and errors at a higher load are reduced in proportion to it.
 
     Args:
         clock: returns the time, s.
 
     Attributes:
-        requests: number of requests whose latency was predicted and measured.
-        met: number of these whose latency met the objective.
+        num_measured: number of requests whose latency was predicted and measured.
+        num_met: number of these whose latency met the objective.
         predicted_s, measured_s, error_s: sums over these requests, of predictions, measurements and absolute
             differences, s.
         last_margin_s: the margin that was asked for last, s.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.requests = self.met = 0
+        self.num_measured = self.num_met = 0
         self.predicted_s = self.measured_s = self.error_s = self.last_margin_s = 0.0
         self._clock = clock
         # Time, load, measured - predicted.
@@ -60,8 +60,9 @@ class PredictionError:
 
     def record(self, predicted_s: float, measured_s: float, objective_s: float, load: float) -> None:
         """Record the latency of a finished request that was served at this load."""
-        self.requests += 1
-        self.met += measured_s <= objective_s
+        self.num_measured += 1
+        if measured_s <= objective_s:
+            self.num_met += 1
         self.predicted_s += predicted_s
         self.measured_s += measured_s
         self.error_s += abs(measured_s - predicted_s)
@@ -85,8 +86,8 @@ class PredictionError:
     def status(self) -> dict[str, float]:
         """Return counts, sums and the margin as JSON types."""
         return {
-            "requests": self.requests,
-            "met": self.met,
+            "requests": self.num_measured,
+            "met": self.num_met,
             "predicted_s": round(self.predicted_s, 6),
             "measured_s": round(self.measured_s, 6),
             "error_s": round(self.error_s, 6),
@@ -105,7 +106,7 @@ class Concurrency:
         self.running = 0
         self._clock = clock
         self._changed_at_s = 0.0
-        self._request_s = 0.0  # sum of the times of all requests until then
+        self._request_s = 0.0  # integral of running requests over time, up to `_changed_at_s`
 
     def add(self, requests: int) -> float:
         """Add requests that start, or subtract those that end; return the mark of this moment for `mean`."""

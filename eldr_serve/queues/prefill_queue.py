@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eldr_serve.queues.due_estimate import DueEstimator, QueuedCall
+from eldr_serve.queues.prefilled_time import PrefilledTimeEstimator, WaitingCall
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
@@ -34,11 +34,11 @@ class Ticket:
 
     Attributes:
         num_tokens: number of tokens that the engine computes for it, estimated.
-        queued_call: see DueEstimator; None until a worker has been chosen.
+        waiting_call: see PrefilledTimeEstimator; None until a worker has been chosen.
     """
 
     num_tokens: float
-    queued_call: QueuedCall | None = None
+    waiting_call: WaitingCall | None = None
     has_left: bool = False
 
 
@@ -135,7 +135,7 @@ class PrefillQueues:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._retries = RetryTimes(clock=clock)
-        self._due_times = DueEstimator(clock=clock)
+        self._prefilled_times = PrefilledTimeEstimator(clock=clock)
         self._unplaced = 0.0  # tokens of prompts for which no worker has been chosen yet
         self.num_unplaced = 0  # number of these prompts
 
@@ -165,9 +165,9 @@ class PrefillQueues:
 
     def remaining_s(self, ticket: Ticket | None) -> float:
         """Predict the time until a prompt has been computed, s; 0 without a ticket."""
-        if ticket is None or ticket.queued_call is None:
+        if ticket is None or ticket.waiting_call is None:
             return 0.0
-        return ticket.queued_call.due_s - self._clock()
+        return ticket.waiting_call.expected_prefilled_s - self._clock()
 
     def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
         """Process the newest reports of these workers; return their queues."""
@@ -239,7 +239,7 @@ class PrefillQueues:
         (queue,) = self._refresh([worker])
         expected_s = (queue.tokens + ticket.num_tokens) / queue.known_rate
         queue.own.enter(ticket.num_tokens)
-        ticket.queued_call = self._due_times.enter(worker, expected_s)
+        ticket.waiting_call = self._prefilled_times.enter(worker, expected_s)
 
     def leave(self, ticket: Ticket, computed: int | None = None) -> None:
         """Remove a prompt from its queue. Further calls have no effect.
@@ -250,12 +250,12 @@ class PrefillQueues:
         if ticket.has_left:
             return
         ticket.has_left = True
-        if ticket.queued_call is None:
+        if ticket.waiting_call is None:
             self._unplaced -= ticket.num_tokens
             self.num_unplaced -= 1
             return
-        self._due_times.leave(ticket.queued_call, answered=computed is not None)
-        (queue,) = self._refresh([ticket.queued_call.worker])
+        self._prefilled_times.leave(ticket.waiting_call, answered=computed is not None)
+        (queue,) = self._refresh([ticket.waiting_call.worker])
         queue.own.leave(ticket.num_tokens, computed or 0)
 
     def keep(self, workers: Iterable[str]) -> None:

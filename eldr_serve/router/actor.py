@@ -22,7 +22,7 @@ from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router import methods
-from eldr_serve.router.messages import NamedPolicy, Settings
+from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
 from eldr_serve.router.sessions import Sessions
@@ -45,7 +45,7 @@ class DecodeRouter:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
         self._state = _new_state(settings)
-        self._pool.use(settings.pool)
+        self._pool.apply_settings(settings.pool)
         self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
         self._connected_at = time.monotonic()
         self._limits = SharedLimits()
@@ -108,11 +108,11 @@ class DecodeRouter:
         previous = self._state.settings
         is_new = settings.fingerprint != previous.deployed
         state = _new_state(settings, previous) if is_new else self._state
-        self._pool.use(settings.pool)
+        self._pool.apply_settings(settings.pool)
         if is_new:
             self._state = state
             self._sessions.grace_s = settings.ingress_timeout_s
-            self._sessions.use(self._state)
+            self._sessions.serve(self._state)
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
@@ -123,7 +123,7 @@ class DecodeRouter:
                 previous.table_version,
             )
 
-    async def settings(self) -> Settings:
+    async def settings(self) -> LiveSettings:
         """Return the live policy and table."""
         return self._state.settings
 
@@ -152,19 +152,19 @@ class DecodeRouter:
         ]
         return len(steps) * state.queue_size / max(1, state.num_workers), all(has_all_blocks)
 
-    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""
         return self._state.live_settings.set_policy(policy, parameters)
 
-    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+    async def set_shadow(self, shadow: NamedPolicy | None) -> LiveSettings:
         """Set the shadow; change nothing and raise SwapRefusedError if it is unknown."""
         return self._state.live_settings.set_shadow(shadow)
 
-    async def swap_table(self, table: bytes) -> Settings:
+    async def swap_table(self, table: bytes) -> LiveSettings:
         """Swap the table; change nothing and raise SwapRefusedError if it does not fit."""
         return self._state.live_settings.swap_table(table)
 
-    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> LiveSettings:
         """Swap the predictor; change nothing and raise SwapRefusedError if it does not fit."""
         return self._state.live_settings.swap_predictor(predictor, tokenizer)
 
@@ -227,7 +227,7 @@ class DecodeRouter:
         ray.kill(ray.get_runtime_context().current_actor)
 
 
-def _new_state(settings: RouterSettings, previous: Settings | None = None) -> RouterState:
+def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -> RouterState:
     """Return a new state; raise SwapRefusedError if the settings are invalid.
 
     Args:

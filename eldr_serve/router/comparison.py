@@ -10,7 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from eldr_serve.errors import one_line_message
-from eldr_serve.router.messages import Settings
+from eldr_serve.metrics import RouterEvent
+from eldr_serve.router.messages import LiveSettings
 from eldr_serve.scheduling import Placer, Policy, Shadow, StepCost, StepSums
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Comparison:
         self._failure: str | None = None
         self._past: deque[dict[str, Any]] = deque(maxlen=_MAX_PAST)
 
-    def begin(self, settings: Settings, policy: Policy | None, cost: StepCost | None) -> None:
+    def begin(self, settings: LiveSettings, policy: Policy | None, cost: StepCost | None) -> None:
         """Start a comparison under these settings; `policy` is the shadow, None for no comparison.
 
         Keep the result of the previous comparison for the status, unless it priced no token or compared a
@@ -78,7 +79,7 @@ class Comparison:
             self._failure = one_line_message(error)
             self._shadow = None
             self._placer.set_shadow(None)
-            self._counters["shadow_errors"] += 1
+            self._counters[RouterEvent.SHADOW_ERRORS] += 1
             return False
 
     def status(self) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.router.messages import NamedPolicy, Settings
+from eldr_serve.metrics import RouterEvent
+from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router.settings_check import Policies, SettingsCheck
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,14 @@ class SettingsChange:
         new_comparison: whether the comparison with the shadow begins again.
     """
 
-    before: Settings
-    now: Settings
+    before: LiveSettings
+    now: LiveSettings
     policies: Policies
     new_policy: bool = False
     new_comparison: bool = False
 
 
-class LiveSettings:
+class LiveSettingsStore:
     """The live settings and the table that they contain.
 
     A method that gets settings which do not fit raises SwapRefusedError, and changes nothing.
@@ -55,7 +56,7 @@ class LiveSettings:
 
     def __init__(
         self,
-        first: Settings,
+        first: LiveSettings,
         table: RoutingTable | None,
         *,
         check: SettingsCheck,
@@ -72,28 +73,28 @@ class LiveSettings:
 
     # -- changes by operators ----------------------------------------------------------------------
 
-    def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+    def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         """Change the policy, and return the new settings."""
         self._replace_policy(replace(self._next_version(), policy=policy, parameters=dict(parameters)))
-        self._counters["policy_changes"] += 1
+        self._counters[RouterEvent.POLICY_CHANGES] += 1
         self._dispatch()
         return self.current
 
-    def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+    def set_shadow(self, shadow: NamedPolicy | None) -> LiveSettings:
         """Compare the live policy with another one or with none, and return the new settings."""
         settings = replace(self._next_version(), shadow=shadow)
         self._change(settings, self._check.build_policies(settings), new_comparison=True)
         return settings
 
-    def swap_table(self, table: bytes) -> Settings:
+    def swap_table(self, table: bytes) -> LiveSettings:
         """Make a RoutingTable file live, and return the new settings."""
         version = self.current.table_version + 1
         self._replace_policy(replace(self._next_version(), table=table, table_version=version))
-        self._counters["table_swaps"] += 1
+        self._counters[RouterEvent.TABLE_SWAPS] += 1
         self._dispatch()
         return self.current
 
-    def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+    def swap_predictor(self, predictor: bytes, tokenizer: str) -> LiveSettings:
         """Make a SignaturePredictor file live, keep the policy, and return the new settings.
 
         Args:
@@ -103,12 +104,12 @@ class LiveSettings:
         version = self.current.predictor_version + 1
         settings = replace(self._next_version(), predictor=predictor, predictor_version=version)
         self._change(settings, self._check.build_policies(settings))
-        self._counters["predictor_swaps"] += 1
+        self._counters[RouterEvent.PREDICTOR_SWAPS] += 1
         return settings
 
     # -- other changes ---------------------------------------------------------------------------
 
-    def set_deployed(self, deployed: str, older: Settings | None) -> None:
+    def set_deployed(self, deployed: str, older: LiveSettings | None) -> None:
         """Mark the settings as those of the deployment with this fingerprint.
 
         Args:
@@ -117,11 +118,11 @@ class LiveSettings:
         version = 0 if older is None else _version_after(older)
         self.current = replace(self.current, deployed=deployed, version=version)
 
-    def restore(self, settings: Settings) -> None:
+    def restore(self, settings: LiveSettings) -> None:
         """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit."""
         if settings.version > self.current.version:
             self._replace_policy(self._without_unfit_artifacts(settings))
-            self._counters["settings_restored"] += 1
+            self._counters[RouterEvent.SETTINGS_RESTORED] += 1
 
     def discard_unfit_artifacts(self) -> None:
         """Discard the live table and predictor if they do not fit, and make the policy again without them."""
@@ -129,7 +130,7 @@ class LiveSettings:
         if settings is not self.current:
             self._replace_policy(settings)
 
-    def _without_unfit_artifacts(self, settings: Settings) -> Settings:
+    def _without_unfit_artifacts(self, settings: LiveSettings) -> LiveSettings:
         """Return the settings, or newer ones without a table or predictor that does not fit."""
         fitting = settings
         try:
@@ -138,25 +139,25 @@ class LiveSettings:
         except SwapRefusedError as error:
             logger.error("requests are placed without a table: %s", error)
             fitting = replace(fitting, table=None, table_version=fitting.table_version + 1)
-            self._counters["tables_discarded"] += 1
+            self._counters[RouterEvent.TABLES_DISCARDED] += 1
         try:
             if fitting.predictor is not None:
                 self._check.require_predictor_fits(fitting.predictor)
         except SwapRefusedError as error:
-            logger.error("nothing is predicted: %s", error)
+            logger.error("the predictor was discarded: %s", error)
             fitting = replace(fitting, predictor=None, predictor_version=fitting.predictor_version + 1)
         return fitting if fitting is settings else replace(fitting, version=_version_after(settings))
 
-    def _next_version(self) -> Settings:
+    def _next_version(self) -> LiveSettings:
         return replace(self.current, version=_version_after(self.current))
 
-    def _replace_policy(self, settings: Settings) -> None:
+    def _replace_policy(self, settings: LiveSettings) -> None:
         policies = self._check.build_policies(settings)
         self._change(settings, policies, new_policy=True, new_comparison=True)
 
     def _change(
         self,
-        settings: Settings,
+        settings: LiveSettings,
         policies: Policies,
         *,
         new_policy: bool = False,
@@ -164,9 +165,16 @@ class LiveSettings:
     ) -> None:
         before, self.current = self.current, settings
         self.table = policies.table
-        self._on_change(SettingsChange(before, settings, policies, new_policy, new_comparison))
+        change = SettingsChange(
+            before=before,
+            now=settings,
+            policies=policies,
+            new_policy=new_policy,
+            new_comparison=new_comparison,
+        )
+        self._on_change(change)
 
 
-def _version_after(settings: Settings) -> int:
+def _version_after(settings: LiveSettings) -> int:
     # Milliseconds, so that settings made after a restart are newer than those that ingresses restore.
     return max(settings.version + 1, time.time_ns() // 1_000_000)

@@ -1,8 +1,8 @@
 """Messages between the DecodeRouter actor and its ingresses, and their encoding.
 
-An ingress's `subscribe` call opens with Restore; the router answers with Settings, now and after each change;
-its notes are Workers and IngressReport. A `place` call opens with Place; the router answers with Queued,
-Leased or Unplaced; its notes are a further Place, Counted, or only the number of generated tokens.
+An ingress's `subscribe` call opens with Restore. The router answers with LiveSettings, at once and after each
+change; the ingress's notes are Workers and IngressReport. A `place` call opens with Place. The router answers
+with Queued, Leased or Unplaced; the notes are a further Place, Counted, or the number of generated tokens.
 
 Everything is MessagePack, of msgspec structs and dataclasses. An array is its dtype, shape and bytes.
 """
@@ -33,8 +33,8 @@ class NamedPolicy:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings that an operator may change while requests run; the newest version wins."""
+class LiveSettings:
+    """The settings that an operator may change while requests run; the newest version wins."""
 
     version: int
     policy: str
@@ -65,7 +65,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True):
     ingress: str
     workers: tuple[str, ...] = ()
     leases: tuple[str, ...] = ()
-    settings: Settings | None = None
+    settings: LiveSettings | None = None
     counts_shape: tuple[int, int] | None = None
 
 
@@ -92,11 +92,12 @@ class IngressReport(msgspec.Struct, tag="Report", frozen=True):
 
     Attributes:
         events: increments of the status' counters.
+        streams: streams that have ended.
         prediction: OnlinePredictor.status of an ingress that has a predictor.
     """
 
     events: dict[str, int] = {}
-    answered: tuple[StreamLatencies, ...] = ()
+    streams: tuple[StreamLatencies, ...] = ()
     prediction: dict[str, Any] | None = None
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from eldr_serve.limits.tenants import Usage
-from eldr_serve.router.messages import NamedPolicy, Settings, decoder, encode
+from eldr_serve.router.messages import LiveSettings, NamedPolicy, decoder, encode
 from eldr_serve.scheduling import DecodeLoads, PromptBlocks
 
 Arguments = TypeVar("Arguments", bound=msgspec.Struct)
@@ -96,13 +96,13 @@ class BlocksArguments(msgspec.Struct, frozen=True, array_like=True):
     blocks: PromptBlocks | None
 
 
-SETTINGS = RouterMethod("settings", NoArguments, Settings)
+SETTINGS = RouterMethod("settings", NoArguments, LiveSettings)
 STATUS = RouterMethod("status", NoArguments, dict[str, Any])
 LIVE = RouterMethod("live", NoArguments, dict[str, Any])
 EXPECT_COUNTS = RouterMethod("expect_counts", CountsShape, type(None))
-SET_POLICY = RouterMethod("set_policy", PolicyArguments, Settings)
-SET_SHADOW = RouterMethod("set_shadow", ShadowArguments, Settings)
-SWAP_TABLE = RouterMethod("swap_table", TableArguments, Settings)
-SWAP_PREDICTOR = RouterMethod("swap_predictor", PredictorArguments, Settings)
+SET_POLICY = RouterMethod("set_policy", PolicyArguments, LiveSettings)
+SET_SHADOW = RouterMethod("set_shadow", ShadowArguments, LiveSettings)
+SWAP_TABLE = RouterMethod("swap_table", TableArguments, LiveSettings)
+SWAP_PREDICTOR = RouterMethod("swap_predictor", PredictorArguments, LiveSettings)
 SHARE_LIMITS = RouterMethod("share_limits", UsageArguments, dict[str, Usage])
 DECODE_LOADS = RouterMethod("decode_loads", BlocksArguments, DecodeLoads)

@@ -10,6 +10,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from eldr_serve.errors import one_line_message
+from eldr_serve.metrics import RouterEvent
 from eldr_serve.router.state import RouterState
 from eldr_serve.signatures.coordinator import RouterView
 from eldr_serve.signatures.pool import POLL_S, end_pool, start_pool
@@ -30,7 +31,7 @@ class PoolLink:
         self._seen_refused = 0  # refused tables that the current actor has reported
         self._changing: asyncio.Task[None] | None = None
 
-    def use(self, settings: PoolSettings | None) -> None:
+    def apply_settings(self, settings: PoolSettings | None) -> None:
         """Start the pool of these settings in the background; stop actors that they no longer include."""
         before, self._settings = self._settings, settings
         if settings == before:
@@ -55,7 +56,7 @@ class PoolLink:
 
     async def end(self) -> None:
         """Stop all actors."""
-        self.use(None)
+        self.apply_settings(None)
         if self._changing is not None:
             await self._changing
 
@@ -66,7 +67,7 @@ class PoolLink:
         num_refused = status["tables_refused"]
         if num_refused < self._seen_refused:  # the actor was restarted
             self._seen_refused = 0
-        state.counters["tables_refused"] += num_refused - self._seen_refused
+        state.counters[RouterEvent.TABLES_REFUSED] += num_refused - self._seen_refused
         self._seen_refused = num_refused
         settings = state.settings
         return RouterView(

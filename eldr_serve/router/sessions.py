@@ -17,10 +17,10 @@ from eldr_serve.router.messages import (
     Counted,
     IngressReport,
     Leased,
+    LiveSettings,
     Place,
     Queued,
     Restore,
-    Settings,
     Unplaced,
     Workers,
     decoder,
@@ -63,10 +63,10 @@ class Sessions:
         self.pending: list[Lease] = []
         self.progress: dict[str, int] = {}
         self._scheduled = False
-        self.use(state)
+        self.serve(state)
 
-    def use(self, state: RouterState) -> None:
-        """Serve another state; all ingresses connect again, and restore their leases in it."""
+    def serve(self, state: RouterState) -> None:
+        """Serve this state; all ingresses connect again, and restore their leases in it."""
         self.state = state
         state.set_callbacks(on_leases=self._send_leases, on_settings=self._send_settings)
         for subscription in list(self.by_peer.values()):
@@ -110,7 +110,7 @@ class Sessions:
                 self.metrics.record_wait(self.state, lease)
             call.reply.send(encode(Leased.from_lease(lease)))
 
-    def _send_settings(self, settings: Settings) -> None:
+    def _send_settings(self, settings: LiveSettings) -> None:
         message = encode(settings)
         for subscription in list(self.by_peer.values()):
             subscription.reply.send(message)
@@ -149,7 +149,7 @@ class _Subscription:
         if isinstance(message, Workers):
             self._sessions.state.update_workers(self.ingress, message.workers)
         else:
-            self._sessions.metrics.record_streams(self._sessions.state, message.answered)
+            self._sessions.metrics.record_streams(self._sessions.state, message.streams)
             self._sessions.state.report(self.ingress, message)
 
     def on_close(self, tokens: int) -> None:
@@ -189,7 +189,7 @@ class _PlaceCall:
             self._sessions.pending.append(lease)
         else:
             message.lease.copy_to(lease)
-            self._sessions.state.hold(lease)
+            self._sessions.state.adopt_lease(lease)
         self._sessions.apply_soon()
 
     def _withdraw(self) -> None:

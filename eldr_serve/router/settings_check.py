@@ -9,7 +9,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.records import ArtifactError
-from eldr_serve.router.messages import Settings
+from eldr_serve.router.messages import LiveSettings
 from eldr_serve.scheduling import PlacementRequest, Policy, PolicyError, make_policy
 
 MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which share one frame of the channel
@@ -35,7 +35,7 @@ class SettingsCheck:
         self.model_id = model_id
         self.shape: tuple[int, int] | None = None
 
-    def build_policies(self, settings: Settings) -> Policies:
+    def build_policies(self, settings: LiveSettings) -> Policies:
         """Make the policies and the table of settings; raise SwapRefusedError if they do not fit."""
         size = len(settings.table or b"") + len(settings.predictor or b"")
         if size > MAX_SETTINGS_BYTES:

@@ -15,10 +15,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from eldr_serve.metrics import NamedCounter, RouterEvent
 from eldr_serve.router.comparison import Comparison
-from eldr_serve.router.live_settings import LiveSettings, SettingsChange
+from eldr_serve.router.live_settings import LiveSettingsStore, SettingsChange
 from eldr_serve.router.live_view import LiveView
-from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, NamedPolicy, Restore, Settings
+from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, LiveSettings, NamedPolicy, Restore
 from eldr_serve.router.positions import Positions
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
@@ -60,7 +61,7 @@ class RouterState:
         comparison: comparison of the live policy with the shadow.
         costs: measured cost of decode steps.
         view: data of the live page.
-        counters: the counters of the status.
+        counters: the counters of the status, by RouterEvent, IngressEvent or NamedCounter.key.
         recent_counts: expert counts of recently placed prompts, which only `offline.live_placement` reads.
         ingresses: ids of the ingresses, also of lost ones until they are dropped.
         positions: positions of the decode workers.
@@ -95,7 +96,7 @@ class RouterState:
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
         self.set_callbacks()
-        first = Settings(
+        first = LiveSettings(
             version=0,
             policy=policy,
             parameters=dict(parameters or {}),
@@ -108,7 +109,7 @@ class RouterState:
         policies = self._check.build_policies(first)
         if predictor is not None:
             self._check.require_predictor_fits(predictor)
-        self.live_settings = LiveSettings(
+        self.live_settings = LiveSettingsStore(
             first,
             policies.table,
             check=self._check,
@@ -118,7 +119,7 @@ class RouterState:
         )
         self.placer = Placer(
             policies.policy,
-            on_policy_error=lambda error: self.counters.update(policy_errors=1),
+            on_policy_error=lambda error: self.counters.update([RouterEvent.POLICY_ERRORS]),
             seed=seed,
             clock=clock,
         )
@@ -132,7 +133,7 @@ class RouterState:
         self,
         *,
         on_leases: Callable[[list[Lease]], None] = lambda leases: None,
-        on_settings: Callable[[Settings], None] = lambda settings: None,
+        on_settings: Callable[[LiveSettings], None] = lambda settings: None,
     ) -> None:
         """Set the functions that receive later leases and settings; they replace earlier functions.
 
@@ -145,7 +146,7 @@ class RouterState:
     # -- settings and measurements ---------------------------------------------------------------
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> LiveSettings:
         """Return the live settings."""
         return self.live_settings.current
 
@@ -175,7 +176,7 @@ class RouterState:
         if self.settings.table_version != version:
             return None
         settings = self.live_settings.swap_table(table)
-        self.counters["refits"] += refit
+        self.counters[RouterEvent.REFITS] += refit
         return settings.table_version
 
     def _apply(self, change: SettingsChange) -> None:
@@ -228,7 +229,8 @@ class RouterState:
             self.placer.worker_loads(blocks),
             self.queue_size,
             self.costs.load(math.prod(self.counts_shape or (0,))),
-            self.counters["prefill_tokens_cached"] / max(self.counters["prefill_tokens"], 1),
+            self.counters[RouterEvent.PREFILL_TOKENS_CACHED]
+            / max(self.counters[RouterEvent.PREFILL_TOKENS], 1),
         )
 
     # -- workers and ingresses ---------------------------------------------------------------------
@@ -258,7 +260,7 @@ class RouterState:
         self.view.keep_workers(positions.live_workers)
 
     def restore(self, message: Restore) -> None:
-        """Restore from an ingress what this actor knew before it was restarted, besides leases (`hold`).
+        """Restore from an ingress what this actor knew before its restart, but no leases (`adopt_lease`).
 
         All leases of the ingress that the message does not name have ended. Requests in the decode queue are
         not restored, since the ingress sends them again. A table or predictor that does not fit is discarded.
@@ -287,8 +289,8 @@ class RouterState:
         self.predictions.pop(ingress, None)
         if self.positions.forget(ingress):
             self._set_workers()
-        self.counters["leases_of_lost_ingresses"] += len(running_ids)
-        self.counters["queued_of_lost_ingresses"] += len(queued_ids)
+        self.counters[RouterEvent.LEASES_OF_LOST_INGRESSES] += len(running_ids)
+        self.counters[RouterEvent.QUEUED_OF_LOST_INGRESSES] += len(queued_ids)
         if running_ids:
             self.dispatch()
         return len(running_ids)
@@ -296,7 +298,7 @@ class RouterState:
     def report(self, ingress: str, message: IngressReport) -> None:
         """Add what an ingress has counted."""
         self.counters.update(message.events)
-        self.view.add_answers(message.answered)
+        self.view.add_answers(message.streams)
         if message.prediction is not None:
             self.predictions[ingress] = message.prediction
 
@@ -315,10 +317,10 @@ class RouterState:
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Set a leased request's measured counts and length."""
         self.placer.set_measured_counts(request)
-        self.counters["counts_measured"] += 1
+        self.counters[RouterEvent.COUNTS_MEASURED] += 1
         self._keep_counts(request)
 
-    def hold(self, lease: Lease) -> None:
+    def adopt_lease(self, lease: Lease) -> None:
         """Add a lease that its ingress has made, or received from this actor before it was restarted."""
         lease.request = self._check.without_unusable_prediction(lease.request)
         current = self.placer.running.get(lease.request_id)
@@ -332,8 +334,9 @@ class RouterState:
         current = current or self.placer.queue.get(lease.request_id)
         if current is not None and not new_counts:
             lease.request = current.request
-        self.placer.hold(lease)
-        self.counters["placed_by_ingress" if lease.policy == LOCAL_FALLBACK else "leases_restored"] += 1
+        self.placer.adopt_lease(lease)
+        is_fallback = lease.policy == LOCAL_FALLBACK
+        self.counters[RouterEvent.PLACED_BY_INGRESS if is_fallback else RouterEvent.LEASES_RESTORED] += 1
 
     def is_running(self, request_id: str) -> bool:
         """Return whether the request holds a worker."""
@@ -350,7 +353,7 @@ class RouterState:
             self._keep_counts(lease.request)
         queued_ids = {lease.request_id for lease in leases if lease.request_id in self.placer.queue}
         granted_leases = self.placer.submit(lease for lease in leases if not self.is_stale(lease.request))
-        self.counters["queued"] += sum(
+        self.counters[RouterEvent.QUEUED] += sum(
             lease.state is LeaseState.QUEUED and lease.request_id not in queued_ids for lease in leases
         )
         self._grant(granted_leases)
@@ -366,14 +369,14 @@ class RouterState:
     def _grant(self, leases: list[Lease]) -> None:
         self.view.add_leases(leases)
         for lease in leases:
-            self.counters["placed"] += 1
-            self.counters[f"reason:{lease.reason}"] += 1
-            self.counters["best_worker"] += lease.is_most_similar
-            self.counters["counts_missing"] += lease.request.counts_missing
-            self.counters["counts_predicted"] += lease.request.predicted
-            self.counters["rerouted"] += lease.request.worker_failed
+            self.counters[RouterEvent.PLACED] += 1
+            self.counters[NamedCounter.REASON.key(lease.reason)] += 1
+            self.counters[RouterEvent.BEST_WORKER] += lease.is_most_similar
+            self.counters[RouterEvent.COUNTS_MISSING] += lease.request.counts_missing
+            self.counters[RouterEvent.COUNTS_PREDICTED] += lease.request.predicted
+            self.counters[RouterEvent.REROUTED] += lease.request.worker_failed
             if lease.request.blocks is not None:
-                self.counters["prefill_tokens"] += lease.request.prompt_tokens
-                self.counters["prefill_tokens_cached"] += lease.cached_tokens
+                self.counters[RouterEvent.PREFILL_TOKENS] += lease.request.prompt_tokens
+                self.counters[RouterEvent.PREFILL_TOKENS_CACHED] += lease.cached_tokens
         if leases:
             self._on_leases(leases)

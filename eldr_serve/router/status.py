@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from eldr_serve.metrics import RouterEvent
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import policy_names
 
@@ -30,9 +31,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
         "decode_queue": {"size": state.queue_size, "oldest_wait_s": round(_oldest_wait_s(state), 3)},
         "ingresses": len(state.ingresses),
         "epoch": state.epoch,
-        "counters": dict(
-            sorted({**state.counters, "predictor_failures": _predictor_failures(state)}.items())
-        ),
+        "counters": _counters(state),
     }
 
 
@@ -42,9 +41,11 @@ def live_status(state: RouterState) -> dict[str, Any]:
     return router_status(state) | {"live": page, "policies": policy_names()}
 
 
-def _predictor_failures(state: RouterState) -> int:
-    """Return the number of unusable predictions, under this policy and earlier ones."""
-    return state.earlier_failures + state.placer.policy.predictor_failures
+def _counters(state: RouterState) -> dict[str, int]:
+    """Return the counters, with the policies' own count of unusable predictions, in alphabetical order."""
+    failures = state.earlier_failures + state.placer.policy.predictor_failures
+    counters = {**state.counters, RouterEvent.PREDICTOR_FAILURES: failures}
+    return {str(key): count for key, count in sorted(counters.items())}
 
 
 def _prediction(state: RouterState) -> dict[str, Any] | None:

@@ -28,9 +28,9 @@ from eldr_serve.router.messages import (
     Counted,
     IngressReport,
     Leased,
+    LiveSettings,
     Place,
     Queued,
-    Settings,
     StreamLatencies,
     Unplaced,
     decoder,
@@ -107,7 +107,7 @@ class RouterClient:
         self._waiting.stop()
 
     @property
-    def settings(self) -> Settings | None:
+    def settings(self) -> LiveSettings | None:
         """Return the live settings; None until known."""
         return self.scorer.settings
 
@@ -291,7 +291,7 @@ class RouterClient:
         for lease in self._waiting:
             self._send(lease)
 
-    def on_settings(self, settings: Settings) -> None:
+    def on_settings(self, settings: LiveSettings) -> None:
         self.scorer.apply_settings(settings)
         if self._link.connected:
             self.send_waiting()

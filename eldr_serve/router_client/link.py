@@ -11,7 +11,7 @@ from typing import Protocol
 from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.router import methods
-from eldr_serve.router.messages import IngressReport, Place, Restore, Settings, Workers, decoder, encode
+from eldr_serve.router.messages import IngressReport, LiveSettings, Place, Restore, Workers, decoder, encode
 from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.scorer import Scorer
@@ -20,7 +20,7 @@ from eldr_serve.scheduling import Lease
 logger = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.1
-_decode_settings = decoder(Settings)
+_decode_settings = decoder(LiveSettings)
 
 
 class LinkOwner(Protocol):
@@ -41,7 +41,7 @@ class LinkOwner(Protocol):
     def send_waiting(self) -> None:
         """Send all waiting requests."""
 
-    def on_settings(self, settings: Settings) -> None:
+    def on_settings(self, settings: LiveSettings) -> None:
         """Apply new settings."""
 
     def on_channel_lost(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from eldr_serve.channel import CallFailedError
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router import methods
-from eldr_serve.router.messages import NamedPolicy, Settings
+from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router.methods import Arguments, RouterMethod
 from eldr_serve.router_client.link import RouterLink
 
@@ -24,25 +24,27 @@ class OperatorCalls:
     async def live(self) -> dict[str, Any]:
         return await self._link.call(methods.LIVE, methods.NoArguments())
 
-    async def settings(self) -> Settings:
+    async def settings(self) -> LiveSettings:
         """Return the live settings at the actor, which may be newer than those of the ingress."""
         return await self._link.call(methods.SETTINGS, methods.NoArguments())
 
-    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> Settings:
+    async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         return await self._change(methods.SET_POLICY, methods.PolicyArguments(policy, parameters))
 
-    async def set_shadow(self, shadow: NamedPolicy | None) -> Settings:
+    async def set_shadow(self, shadow: NamedPolicy | None) -> LiveSettings:
         return await self._change(methods.SET_SHADOW, methods.ShadowArguments(shadow))
 
-    async def swap_table(self, table: bytes) -> Settings:
+    async def swap_table(self, table: bytes) -> LiveSettings:
         await self._link.send_shape()
         return await self._change(methods.SWAP_TABLE, methods.TableArguments(table))
 
-    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> Settings:
+    async def swap_predictor(self, predictor: bytes, tokenizer: str) -> LiveSettings:
         await self._link.send_shape()
         return await self._change(methods.SWAP_PREDICTOR, methods.PredictorArguments(predictor, tokenizer))
 
-    async def _change(self, method: RouterMethod[Arguments, Settings], arguments: Arguments) -> Settings:
+    async def _change(
+        self, method: RouterMethod[Arguments, LiveSettings], arguments: Arguments
+    ) -> LiveSettings:
         """Change the live settings; raise SwapRefusedError if the actor refuses the new ones."""
         try:
             return await self._link.call(method, arguments)

@@ -15,7 +15,7 @@ from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.records import ArtifactError
-from eldr_serve.router.messages import Settings
+from eldr_serve.router.messages import LiveSettings
 from eldr_serve.scheduling import PlacementRequest
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ class Scorer:
         self._on_predictor = on_predictor
         self._numbers = itertools.count()
         self._table: RoutingTable | None = None
-        self.settings: Settings | None = None
+        self.settings: LiveSettings | None = None
         self.predictor: OnlinePredictor | None = None
         self.tokenizer: str | None = None
         self.shape: tuple[int, int] | None = None
 
-    def apply_settings(self, settings: Settings) -> None:
+    def apply_settings(self, settings: LiveSettings) -> None:
         """Score by other settings."""
         previous, self.settings = self.settings, settings
         if settings.table != (previous and previous.table):
@@ -62,7 +62,7 @@ class Scorer:
         try:
             artifact.require_fit(model=artifact.model, tokenizer=self.tokenizer, shape=self.shape)
         except ArtifactError as error:
-            logger.error("nothing is predicted: %s", error)
+            logger.error("the predictor was discarded: %s", error)
             return None
         return OnlinePredictor(artifact)
 

@@ -47,7 +47,7 @@ class ExpectedActivation:
     all cells (l, e), beginning with every eighth layer.
 
     Attributes:
-        running: worker and levels of each running request.
+        running: position of the worker, and levels, of each running request.
         mean: float32[L*E], mean p of recent requests, with their latest counts; None before the first.
         layers: int64[L], order of layers in a row.
         coarse_cells: number of cells of every eighth layer, which come first.
@@ -56,7 +56,7 @@ class ExpectedActivation:
     def __init__(self) -> None:
         self._idle = np.ones((0, 0), np.float32)
         self._union = np.zeros(0)
-        self._changed: set[int] = set()  # workers whose depth is newer than their `idle` and `union`
+        self._changed: set[int] = set()  # positions whose depth is newer than their `idle` and `union`
         self.running: dict[str, tuple[int, Levels]] = {}
         self.layers = np.zeros(0, np.int64)
         self.coarse_cells = 0
@@ -113,19 +113,19 @@ class ExpectedActivation:
             and self._shape in ((), counts.shape)
         )
 
-    def on_assigned(self, request: PlacementRequest, worker: int, levels: Levels | None) -> None:
-        """Add a request with these levels to `worker`; remove it from its previous worker."""
-        previous_worker, before = self.running.get(request.request_id, (-1, None))
-        if levels is not None and levels is before and worker == previous_worker:
+    def on_assigned(self, request: PlacementRequest, position: int, levels: Levels | None) -> None:
+        """Add a request with these levels to the worker at `position`; remove it from its previous worker."""
+        previous_position, before = self.running.get(request.request_id, (-1, None))
+        if levels is not None and levels is before and position == previous_position:
             return
         self._remove(request.request_id)
         if levels is None:
             self._sequence.pop(request.request_id, None)
             return
-        self.grow(worker + 1)
-        self.running[request.request_id] = (worker, levels)
-        self.depth[worker] += _SQUARES[levels]
-        self._changed.add(worker)
+        self.grow(position + 1)
+        self.running[request.request_id] = (position, levels)
+        self.depth[position] += _SQUARES[levels]
+        self._changed.add(position)
         if self.has_usable_counts(request):
             assert request.expert_counts is not None
             self._measured[request.request_id] = (request.expert_counts, request.prompt_tokens)
@@ -137,11 +137,11 @@ class ExpectedActivation:
         self._sequence.pop(request_id, None)
 
     def _remove(self, request_id: str) -> None:
-        worker, levels = self.running.pop(request_id, (-1, None))
+        position, levels = self.running.pop(request_id, (-1, None))
         self._measured.pop(request_id, None)
         if levels is not None:
-            self.depth[worker] -= _SQUARES[levels]
-            self._changed.add(worker)
+            self.depth[position] -= _SQUARES[levels]
+            self._changed.add(position)
 
     def grow(self, workers: int) -> None:
         """Extend the arrays to at least this number of workers."""
@@ -171,7 +171,7 @@ class ExpectedActivation:
         return (1 - 1 / _MEMORY) ** (self._num_observed - max(number, full)) / full
 
     def _refresh(self) -> None:
-        for worker in self._changed:
-            np.exp(-UNIT * self.depth[worker], out=self._idle[worker], casting="same_kind")
-            self._union[worker] = self._idle.shape[1] - self._idle[worker].sum(dtype=np.float64)
+        for position in self._changed:
+            np.exp(-UNIT * self.depth[position], out=self._idle[position], casting="same_kind")
+            self._union[position] = self._idle.shape[1] - self._idle[position].sum(dtype=np.float64)
         self._changed.clear()

@@ -34,9 +34,9 @@ class GuardedPolicy:
         return getattr(self.policy, "name", type(self.policy).__name__)
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         """Return whether requests wait for `dispatch`."""
-        return isinstance(self.policy, QueuedPolicy) and self.policy.queues
+        return isinstance(self.policy, QueuedPolicy) and self.policy.has_queue
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         """Return the policy's decision, or one by load if the policy fails."""
@@ -66,9 +66,9 @@ class GuardedPolicy:
             slots = getattr(getattr(self.policy, "parameters", None), "slots", None)
             return list(enumerate(_choose_by_load(len(waiting), loads, slots)))
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         """Notify the policy that a request has a worker."""
-        self._notify(lambda: self.policy.on_assigned(request, worker, decision))
+        self._notify(lambda: self.policy.on_assigned(request, position, decision))
 
     def on_finished(self, request_id: str) -> None:
         """Notify the policy that a request has ended."""
@@ -103,8 +103,8 @@ def _check_indices(indices: list[int], waiting: int) -> None:
 
 
 def _check_decision(decision: Decision, loads: Loads) -> Decision:
-    if not (0 <= operator.index(decision.worker) < len(loads) and loads.available[decision.worker]):
-        raise ValueError(f"the chosen worker {decision.worker} is not available")
+    if not (0 <= operator.index(decision.position) < len(loads) and loads.available[decision.position]):
+        raise ValueError(f"the worker at position {decision.position} is not available")
     return decision
 
 
@@ -117,9 +117,9 @@ def _choose_by_load(requests: int, loads: Loads, slots: int | None = None) -> li
     workers, in_flight = available_workers(loads), loads.in_flight.copy()
     decisions = []
     for _ in range(requests):
-        worker = int(workers[in_flight[workers].argmin()])
-        if slots is not None and in_flight[worker] >= slots:
+        position = int(workers[in_flight[workers].argmin()])
+        if slots is not None and in_flight[position] >= slots:
             break
-        in_flight[worker] += 1
-        decisions.append(Decision(worker, num_candidates=len(workers), reason="policy-error"))
+        in_flight[position] += 1
+        decisions.append(Decision(position, num_candidates=len(workers), reason="policy-error"))
     return decisions

@@ -170,7 +170,7 @@ class Placer:
             blocks: blocks of a prompt, of which each worker may have some in its prefix cache.
         """
         loads = self.loads()
-        positions = loads.workers
+        positions = loads.available_positions
         names = tuple(str(self._workers[position]) for position in positions.tolist())
         if blocks is None:
             cached_tokens = np.zeros(len(names), np.int64)
@@ -208,7 +208,7 @@ class Placer:
             loads = self._loads_for(lease)
             if not loads.available.any():
                 continue
-            if self._policy.queues and request.may_wait and not request.worker_failed:
+            if self._policy.has_queue and request.may_wait and not request.worker_failed:
                 self._enqueue(lease)
             else:
                 new_leases.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
@@ -222,7 +222,7 @@ class Placer:
             return []
         waiting = self._in_fair_order()
         new_leases: list[Lease] = []
-        if self._policy.queues:
+        if self._policy.has_queue:
             full = set[tuple[frozenset[str], ...]]()
             # The policy gets successive requests together only if they may use the same workers. So the
             # order is fair over all ingresses, and no group takes all slots before another's turn.
@@ -246,10 +246,10 @@ class Placer:
         unreachable = self._unreachable.get(lease.ingress, frozenset())
         return unreachable.union(lease.request.exclude), unreachable
 
-    def hold(self, lease: Lease) -> None:
+    def adopt_lease(self, lease: Lease) -> None:
         """Add a request that is LEASED already, for example by its ingress."""
         self.finish(lease.request_id)
-        self._start(lease)
+        self._register_running(lease)
         self._record_prefix(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
@@ -257,7 +257,7 @@ class Placer:
         lease = self.running.get(request.request_id)
         if lease is not None:
             lease.request = request
-            self._start(lease)
+            self._register_running(lease)
 
     def pending_counts(self) -> list[NDArray[Any]]:
         """Return the known expert counts, unsigned[L, E], of running requests, then of waiting ones."""
@@ -294,9 +294,9 @@ class Placer:
         now = self._clock()
         lease.queued_at_s = now if before is None else before.queued_at_s
         if before is not None:
-            lease.due_s = before.due_s
-        elif lease.request.due_in_s is not None:
-            lease.due_s = now + lease.request.due_in_s
+            lease.first_token_deadline_s = before.first_token_deadline_s
+        elif lease.request.first_token_due_in_s is not None:
+            lease.first_token_deadline_s = now + lease.request.first_token_due_in_s
         lease.become(LeaseState.QUEUED)
         self.queue[lease.request_id] = lease
 
@@ -308,7 +308,7 @@ class Placer:
         order is that of arrival.
         """
         waiting = list(self.queue.values())
-        if any(lease.due_s is not None for lease in waiting):
+        if any(lease.first_token_deadline_s is not None for lease in waiting):
             now = self._clock()
             waiting.sort(key=lambda lease: _turn_s(lease, now))
         tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
@@ -318,17 +318,17 @@ class Placer:
         return [waiting[index] for index in fair_order(tenants, running)]
 
     def _assign(self, lease: Lease, decision: Decision, loads: Loads) -> Lease:
-        worker = self._workers[decision.worker]
+        worker = self._workers[decision.position]
         assert worker is not None, "a policy chose a vacant position"
         if self.queue.pop(lease.request_id, None) is lease:
             lease.waited_s = self._clock() - lease.queued_at_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(LeaseState.LEASED)
-        lease.worker, lease.position = worker, decision.worker
+        lease.worker, lease.position = worker, decision.position
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
-        lease.is_most_similar = _is_most_similar(decision.worker, lease.request, loads)
+        lease.is_most_similar = _is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
-        self._start(lease, decision)
+        self._register_running(lease, decision)
         self._record_prefix(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
@@ -342,7 +342,7 @@ class Placer:
             lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
             self.prefixes.record_prompt(lease.worker, blocks)
 
-    def _start(self, lease: Lease, decision: Decision | None = None) -> None:
+    def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
@@ -381,11 +381,12 @@ class Placer:
 def _turn_s(lease: Lease, now: float) -> float:
     """Return the deadline of a waiting request, by which it takes its turn."""
     patient_s = lease.queued_at_s + PATIENCE_S
-    return patient_s if lease.due_s is None or lease.due_s < now else min(lease.due_s, patient_s)
+    deadline_s = lease.first_token_deadline_s
+    return patient_s if deadline_s is None or deadline_s < now else min(deadline_s, patient_s)
 
 
-def _is_most_similar(worker: int, request: PlacementRequest, loads: Loads) -> bool:
+def _is_most_similar(position: int, request: PlacementRequest, loads: Loads) -> bool:
     if request.similarity is None:
         return False
     similarity = worker_similarity(request.similarity, len(loads))
-    return bool(similarity[worker] >= similarity[loads.available].max())
+    return bool(similarity[position] >= similarity[loads.available].max())

@@ -32,22 +32,22 @@ class AffinityProfiles:
             self._length = extend_rows(self._length, workers)
             self._num_observed = extend_rows(self._num_observed, workers)
 
-    def learn(self, worker: int, deviation: NDArray[np.float32]) -> int:
+    def learn(self, position: int, deviation: NDArray[np.float32]) -> int:
         """Add a request's activation deviation, float32[C]; return the request's number at the worker."""
-        self.grow(worker + 1, len(deviation))
-        self._add(worker, (deviation - self.profile[worker]) / np.float32(_MEMORY))
-        self._num_observed[worker] += 1
-        return int(self._num_observed[worker])
+        self.grow(position + 1, len(deviation))
+        self._add(position, (deviation - self.profile[position]) / np.float32(_MEMORY))
+        self._num_observed[position] += 1
+        return int(self._num_observed[position])
 
-    def correct(self, worker: int, number: int, change: NDArray[np.float32]) -> None:
+    def correct(self, position: int, number: int, change: NDArray[np.float32]) -> None:
         """Add `change`, float32[C], to the deviation that was learnt under this number."""
-        share = (1 - 1 / _MEMORY) ** int(self._num_observed[worker] - number) / _MEMORY
-        self._add(worker, change * np.float32(share))
+        share = (1 - 1 / _MEMORY) ** int(self._num_observed[position] - number) / _MEMORY
+        self._add(position, change * np.float32(share))
 
-    def _add(self, worker: int, change: NDArray[np.float32]) -> None:
-        profile = self.profile[worker]
+    def _add(self, position: int, change: NDArray[np.float32]) -> None:
+        profile = self.profile[position]
         profile += change
-        self._length[worker] = np.linalg.norm(profile)
+        self._length[position] = np.linalg.norm(profile)
 
     def cosine(self, workers: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the cosines of profiles with a deviation, float64[n]; 0 for unused workers.

@@ -92,9 +92,9 @@ class Shadow:
         """Set the worker of each position, and whether it is available."""
         self._events.append(partial(self._set_workers, tuple(workers), available))
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        """Add a request that the live policy has placed on `worker`."""
-        self._events.append(partial(self._assign, request, worker))
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
+        """Add a request that the live policy has placed on the worker at `position`."""
+        self._events.append(partial(self._assign, request, position))
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set totals of generated tokens by request id."""
@@ -158,7 +158,7 @@ class Shadow:
                 self._shadow.finish(request.request_id)
                 self._place(request)
 
-    def _assign(self, request: PlacementRequest, worker: int) -> None:
+    def _assign(self, request: PlacementRequest, live_position: int) -> None:
         name = request.request_id
         if request.table_version != self._table_version:  # scored with another table
             request = replace(request, similarity=None)
@@ -171,14 +171,14 @@ class Shadow:
             position = self._shadow.positions[name]
             self._shadow.assign(request, position, self._generated[name])
             self.policy.on_assigned(request, position)
-        self._live.assign(request, worker, self._generated[name])
+        self._live.assign(request, live_position, self._generated[name])
 
     def _place(self, request: PlacementRequest) -> None:
         loads = self._shadow.loads(self._available)
         if loads.available.any():
             decision = self.policy.select(request, loads, self._rng)
-            self._shadow.assign(request, decision.worker, self._generated[request.request_id])
-            self.policy.on_assigned(request, decision.worker, decision)
+            self._shadow.assign(request, decision.position, self._generated[request.request_id])
+            self.policy.on_assigned(request, decision.position, decision)
 
     def _progress(self, generated_tokens: Mapping[str, int]) -> None:
         totals = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
@@ -221,7 +221,7 @@ class _Placements:
     """The requests of each worker under one policy.
 
     Attributes:
-        positions: worker of each request.
+        positions: position of the worker of each request.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class PlacementRequest:
         tenant: name of the tenant.
         priority: weight of the tenant's fair share of workers while requests wait.
         worker_failed: a worker has just failed this request.
-        due_in_s: time until its first token is due by its objective, s; None without one.
+        first_token_due_in_s: time until its first token is due by its objective, s; None without one.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class PlacementRequest:
     tenant: str = ""
     priority: float = 1.0
     worker_failed: bool = False
-    due_in_s: float | None = None
+    first_token_due_in_s: float | None = None
 
     def __post_init__(self) -> None:
         if 0 <= self.prompt_tokens <= _MAX_TOKENS and 0 <= self.max_new_tokens <= _MAX_TOKENS:
@@ -96,7 +96,8 @@ class Lease:
         similarity: cosine to the worker's centroid, if known.
         is_most_similar: no available worker is more similar to the signature.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
-        due_s: in the router, time at which the first token is due by the objective, by its clock; or None.
+        first_token_deadline_s: in the router, time by its clock at which the first token is due by the
+            objective; None without one.
         deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
         waited_s: wait in the decode queue, s.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
@@ -113,7 +114,7 @@ class Lease:
     reason: str = ""
     policy: str = ""
     queued_at_s: float = 0.0
-    due_s: float | None = None
+    first_token_deadline_s: float | None = None
     deadline_s: float = 0.0
     waited_s: float = 0.0
     generated_tokens: int = 0
@@ -163,8 +164,8 @@ class Loads:
         return len(self.in_flight)
 
     @property
-    def workers(self) -> NDArray[np.int64]:
-        """Return the indices of the available workers, ascending."""
+    def available_positions(self) -> NDArray[np.int64]:
+        """Return the positions of the available workers, ascending."""
         return np.flatnonzero(self.available)
 
 
@@ -173,7 +174,7 @@ class Decision:
     """The choice of a worker.
 
     Attributes:
-        worker: index into the loads.
+        position: position of the worker in the loads.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         reason: rule that decided, by default the policy's name; "no-counts", "bad-counts", "no-table",
@@ -181,7 +182,7 @@ class Decision:
         policy_data: private data of the policy for its `on_assigned`.
     """
 
-    worker: int
+    position: int
     _: KW_ONLY
     num_candidates: int = 1
     similarity: float | None = None

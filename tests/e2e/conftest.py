@@ -36,7 +36,7 @@ class LastWorker(Policy):
         at_most: int = Field(default=4, ge=1, description="requests in flight on the last worker")
 
     def select(self, request, loads, rng):
-        workers = loads.workers
+        workers = loads.available_positions
         room = workers[loads.in_flight[workers] < self.parameters.at_most]
         last = room[-1] if len(room) else workers[0]
         return Decision(int(last), num_candidates=len(workers), reason="last")

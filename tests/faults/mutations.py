@@ -181,7 +181,9 @@ MUTATIONS = (
         "for request_id in running_ids + queued_ids:",
         "for request_id in queued_ids:",
     ),
-    Mutation("leases that clients made are not taken", "eldr_serve.router.state", "self.placer.hold(lease)"),
+    Mutation(
+        "leases that clients made are not taken", "eldr_serve.router.state", "self.placer.adopt_lease(lease)"
+    ),
     Mutation(
         "leases that a client no longer has are kept when it restores the others",
         "eldr_serve.router.state",

@@ -37,8 +37,8 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
         running = list(state.placer.running)
         state.progress({name: int(rng.integers(1, 60)) for name in running})
         release(state, *running[:-12])
-        answered = StreamLatencies(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003)))
-        state.report("c", IngressReport(answered=(answered,)))
+        stream = StreamLatencies(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003)))
+        state.report("c", IngressReport(streams=(stream,)))
         batch = rng.integers(3, 9, 6)
         experts = rng.integers(20, 40, 6)
         for replica in ("r0", "r1"):

@@ -326,25 +326,25 @@ class SlotPolicy(QueuedPolicy):
         self.lengths: list[int] = []
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         return self.parameters.queue
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), reason="at-once")
+        return Decision(int(loads.available_positions[0]), reason="at-once")
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
         self.waiting = list(waiting)
-        slots = np.maximum(self.parameters.slots - loads.in_flight[loads.workers], 0)
-        free = np.repeat(loads.workers, slots).tolist()
+        slots = np.maximum(self.parameters.slots - loads.in_flight[loads.available_positions], 0)
+        free = np.repeat(loads.available_positions, slots).tolist()
         return [
             (i, Decision(w, num_candidates=len(loads), reason="slot"))
             for i, w in enumerate(free[: len(waiting)])
         ]
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        self.running[request.request_id] = worker
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
+        self.running[request.request_id] = position
         self.assigned[request.request_id] = request
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:

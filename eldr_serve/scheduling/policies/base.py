@@ -27,7 +27,7 @@ class CentroidTable(Protocol):
     def band(self) -> float: ...
     @property
     def domains(self) -> list[str]: ...
-    def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]: ...
+    def similarity(self, expert_counts: NDArray[Any], /) -> NDArray[np.float32]: ...
 
 
 class Policy(ABC):
@@ -77,17 +77,18 @@ class Policy(ABC):
         """Choose one of the available workers, without changing `loads` or the request.
 
         Args:
-            loads: present loads; Decision.worker is an index into them.
+            loads: present loads; Decision.position is an index into them.
             rng: the only source of randomness, so that a seed reproduces a run.
 
         Raises:
             NoWorkerError: no worker is available.
         """
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:  # noqa: B027
-        """Process the assignment of a request to `worker`; it no longer runs on its previous worker.
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:  # noqa: B027
+        """Process the assignment of a request to a worker; it no longer runs on its previous worker.
 
         Args:
+            position: position of the worker in the loads.
             decision: the decision that this policy has just made (see `Decision.policy_data`); None if it did
                 not choose the worker, or if the request ran before the policy was set.
         """
@@ -110,7 +111,7 @@ class QueuedPolicy(Policy):
     """
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         """Return whether requests wait; if False, `select` places each at once."""
         return True
 
@@ -148,8 +149,8 @@ def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDAr
 
 
 def available_workers(loads: Loads) -> NDArray[np.int64]:
-    """Return the indices of the available workers, ascending; raise NoWorkerError if there are none."""
-    workers = loads.workers
+    """Return the positions of the available workers, ascending; raise NoWorkerError if there are none."""
+    workers = loads.available_positions
     if not len(workers):
         raise NoWorkerError(f"none of {len(loads)} decode workers is available")
     return workers
@@ -157,5 +158,5 @@ def available_workers(loads: Loads) -> NDArray[np.int64]:
 
 def choose_shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:
     """Choose the candidate with the fewest requests; the first in case of a tie."""
-    worker = int(candidates[loads.in_flight[candidates].argmin()])
-    return Decision(worker, num_candidates=len(candidates), reason=reason)
+    position = int(candidates[loads.in_flight[candidates].argmin()])
+    return Decision(position, num_candidates=len(candidates), reason=reason)

@@ -64,5 +64,5 @@ class LeastTokens(Policy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)
         tokens = loads.kv_tokens[workers]
-        worker = choose_shortest(workers[tokens == tokens.min()], loads, self.name).worker
-        return Decision(worker, num_candidates=len(workers), reason=self.name)
+        position = choose_shortest(workers[tokens == tokens.min()], loads, self.name).position
+        return Decision(position, num_candidates=len(workers), reason=self.name)

@@ -55,10 +55,10 @@ class _Table:
         self.band = band
         self.domains = [f"domain{n}" for n in range(kinds)]
 
-    def similarity(self, signature: NDArray[Any]) -> NDArray[np.float32]:
-        if signature.shape != (_LAYERS, _EXPERTS):
-            raise ValueError("the signature has another shape")
-        by_kind = signature.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
+    def similarity(self, expert_counts: NDArray[Any]) -> NDArray[np.float32]:
+        if expert_counts.shape != (_LAYERS, _EXPERTS):
+            raise ValueError("the counts have another shape")
+        by_kind = expert_counts.sum(axis=0).reshape(len(self.centroids), -1).sum(axis=1)
         similarity: NDArray[np.float32] = (by_kind / max(1.0, np.linalg.norm(by_kind))).astype(np.float32)
         return similarity
 
@@ -92,9 +92,9 @@ def _copy(loads: Loads) -> Loads:
 def _check_decision(decision: Any, loads: Loads) -> Iterator[str]:
     if not isinstance(decision, Decision):
         yield f"it returned {decision!r} where a Decision belongs"
-    elif not 0 <= decision.worker < len(loads):
-        yield f"it chose worker {decision.worker} of {len(loads)}"
-    elif not loads.available[decision.worker]:
+    elif not 0 <= decision.position < len(loads):
+        yield f"it chose position {decision.position} of {len(loads)}"
+    elif not loads.available[decision.position]:
         yield "it chose a worker that is not available"
 
 
@@ -113,7 +113,7 @@ def _place_each(
         decision = policy.select(request, loads, rng)
         errors = [*_check_decision(decision, before), *_check_unchanged("select", loads, before)]
         yield from errors
-        policy.on_assigned(request, int(before.workers[0]) if errors else decision.worker)
+        policy.on_assigned(request, int(before.available_positions[0]) if errors else decision.position)
 
 
 def _check_parameters(make: Callable[[], Policy]) -> Iterator[str]:
@@ -158,8 +158,8 @@ def _check_notifications(make: Callable[[], Policy]) -> Iterator[str]:
         request, loads = _request(f"r{n % 9}", rng), _loads(rng)
         decision = policy.select(request, loads, rng)
         yield from _check_decision(decision, loads)
-        policy.on_assigned(request, decision.worker, decision)
-        policy.on_assigned(request, (decision.worker + 1) % len(loads))
+        policy.on_assigned(request, decision.position, decision)
+        policy.on_assigned(request, (decision.position + 1) % len(loads))
         policy.on_progress({request.request_id: n, "nobody": n})
         if n % 2:
             policy.on_finished(request.request_id)
@@ -205,7 +205,9 @@ def _check_dispatch(make: Callable[[], Policy]) -> Iterator[str]:
         for index, decision in decisions:
             errors = list(_check_decision(decision, before))
             yield from errors
-            policy.on_assigned(waiting[index], 0 if errors else decision.worker, None if errors else decision)
+            policy.on_assigned(
+                waiting[index], 0 if errors else decision.position, None if errors else decision
+            )
         waiting = [request for index, request in enumerate(waiting) if index not in indices]
 
 
@@ -223,8 +225,8 @@ def _workers_of(policy: Policy, rng: np.random.Generator) -> list[tuple[str, int
         if isinstance(policy, QueuedPolicy):
             decisions += policy.dispatch([replace(request, request_id=f"w{n}")], loads, rng)
         for _, decision in decisions:
-            chosen.append((request.request_id, decision.worker))
-            policy.on_assigned(request, decision.worker, decision)
+            chosen.append((request.request_id, decision.position))
+            policy.on_assigned(request, decision.position, decision)
         if n % 3 == 0:
             policy.on_progress({f"r{n // 2}": n})
             policy.on_finished(f"r{n // 2}")

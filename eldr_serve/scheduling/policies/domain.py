@@ -52,8 +52,8 @@ class Domain(Policy):
         candidates = np.intersect1d(self._workers_of(request.domain, len(loads)), workers).astype(np.int64)
         if len(candidates):
             return choose_shortest(candidates, loads, self.name)
-        worker = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
-        return Decision(worker, reason="domain-hash")
+        position = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
+        return Decision(position, reason="domain-hash")
 
     def _workers_of(self, domain: str, num_workers: int) -> Sequence[int]:
         """Return the positions of a domain's workers."""
@@ -81,8 +81,8 @@ def divide_workers(mix: Mapping[str, float], num_workers: int) -> dict[str, rang
     return {name: range(end - count[name], end) for name, end in zip(names, ends, strict=True)}
 
 
-def _domains_of(domains: Sequence[str], worker: int, num_workers: int) -> Sequence[str]:
-    """Return the domains whose requests a worker gets."""
+def _domains_of(domains: Sequence[str], position: int, num_workers: int) -> Sequence[str]:
+    """Return the domains whose requests the worker at this position gets."""
     if len(domains) >= num_workers:
-        return domains[worker::num_workers]
-    return [domains[worker % len(domains)]] if domains else []
+        return domains[position::num_workers]
+    return [domains[position % len(domains)]] if domains else []

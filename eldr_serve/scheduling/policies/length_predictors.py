@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from eldr_serve.scheduling.policies.loading import import_object
 from eldr_serve.scheduling.types import PolicyError
 
-Prediction = tuple[NDArray[np.float64], NDArray[np.float64]]
+EndPrediction = tuple[NDArray[np.float64], NDArray[np.float64]]
 logger = logging.getLogger(__name__)
 
 
@@ -30,7 +30,7 @@ class LengthPredictor(Protocol):
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
-    ) -> Prediction:
+    ) -> EndPrediction:
         """Return (p, mu), float[n] each, of n running requests.
 
         Args:
@@ -71,7 +71,7 @@ class Survival:
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
-    ) -> Prediction:
+    ) -> EndPrediction:
         lengths = self._sorted[: len(self._newest)]
         if self._sums is None:
             self._sums = np.concatenate([[0], np.cumsum(lengths)])
@@ -116,7 +116,7 @@ class PromptKeyed:
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
-    ) -> Prediction:
+    ) -> EndPrediction:
         p, mu = self._overall.predict(ages, keys, prompt_tokens)
         with_key = [
             (n, self._rows[key]) for n, key in enumerate(keys) if key is not None and key in self._rows
@@ -187,7 +187,7 @@ class BoostedTrees:
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
-    ) -> Prediction:
+    ) -> EndPrediction:
         if self._fitting is not None and self._fitting.done():
             fitted, self._fitting = self._fitting, None
             self._trees = fitted.result() or self._trees
@@ -238,7 +238,7 @@ class Oracle:
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
-    ) -> Prediction:
+    ) -> EndPrediction:
         length = np.array([self._output_tokens.get(key or "", -1) for key in keys], np.float64)
         # For an end beyond the horizon mu is beyond it too, and the caller clips it.
         return (length >= 0).astype(np.float64), np.maximum(length - ages, 0.0)
@@ -290,7 +290,7 @@ class GuardedLengthPredictor:
 
     def predict(
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
-    ) -> Prediction:
+    ) -> EndPrediction:
         for source in (self.predictor, self._survival):
             try:
                 return _check(source.predict(ages, keys, prompt_tokens), len(ages))
@@ -306,7 +306,7 @@ class GuardedLengthPredictor:
             )
 
 
-def _check(prediction: Prediction, n: int) -> Prediction:
+def _check(prediction: EndPrediction, n: int) -> EndPrediction:
     p, mu = (np.asarray(part, np.float64) for part in prediction)
     if p.shape != (n,) or mu.shape != (n,):
         raise ValueError(f"p has shape {p.shape} and mu {mu.shape}, not ({n},)")

@@ -53,9 +53,9 @@ class LocalityBand(Policy):
             band = below_cap
         in_flight = loads.in_flight[band]
         lightest = band[in_flight == in_flight.min()]
-        worker = int(lightest[similarity[lightest].argmax()])
+        position = int(lightest[similarity[lightest].argmax()])
         return Decision(
-            worker, num_candidates=len(band), similarity=float(similarity[worker]), reason=self.name
+            position, num_candidates=len(band), similarity=float(similarity[position]), reason=self.name
         )
 
     def _score(self, request: PlacementRequest) -> tuple[NDArray[np.float32] | None, str]:

@@ -77,7 +77,7 @@ class MarginalCost(Policy):
         self.cost = self.parameters.cost or StepCost()
         self.active = ExpectedActivation()
         self.profiles = AffinityProfiles()
-        self._profiled: dict[str, tuple[int, int]] = {}  # running request -> worker, sequence number there
+        self._profiled: dict[str, tuple[int, int]] = {}  # running request -> position, number there
         self._generated: dict[str, int] = {}  # generated tokens of each running request
         self._answer_tokens = _DEFAULT_ANSWER_TOKENS
         self._num_answers = 0  # number of answers in the mean, at most _ANSWER_MEMORY
@@ -172,17 +172,17 @@ class MarginalCost(Policy):
             deviation = deviation_of(p, mean)
         return RequestEstimate(request, levels, p, deviation)
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         data = decision.policy_data if decision is not None else None
         estimate: RequestEstimate | None = data if data is not None else self._estimate(request)
         if estimate is not None and estimate.deviation is not None:
-            self._learn(request.request_id, worker, estimate.deviation)
-        self.active.on_assigned(request, worker, estimate.levels if estimate is not None else None)
+            self._learn(request.request_id, position, estimate.deviation)
+        self.active.on_assigned(request, position, estimate.levels if estimate is not None else None)
 
-    def _learn(self, request_id: str, worker: int, deviation: NDArray[np.float32]) -> None:
+    def _learn(self, request_id: str, position: int, deviation: NDArray[np.float32]) -> None:
         """Learn a request once; true counts that replace predicted ones correct the profile."""
         if request_id not in self._profiled:
-            self._profiled[request_id] = (worker, self.profiles.learn(worker, deviation))
+            self._profiled[request_id] = (position, self.profiles.learn(position, deviation))
             return
         _, levels = self.active.running[request_id]
         assert self.active.mean is not None

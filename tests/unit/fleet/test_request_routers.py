@@ -81,6 +81,22 @@ async def test_a_call_with_an_address_goes_to_that_replica() -> None:
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
 
 
+async def test_a_policy_gets_the_domain_that_a_header_names() -> None:
+    requests: list[Any] = []
+
+    def place(request: Any, counts: Any) -> Any:
+        requests.append(request)
+        return SimpleNamespace(worker="b")
+
+    routing = leasing_router(place)
+    for number, headers in enumerate((None, {}, {"x-eldr-domain": "fran%C3%A7ais"})):
+        pending = call(SimpleNamespace(kv_transfer_params={"remote_num_tokens": 7}), number)
+        if headers is not None:
+            pending.args.append(SimpleNamespace(headers=headers))
+        await routing.choose_replicas(REPLICAS, pending)
+    assert [request.domain for request in requests] == [None, None, "français"]
+
+
 async def test_a_retried_call_reads_no_blocks() -> None:
     """The first replica may have read them before it was lost, and read blocks are freed."""
     routing = leasing_router(lambda request, counts: SimpleNamespace(worker="b"))

@@ -91,9 +91,9 @@ def test_policies_of_whole_workers_get_predicted_then_measured_counts() -> None:
     assigned: list[tuple[str, bool, float]] = []
 
     class Listening(MarginalCost):
-        def on_assigned(self, request: Any, worker: int, decision: Any = None) -> None:
+        def on_assigned(self, request: Any, position: int, decision: Any = None) -> None:
             assigned.append((request.request_id, request.predicted, float(request.expert_counts[0, 0])))
-            super().on_assigned(request, worker, decision)
+            super().on_assigned(request, position, decision)
 
     experts = observed_experts(
         np.full((1, 1, 4), 10),
@@ -164,14 +164,14 @@ def test_the_studys_balancers_pass_check_policy(policy: type) -> None:
 
 def test_a_session_stays_until_its_worker_is_overloaded() -> None:
     policy, idle = SessionHash(), Loads.from_counts([1, 1, 1, 1])
-    own_worker = policy.select(request(prompt_key="s"), idle, RNG).worker
-    others = {policy.select(request(str(n), prompt_key="s"), idle, RNG).worker for n in range(9)}
+    own_worker = policy.select(request(prompt_key="s"), idle, RNG).position
+    others = {policy.select(request(str(n), prompt_key="s"), idle, RNG).position for n in range(9)}
     assert others == {own_worker}
-    assert len({policy.select(request(prompt_key=str(n)), idle, RNG).worker for n in range(40)}) == 4
+    assert len({policy.select(request(prompt_key=str(n)), idle, RNG).position for n in range(40)}) == 4
     full = Loads.from_counts([9 if worker == own_worker else 1 + worker for worker in range(4)])
     least = min(worker for worker in range(4) if worker != own_worker)
-    assert policy.select(request(prompt_key="s"), full, RNG).worker == least
-    assert policy.select(request(), Loads.from_counts([2, 1]), RNG).worker == 1
+    assert policy.select(request(prompt_key="s"), full, RNG).position == least
+    assert policy.select(request(), Loads.from_counts([2, 1]), RNG).position == 1
 
 
 def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
@@ -180,10 +180,10 @@ def test_the_longest_prefix_wins_among_workers_without_overload() -> None:
         prefix_loads = Loads(
             loads.in_flight, loads.kv_tokens, loads.available, cached_tokens=np.array(cached)
         )
-        return LongestPrefix().select(request(), prefix_loads, RNG).worker
+        return LongestPrefix().select(request(), prefix_loads, RNG).position
 
     assert choose([4, 4, 4], [0, 32, 64]) == 2
     assert choose([1, 4, 9], [0, 32, 64]) == 1
     assert choose([1, 9, 9], [0, 32, 64]) == 0
     assert choose([2, 1, 1], [32, 32, 0]) == 1
-    assert LongestPrefix().select(request(), Loads.from_counts([2, 1]), RNG).worker == 1
+    assert LongestPrefix().select(request(), Loads.from_counts([2, 1]), RNG).position == 1

@@ -360,7 +360,7 @@ def test_the_deadline_travels_with_the_placement() -> None:
         await service.send(400)
 
     run(service, main)
-    due_times_s = [request.due_in_s for request, _ in service.router.placements]
+    due_times_s = [request.first_token_due_in_s for request, _ in service.router.placements]
     assert due_times_s == [pytest.approx(2.6), None, None]
 
 

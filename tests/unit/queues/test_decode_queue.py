@@ -45,7 +45,7 @@ def test_a_restarted_router_restores_the_fields_that_policies_read() -> None:
     (lease,) = place(old, request("a", prompt_key="k", may_wait=True))
     new = router(clients="")
     new.restore(Restore("c", ("r0", "r1"), ("a",), old.settings))
-    new.hold(replace(lease))
+    new.adopt_lease(replace(lease))
     for state in (old, new):
         assigned = policy(state).assigned["a"]
         assert (assigned.prompt_tokens, assigned.max_new_tokens, assigned.prompt_key) == (10, 20, "k")
@@ -228,7 +228,7 @@ class Conservation(RuleBasedStateMachine):
         if known is None or (known.worker, known.policy) != (lease.worker, lease.policy):
             self.tokens.pop(name, None)  # otherwise the lease is restored with its known tokens
         self.leases[name] = (client, replica)
-        self.state.hold(lease)
+        self.state.adopt_lease(lease)
         self.state.place([])  # as the router does at the end of an iteration
 
     @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
@@ -310,8 +310,13 @@ def test_requests_take_their_turn_by_deadline() -> None:
     state = router(workers=1, clock=clock)
     place(state, "a", request("plain", may_wait=True))
     clock.now = 1.0
-    place(state, request("late", may_wait=True, due_in_s=3.0), request("soon", may_wait=True, due_in_s=0.5))
-    place(state, request("lax", may_wait=True, due_in_s=60.0))  # waits no longer than without an objective
+    place(
+        state,
+        request("late", may_wait=True, first_token_due_in_s=3.0),
+        request("soon", may_wait=True, first_token_due_in_s=0.5),
+    )
+    # This one waits no longer than without an objective.
+    place(state, request("lax", may_wait=True, first_token_due_in_s=60.0))
     place(state, "plain2")
     order = []
     for ended in ("a", "soon", "late", "plain", "lax"):
@@ -325,9 +330,13 @@ def test_a_repeated_request_keeps_its_deadline() -> None:
     clock = Clock()
     state = router(workers=1, clock=clock)
     place(state, "a")
-    place(state, request("x", may_wait=True, due_in_s=2.0))
+    place(state, request("x", may_wait=True, first_token_due_in_s=2.0))
     clock.now = 1.0
-    place(state, request("y", may_wait=True, due_in_s=1.5), request("x", may_wait=True, due_in_s=2.0))
+    place(
+        state,
+        request("y", may_wait=True, first_token_due_in_s=1.5),
+        request("x", may_wait=True, first_token_due_in_s=2.0),
+    )
     new_leases(state)
     release(state, "a")
     assert new_leases(state).keys() == {"x"}
@@ -337,9 +346,9 @@ def test_requests_that_are_late_already_go_after_those_that_are_not() -> None:
     clock = Clock()
     state = router(workers=1, clock=clock)
     place(state, "a")
-    place(state, request("late", may_wait=True, due_in_s=0.5))
+    place(state, request("late", may_wait=True, first_token_due_in_s=0.5))
     clock.now = 1.0
-    place(state, request("soon", may_wait=True, due_in_s=1.0))
+    place(state, request("soon", may_wait=True, first_token_due_in_s=1.0))
     new_leases(state)
     release(state, "a")
     assert new_leases(state).keys() == {"soon"}
@@ -355,7 +364,7 @@ def test_urgent_requests_starve_no_other() -> None:
         clock.now += 0.5  # more urgent requests arrive than are served
         for _ in range(2):
             number += 1
-            place(state, request(f"urgent{number}", may_wait=True, due_in_s=1.0))
+            place(state, request(f"urgent{number}", may_wait=True, first_token_due_in_s=1.0))
         new_leases(state)
         release(state, running)
         (running,) = new_leases(state)
@@ -365,9 +374,9 @@ def test_urgent_requests_starve_no_other() -> None:
 def test_deadlines_order_the_requests_within_a_tenant_alone() -> None:
     state = router(workers=2)
     place(state, request("a0", tenant="a", may_wait=True), request("c0", tenant="c", may_wait=True))
-    place(state, request("a1", tenant="a", may_wait=True, due_in_s=0.1))
+    place(state, request("a1", tenant="a", may_wait=True, first_token_due_in_s=0.1))
     place(state, request("b1", tenant="b", may_wait=True))
-    place(state, request("b2", tenant="b", may_wait=True, due_in_s=1.0))
+    place(state, request("b2", tenant="b", may_wait=True, first_token_due_in_s=1.0))
     new_leases(state)
     release(state, "c0")  # tenant a still holds a worker
     assert new_leases(state).keys() == {"b2"}

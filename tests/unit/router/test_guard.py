@@ -29,11 +29,11 @@ RNG = np.random.default_rng(0)
 def test_requests_of_absurd_size_are_placed_and_so_are_later_ones(policy: str, tokens: int) -> None:
     state = router_state(policy=policy)
     assert place_one(state, "absurd", max_new_tokens=tokens).state is LeaseState.LEASED
-    state.hold(client_lease("elsewhere", "r1", max_new_tokens=tokens))
+    state.adopt_lease(client_lease("elsewhere", "r1", max_new_tokens=tokens))
     for number in range(3):
         assert place_one(state, str(number)).state is LeaseState.LEASED
         state.progress({"absurd": 1 + number})
-        state.hold(client_lease("elsewhere", "r1", max_new_tokens=tokens))
+        state.adopt_lease(client_lease("elsewhere", "r1", max_new_tokens=tokens))
     state.live_settings.set_policy(policy, {})
     assert loads(state)["r1"][0] >= 1
     release(state, "absurd", "elsewhere", "0", "1", "2")
@@ -93,7 +93,7 @@ def test_load_decides_if_the_policy_assigns_wrong_requests(indices: tuple[Any, .
 def test_no_request_waits_for_a_queued_policy_that_fails() -> None:
     guard, failures = guarded_policy(Broken())
     decisions = guard.dispatch([request(str(n)) for n in range(4)], LOADS, RNG)
-    assert [(index, decision.worker) for index, decision in decisions] == [(0, 2), (1, 0), (2, 2), (3, 0)]
+    assert [(index, decision.position) for index, decision in decisions] == [(0, 2), (1, 0), (2, 2), (3, 0)]
     guard.on_assigned(request(), 0)
     guard.on_progress({"r": 1})
     guard.on_finished("r")
@@ -107,7 +107,7 @@ def test_load_fills_only_free_slots_if_a_policy_with_slots_fails(slots: int, wor
 
     guard, _ = guarded_policy(BrokenBalance(slots=slots))
     decisions = guard.dispatch([request(str(n)) for n in range(5)], LOADS, RNG)
-    assert [(index, decision.worker) for index, decision in decisions] == list(enumerate(workers))
+    assert [(index, decision.position) for index, decision in decisions] == list(enumerate(workers))
 
 
 def test_the_guard_passes_on_that_no_worker_is_available() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.router.messages import Leased, Queued, Settings, Unplaced, decoder, encode
+from eldr_serve.router.messages import Leased, LiveSettings, Queued, Unplaced, decoder, encode
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease, LeaseState
 from tests.support.fake_router import FakeActor
@@ -89,7 +89,9 @@ class Router:
     def push(self) -> None:
         self.version += 1
         table = unit_table(2).to_bytes()
-        self.calls["subscribe"].received(encode(Settings(self.version, "random", {}, table, self.version)))
+        self.calls["subscribe"].received(
+            encode(LiveSettings(self.version, "random", {}, table, self.version))
+        )
 
     async def do(self, *steps: str) -> None:
         await asyncio.sleep(0)

@@ -159,7 +159,8 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
     state.expect_counts(L, E)
     assert state.settings.predictor is None
     assert caplog.messages == [
-        f"nothing is predicted: the signature predictor is for layers and experts {(L, E // 2)}, not {(L, E)}"
+        "the predictor was discarded: "
+        f"the signature predictor is for layers and experts {(L, E // 2)}, not {(L, E)}"
     ]
     # From a client that still has the predictor.
     place(state, request("b", 3, expert_counts=wrong, predicted=True))

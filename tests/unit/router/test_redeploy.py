@@ -10,7 +10,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.monitoring import supervision
 from eldr_serve.router import actor
 from eldr_serve.router.actor import DecodeRouter
-from eldr_serve.router.messages import Restore, Settings
+from eldr_serve.router.messages import LiveSettings, Restore
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling import StepCost
 from tests.support.fake_router import wait_until
@@ -20,7 +20,7 @@ FIRST = RouterSettings(model_id="m", policy="shortest-queue")
 SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2).to_bytes())
 
 
-async def restore(router: DecodeRouter, settings: Settings) -> Settings:
+async def restore(router: DecodeRouter, settings: LiveSettings) -> LiveSettings:
     """Return the live settings after a client has reported these."""
     router._state.restore(Restore("client", ("r0",), settings=settings))
     return await router.settings()
@@ -69,15 +69,15 @@ async def test_a_restarted_router_restores_the_live_deployment() -> None:
 
 
 async def test_an_invalid_deployment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    router, use = DecodeRouter(FIRST), Mock()
-    monkeypatch.setattr(router._pool, "use", use)
+    router, apply_settings = DecodeRouter(FIRST), Mock()
+    monkeypatch.setattr(router._pool, "apply_settings", apply_settings)
     before = await router.settings()
     with pytest.raises(SwapRefusedError):
         await router.configure(SECOND.model_copy(update={"model_id": "another"}))  # than the table's
     assert await router.settings() == before
-    assert not use.called
+    assert not apply_settings.called
     await router.configure(SECOND)
-    use.assert_called_once_with(SECOND.pool)
+    apply_settings.assert_called_once_with(SECOND.pool)
 
 
 def test_different_settings_have_different_fingerprints() -> None:

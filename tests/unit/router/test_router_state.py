@@ -29,7 +29,7 @@ def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> 
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
-    state.hold(client_lease("a", "r2"))  # it was served elsewhere
+    state.adopt_lease(client_lease("a", "r2"))  # it was served elsewhere
     assert loads(state)["r2"][0] == 1
     release(state, "a", "a", "unknown")
     assert set(loads(state).values()) == {(0, 0)}
@@ -141,7 +141,7 @@ def test_a_restarted_router_restores_settings_and_leases_from_its_clients() -> N
     new = RouterState(model_id="m", policy="random", table=None)
     for _ in range(2):  # a second time, after another loss of the channel
         new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
-        new.hold(replace(lease, ingress="c"))
+        new.adopt_lease(replace(lease, ingress="c"))
     assert new.settings == old.settings
     assert new.counters["leases_restored"] == 1
     assert loads(new) == loads(old)
@@ -157,7 +157,7 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
     new = router_state(policy="random", clients="d")
     new.expect_counts(2, 8)
     new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
-    new.hold(replace(lease, ingress="c"))
+    new.adopt_lease(replace(lease, ingress="c"))
     assert caplog.messages == [
         "requests are placed without a table: the table is for 5 MoE layers x 8 experts, but the prefill "
         "engines report 2 x 8"

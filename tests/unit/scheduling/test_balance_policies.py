@@ -22,7 +22,7 @@ def waiting_requests(*tokens: int) -> list[PlacementRequest]:
 
 
 def dispatch(policy: Any, requests: list[PlacementRequest], state: Loads) -> dict[int, int]:
-    return {index: decision.worker for index, decision in policy.dispatch(requests, state, RNG)}
+    return {index: decision.position for index, decision in policy.dispatch(requests, state, RNG)}
 
 
 def dispatch_order(policy: Any, queue: list[PlacementRequest], state: Loads) -> list[str]:
@@ -68,7 +68,7 @@ def test_every_slot_is_filled_once(
         indices = [index for index, _ in given_out]
         assert len(set(indices)) == len(indices) == min(len(queue), sum(free))
         for w in range(len(state)):
-            assert sum(decision.worker == w for _, decision in given_out) <= free[w]
+            assert sum(decision.position == w for _, decision in given_out) <= free[w]
         assert all(d.reason == name and d.num_candidates == state.available.sum() for _, d in given_out)
         if not given_out:
             break
@@ -113,7 +113,7 @@ def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:
     first = policy.dispatch(
         waiting_requests(50, 500, 90), Loads.from_counts([5, 2, 4], [1000, 400, 700]), RNG
     )[0]
-    assert (first[0], first[1].worker) == (1, 1)
+    assert (first[0], first[1].position) == (1, 1)
 
 
 @pytest.mark.parametrize(("ends", "chosen"), [(True, 1), (False, 0)])
@@ -154,18 +154,18 @@ def test_a_request_is_overtaken_a_limited_number_of_times() -> None:
 def test_an_immediate_request_ignores_slots(name: str) -> None:
     policy = make_policy(name)
     full = Loads.from_counts([500, 500, 500], [1000, 900, 100])
-    assert policy.select(request("r", 300), full, RNG).worker == 2
-    assert policy.select(request("r", 0), Loads.from_counts([3], [5]), RNG).worker == 0
+    assert policy.select(request("r", 300), full, RNG).position == 2
+    assert policy.select(request("r", 0), Loads.from_counts([3], [5]), RNG).position == 0
 
 
 def test_requests_are_placed_at_once_up_to_a_few_beyond_the_slots() -> None:
     policy: Any = make_policy("balance-route", queue=False, slots=4, overcommit=1)
-    assert not policy.queues
+    assert not policy.has_queue
     state = Loads.from_counts([5, 4, 4], [10, 900, 1000])
     decision = policy.select(request("r", 50), state, RNG)
-    assert (decision.worker, decision.num_candidates) == (1, 2)
+    assert (decision.position, decision.num_candidates) == (1, 2)
     full = Loads.from_counts([5, 5], [10, 900])
-    assert policy.select(request("r", 50), full, RNG).worker == 0
+    assert policy.select(request("r", 50), full, RNG).position == 0
 
 
 def request_using(name: str, experts: list[int], tokens: int = 100) -> PlacementRequest:
@@ -194,7 +194,7 @@ def test_balance_band_equals_marginal_cost_while_slots_are_free() -> None:
             chooser.on_assigned(request_using("a", [0, 1]), 0)
             chooser.on_assigned(request_using("b", [2, 3]), 2)
         newcomer = request_using("new", experts)
-        expected = marginal.select(newcomer, state, RNG).worker
+        expected = marginal.select(newcomer, state, RNG).position
         assert dispatch(policy, [newcomer], state) == {0: expected}
         policy.on_finished("b")
 
@@ -243,8 +243,8 @@ def test_the_horizon_includes_workers_that_become_empty_soon() -> None:
             policy.on_assigned(request(name, tokens, 900), worker)
     newcomer = request("n", 500, 900)
     state = Loads.from_counts([1, 1, 1], [1000, 900, 1000])
-    assert present.select(newcomer, state, RNG).worker == 1
-    assert ahead.select(newcomer, state, RNG).worker == 0
+    assert present.select(newcomer, state, RNG).position == 1
+    assert ahead.select(newcomer, state, RNG).position == 0
 
 
 def test_load_beyond_the_policys_own_requests_counts() -> None:

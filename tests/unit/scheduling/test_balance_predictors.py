@@ -181,7 +181,7 @@ def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
         policy.on_finished(f"old{n}")
     policy.on_assigned(request("r", 10, 999), 0)
     loads = Loads.from_counts([1, 0], [10, 0])
-    assert policy.dispatch([request("s", 5, 9)], loads, RNG)[0][1].worker == 1
+    assert policy.dispatch([request("s", 5, 9)], loads, RNG)[0][1].position == 1
     assert policy._forecast._running.remaining.tolist() == [3]
     assert policy.predictor_failures > 0
 

@@ -103,7 +103,7 @@ def test_admissions_within_a_dispatch_equal_a_new_projection() -> None:
     for i in range(12):
         tokens = rng.integers(0, 80, int(rng.integers(1, 3)))
         stays = rng.integers(1, H + 1, len(tokens))
-        worker = slots.choose_worker()
+        worker = slots.choose_row()
         slots.admit(worker, WaitingTokens(tokens.astype(float), stays, H).kv_tokens)
         for n, prompt in enumerate(tokens.tolist()):
             running.add(f"new{i}.{n}", worker, prompt, max_new_tokens=99, key=None)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.router.messages import Restore, Settings
+from eldr_serve.router.messages import LiveSettings, Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
@@ -52,7 +52,7 @@ class Traffic:
         self.replicas = [f"r{w}" for w in range(4)]
         self.held: dict[str, dict[str, Lease]] = {"a": {}, "b": {}}
         self.waiting: dict[str, dict[str, PlacementRequest]] = {"a": {}, "b": {}}
-        self.settings: Settings | None = None
+        self.settings: LiveSettings | None = None
         self.placed: list[list[Any]] = []
         self.leased: list[Lease] = []
         self.start()
@@ -73,7 +73,7 @@ class Traffic:
             replicas = tuple(self.replicas) if client == "a" else ()  # "b" reports none, so it reaches all
             self.state.restore(Restore(client, replicas, tuple(leases), self.settings))
             for lease in leases.values():
-                self.state.hold(replace(lease, ingress=client))
+                self.state.adopt_lease(replace(lease, ingress=client))
             self.exchange(client, tuple(self.waiting[client].values()))
 
     def request(self, name: str) -> PlacementRequest:
@@ -112,7 +112,7 @@ class Traffic:
             self.state.finish(name)
         for name in held:  # even if it is the same replica
             known = self.state.placer.running[name].request
-            self.state.placer.hold(replace(self.held[client][name], request=known, ingress=client))
+            self.state.placer.adopt_lease(replace(self.held[client][name], request=known, ingress=client))
         answers = place(self.state, *placements, client=client)
         for answer in answers:
             if answer.state is LeaseState.QUEUED:

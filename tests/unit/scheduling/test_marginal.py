@@ -78,7 +78,7 @@ def test_the_choice_minimises_the_sum_over_all_requests(
     expected = [total_seconds(cost, [*p, newcomer]) - total_seconds(cost, p) for p in placement]
     assert added == pytest.approx(expected, rel=0.01)  # probabilities are kept in 8 bits
     chosen = policy.select(newcomer, loads(placement), rng)
-    assert added[chosen.worker] <= added.min() * (1 + 1e-6)
+    assert added[chosen.position] <= added.min() * (1 + 1e-6)
     assert (chosen.num_candidates, chosen.reason) == (workers, "marginal-cost")
 
 
@@ -129,7 +129,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     expected = [(seconds_of_all(w, [newcomer]) - seconds_of_all(w, [])) / steps for w in range(workers)]
     added = policy.added_cost(newcomer, loads_now)
     assert added == pytest.approx(expected, rel=0.01)
-    assert added[policy.select(newcomer, loads_now, rng).worker] <= added.min() * (1 + 1e-6)
+    assert added[policy.select(newcomer, loads_now, rng).position] <= added.min() * (1 + 1e-6)
 
 
 @settings(max_examples=40)
@@ -194,7 +194,7 @@ def test_a_tail_power_raises_the_price_of_slow_and_full_workers_alone(
     ]
     added = convex.added_cost(newcomer, loads_now)
     assert added == pytest.approx(expected, rel=0.005 * power)  # probabilities are kept in 8 bits
-    assert added[convex.select(newcomer, loads_now, rng).worker] <= added.min() * (1 + 1e-6)
+    assert added[convex.select(newcomer, loads_now, rng).position] <= added.min() * (1 + 1e-6)
 
 
 def test_a_cost_of_nothing_has_no_slow_worker() -> None:
@@ -225,7 +225,7 @@ def test_a_cached_prefix_counts_by_the_time_that_it_saves() -> None:
         policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
         assign(policy, [request_like("a", 1), request_like("b", 2)], [1, 1])
         seen = replace(Loads.from_counts([0, 2], [0, 80]), cached_tokens=np.array([0, 32]))
-        chosen.append(policy.select(request_like("new", 3), seen, RNG).worker)
+        chosen.append(policy.select(request_like("new", 3), seen, RNG).position)
     assert chosen == [0, 0, 1]
 
 
@@ -299,7 +299,7 @@ def test_a_worker_costs_more_where_other_profiles_fit_better(
     similarity = np.divide(profile @ deviation, length, out=np.zeros(workers), where=length > 0)
     added = policy.added_cost(newcomer, load)
     price = added * (1 + strength * (similarity.max() - similarity))
-    chosen = policy.select(newcomer, load, rng).worker
+    chosen = policy.select(newcomer, load, rng).position
     # Cells are kept in 8 bits: a similarity is off by up to 1e-3, and its worker's price with it.
     assert price[chosen] <= price.min() * 1.01 + strength * 1e-3 * added[chosen]
 
@@ -348,7 +348,7 @@ def test_workers_specialise_and_follow_the_traffic(affinity: float, least: float
         for n in range(400):
             kind = int(rng.integers(4))
             newcomer = request_like(f"{phase}.{n}", kinds[kind])
-            worker = policy.select(newcomer, loads(placement), rng).worker
+            worker = policy.select(newcomer, loads(placement), rng).position
             policy.on_assigned(newcomer, worker)
             placement[worker].append(newcomer)
             went[worker, kind] += n >= 200
@@ -376,7 +376,7 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
     for n in range(20):
         newcomer = request(f"new{n}", n % 6)
         marginal = policy.added_cost(newcomer, load)
-        regret.append(marginal[policy.select(newcomer, load, rng).worker] / marginal.min() - 1)
+        regret.append(marginal[policy.select(newcomer, load, rng).position] / marginal.min() - 1)
     assert policy.active.idle.shape == (700, 16 * 32)
     assert float(np.mean(regret)) < 0.02
     assert max(regret) < 0.1
@@ -386,16 +386,14 @@ def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> N
     policy = make_policy("marginal-cost")
     bare = PlacementRequest("bare", None, 10, 5)
     first = policy.select(bare, Loads.from_counts([2, 1]), RNG)
-    assert (first.worker, first.reason) == (1, "no-counts")
+    assert (first.position, first.reason) == (1, "no-counts")
     policy.on_assigned(bare, 1)
     policy.on_assigned(request_like("a", 1), 0)
     later = policy.select(bare, Loads.from_counts([1, 9], [40, 90]), RNG)
-    assert (later.worker, later.reason) == (0, "marginal-cost")
+    assert (later.position, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
-        assert (
-            policy.select(PlacementRequest("odd", odd, 10, 5), Loads.from_counts([1, 9], [9, 9]), RNG).worker
-            == 0
-        )
+        odd_request = PlacementRequest("odd", odd, 10, 5)
+        assert policy.select(odd_request, Loads.from_counts([1, 9], [9, 9]), RNG).position == 0
 
 
 def test_a_configured_cost_stays_and_a_default_follows_the_engines() -> None:

@@ -18,10 +18,10 @@ class Recording(Policy):
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         self._next += 1
-        return Decision(int(loads.workers[self._next % len(loads.workers)]))
+        return Decision(int(loads.available_positions[self._next % len(loads.available_positions)]))
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        self.calls.append((request.request_id, worker))
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
+        self.calls.append((request.request_id, position))
 
     def on_finished(self, request_id: str) -> None:
         self.calls.append((request_id, "finished"))

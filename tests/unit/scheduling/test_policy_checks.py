@@ -44,7 +44,7 @@ class Nearest(Policy):
         start: int = Field(default=0, ge=0, le=9, description="the worker to begin with")
 
     def select(self, request, loads, rng):
-        workers = loads.workers
+        workers = loads.available_positions
         if not len(workers):
             raise NoWorkerError("none")
         return Decision(int(workers[self.parameters.start % len(workers)]))
@@ -185,7 +185,7 @@ class _UsesOwnRandomness(Policy):
     _rng = np.random.default_rng()
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(self._rng.choice(loads.workers)), reason="moody")
+        return Decision(int(self._rng.choice(loads.available_positions)), reason="moody")
 
 
 class _FailsForUnknownRequests(MarginalCost):
@@ -199,7 +199,7 @@ class _FailsForUnknownRequests(MarginalCost):
 
 class _NeverDispatches(QueuedPolicy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), reason="now")
+        return Decision(int(loads.available_positions[0]), reason="now")
 
     def dispatch(self, waiting: Any, loads: Loads, rng: np.random.Generator) -> list[tuple[int, Decision]]:
         return []
@@ -239,7 +239,7 @@ def test_the_policy_on_the_page_passes_the_checks(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     policy = make_policy("from_the_page:Packed", slots=4)
     assert check_policy(type(policy), slots=4) == []
-    assert policy.select(request(), Loads.from_counts([1, 3, 4]), np.random.default_rng()).worker == 1
+    assert policy.select(request(), Loads.from_counts([1, 3, 4]), np.random.default_rng()).position == 1
 
 
 def test_the_page_lists_the_declared_parameters() -> None:

@@ -28,15 +28,15 @@ def choose(policy: Any, similarity: list[float], *in_flight: int) -> Decision:
 
 def test_each_load_policy_chooses_by_its_own_measure() -> None:
     state = loads(3, 1, 2)
-    assert make_policy("shortest-queue").select(request(), state, RNG).worker == 1
+    assert make_policy("shortest-queue").select(request(), state, RNG).position == 1
     tokens = Loads.from_counts([1, 9, 1], [500, 20, 300])
-    assert make_policy("least-tokens").select(request(), tokens, RNG).worker == 1
+    assert make_policy("least-tokens").select(request(), tokens, RNG).position == 1
     robin = make_policy("round-robin")
-    assert [robin.select(request(), state, RNG).worker for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    choices = Counter(make_policy("random").select(request(), state, RNG).worker for _ in range(600))
+    assert [robin.select(request(), state, RNG).position for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    choices = Counter(make_policy("random").select(request(), state, RNG).position for _ in range(600))
     assert min(choices.values()) > 140
     two = Counter(
-        make_policy("power-of-two").select(request(), loads(9, 1, 5), RNG).worker for _ in range(300)
+        make_policy("power-of-two").select(request(), loads(9, 1, 5), RNG).position for _ in range(300)
     )
     assert two[0] == 0  # the fullest is never the emptier of two
     assert two[1] > two[2] > 0
@@ -44,23 +44,23 @@ def test_each_load_policy_chooses_by_its_own_measure() -> None:
 
 def test_domain_goes_to_the_clusters_of_its_name() -> None:
     policy = make_policy("domain").set_table(unit_table(3))
-    assert policy.select(request(domain="domain2"), loads(0, 0, 5), RNG).worker == 2
+    assert policy.select(request(domain="domain2"), loads(0, 0, 5), RNG).position == 2
     assert policy.select(request(), loads(4, 0, 5), RNG).reason == "no-domain"
     unknown = [policy.select(request(domain="other"), loads(0, 0, 0), RNG) for _ in range(5)]
-    assert len({d.worker for d in unknown}) == 1
+    assert len({d.position for d in unknown}) == 1
     without = make_policy("domain")
-    assert len({without.select(request(domain="x"), loads(n, 1, 1), RNG).worker for n in range(5)}) == 1
+    assert len({without.select(request(domain="x"), loads(n, 1, 1), RNG).position for n in range(5)}) == 1
 
 
 def test_domain_divides_the_workers_in_proportion_to_the_mix() -> None:
     policy = make_policy("domain", mix={"code": 50, "law": 25, "maths": 25})
     chosen = {
-        name: {policy.select(request(domain=name), loads(*at), RNG).worker for at in permuted}
+        name: {policy.select(request(domain=name), loads(*at), RNG).position for at in permuted}
         for permuted in [[tuple(int(w != n) for w in range(8)) for n in range(8)]]
         for name in ("code", "law", "maths")
     }
     assert chosen == {"code": {0, 1, 2, 3}, "law": {4, 5}, "maths": {6, 7}}
-    assert policy.select(request(domain="law"), loads(0, 0, 0, 0, 9, 8, 0, 0), RNG).worker == 5
+    assert policy.select(request(domain="law"), loads(0, 0, 0, 0, 9, 8, 0, 0), RNG).position == 5
     assert policy.select(request(domain="other"), loads(0, 0), RNG).reason == "domain-hash"
 
 
@@ -78,10 +78,10 @@ def test_a_division_of_workers_is_whole_and_fair(mix: dict[str, float], workers:
 
 def test_a_load_cap_removes_full_workers_from_the_band() -> None:
     capped = make_policy("locality-band", band=0.1, max_load_ratio=1.5).set_table(unit_table(3))
-    assert choose(capped, [1.0, 0.95, 0.0], 8, 2, 2).worker == 1
+    assert choose(capped, [1.0, 0.95, 0.0], 8, 2, 2).position == 1
     decision = choose(capped, [1.0, 0.0, 0.0], 8, 3, 2)
-    assert (decision.worker, decision.reason) == (2, "load-cap")
-    assert choose(capped, [1.0, 0.0, 0.0], 2, 2, 2).worker == 0
+    assert (decision.position, decision.reason) == (2, "load-cap")
+    assert choose(capped, [1.0, 0.0, 0.0], 2, 2, 2).position == 0
 
 
 @given(
@@ -131,14 +131,14 @@ def test_the_least_loaded_worker_within_the_band_is_chosen(
 def test_load_decides_without_usable_counts(fields: dict[str, Any], table: bool, reason: str) -> None:
     policy = make_policy("locality-band").set_table(unit_table(3) if table else None)
     decision = policy.select(request(**fields), loads(2, 1, 0), RNG)
-    assert (decision.worker, decision.reason, decision.similarity) == (2, reason, None)
+    assert (decision.position, decision.reason, decision.similarity) == (2, reason, None)
 
 
 def test_counts_and_their_encoding_give_the_same_placement() -> None:
     table = unit_table(3)
     policy = make_policy("locality-band").set_table(table)
     for signature in (counts_for(2), table.spec.encode(counts_for(2))):
-        assert policy.select(request(expert_counts=signature), loads(0, 0, 0), RNG).worker == 2
+        assert policy.select(request(expert_counts=signature), loads(0, 0, 0), RNG).position == 2
 
 
 @given(arrays(np.float32, st.integers(1, 12), elements=st.floats(-1, 1, width=32)), st.integers(1, 12))

@@ -36,7 +36,7 @@ class Recorded(Policy):
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         decision = self.inner.select(request, loads, rng)
-        self.positions[request.request_id] = decision.worker
+        self.positions[request.request_id] = decision.position
         return decision
 
 
@@ -150,7 +150,7 @@ def test_measured_counts_replace_predicted_ones_in_both_placements(name: str) ->
 
 class OneWorker(Policy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        return Decision(int(loads.workers[0]), reason="first")
+        return Decision(int(loads.available_positions[0]), reason="first")
 
 
 def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval() -> None:

@@ -79,7 +79,7 @@ class BalanceRoute(QueuedPolicy):
         self._overtaken: dict[str, int] = {}  # waiting request -> later arrivals admitted before it
 
     @property
-    def queues(self) -> bool:
+    def has_queue(self) -> bool:
         return self.parameters.queue
 
     def _score(self, num_workers: int) -> FScore:
@@ -99,13 +99,13 @@ class BalanceRoute(QueuedPolicy):
             max_in_flight = self.parameters.slots + self.parameters.overcommit
             below = workers[loads.in_flight[workers] < max_in_flight]
             candidates = below if len(below) else workers
-        worker = _best_worker(candidates, request, loads, self._score(len(workers)), self._project(loads))
-        return Decision(worker, num_candidates=len(candidates), reason=self.name)
+        position = _best_position(candidates, request, loads, self._score(len(workers)), self._project(loads))
+        return Decision(position, num_candidates=len(candidates), reason=self.name)
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        p, workers = self.parameters, loads.workers
+        p, workers = self.parameters, loads.available_positions
         free = np.maximum(p.slots - loads.in_flight[workers], 0)
         if not waiting or not free.any():
             return []
@@ -227,8 +227,8 @@ class BalanceRouteHorizon(BalanceRoute):
     def predictor_failures(self) -> int:
         return self._forecast.predictor_failures
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        self._forecast.on_assigned(request, worker)
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
+        self._forecast.on_assigned(request, position)
 
     def on_finished(self, request_id: str) -> None:
         self._forecast.on_finished(request_id)
@@ -247,14 +247,14 @@ class BalanceRouteHorizon(BalanceRoute):
         return WaitingTokens(prompt_tokens(waiting), steps, self._forecast.horizon, end=end)
 
 
-def _best_worker(
+def _best_position(
     candidates: NDArray[np.int64],
     request: PlacementRequest,
     loads: Loads,
     score: FScore,
     projected: NDArray[np.float64],
 ) -> int:
-    """Return the candidate with the largest F for the request.
+    """Return the position of the candidate with the largest F for the request.
 
     F is the same wherever the request fits; the largest minimum margin breaks such ties.
 

@@ -55,9 +55,9 @@ class BalanceBand(BalanceRouteHorizon):
     def update_cost_model(self, cost: StepCost) -> None:
         self._cost = cost
 
-    def on_assigned(self, request: PlacementRequest, worker: int, decision: Decision | None = None) -> None:
-        super().on_assigned(request, worker, decision)
-        self._active.on_assigned(request, worker, self._active.levels(request))
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
+        super().on_assigned(request, position, decision)
+        self._active.on_assigned(request, position, self._active.levels(request))
 
     def on_finished(self, request_id: str) -> None:
         super().on_finished(request_id)
@@ -90,14 +90,14 @@ class BalanceBand(BalanceRouteHorizon):
         for columns in np.split(np.arange(len(waiting)), [overdue]):
             while len(columns) and free.any():
                 if len(waiting) - len(assigned) <= free.sum():
-                    worker, column = batches.cheapest_worker(int(columns[0]), self._cost), int(columns[0])
+                    row, column = batches.cheapest_row(int(columns[0]), self._cost), int(columns[0])
                 else:
-                    worker, column = batches.best_pair(
+                    row, column = batches.best_pair(
                         columns[: self.parameters.lookahead], self._horizon_score, band
                     )
-                batches.admit(worker, column)
+                batches.admit(row, column)
                 columns = columns[columns != column]
-                assigned.append((column, worker))
+                assigned.append((column, row))
         return assigned
 
     def _probabilities(self, waiting: Sequence[PlacementRequest]) -> NDArray[np.float32] | None:
@@ -117,7 +117,7 @@ class BalanceBand(BalanceRouteHorizon):
 
 
 class _Batches:
-    """The workers' batches during one dispatch, and n requests that may join the batches.
+    """The batches of the available workers, one row each, and n requests that may join the batches.
 
     Args:
         waiting_tokens: tokens of the requests.
@@ -144,8 +144,8 @@ class _Batches:
         self._in_flight, self._kv_tokens, self._idle, self._union = in_flight, kv_tokens, idle, union
         self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
 
-    def cheapest_worker(self, request: int, cost: StepCost) -> int:
-        """Return the free worker where the request adds the least decode time over all requests."""
+    def cheapest_row(self, request: int, cost: StepCost) -> int:
+        """Return the row of the free worker where the request adds the least decode time to all requests."""
         added_s, _ = cost.added_seconds(
             self._in_flight,
             self._kv_tokens[:, 0],
@@ -156,24 +156,24 @@ class _Batches:
         return int(np.where(self._free > 0, added_s, np.inf).argmin())
 
     def best_pair(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
-        """Return the (worker, request) with the fewest excess experts, if F is within `band` of the best.
+        """Return the (row, request) with the fewest excess experts, if F is within `band` of the best.
 
         Excess experts are those added beyond the minimum over all workers.
         """
-        free_workers = np.flatnonzero(self._free)
-        margins = self._kv_tokens.max(axis=0) - self._kv_tokens[free_workers]
+        free_rows = np.flatnonzero(self._free)
+        margins = self._kv_tokens.max(axis=0) - self._kv_tokens[free_rows]
         value = score(self._waiting_tokens.counted_tokens[requests], margins[:, None])
         added = self._added[:, requests]
-        excess = (added - added.min(axis=0))[free_workers]
+        excess = (added - added.min(axis=0))[free_rows]
         excess[value < value.max() - band] = np.inf
-        row, column = np.unravel_index(int(excess.argmin()), excess.shape)
-        return int(free_workers[row]), int(requests[column])
+        index, column = np.unravel_index(int(excess.argmin()), excess.shape)
+        return int(free_rows[index]), int(requests[column])
 
-    def admit(self, worker: int, request: int) -> None:
+    def admit(self, row: int, request: int) -> None:
         """Add the request to the worker's batch."""
-        self._free[worker] -= 1
-        self._in_flight[worker] += 1
-        self._kv_tokens[worker] += self._waiting_tokens.kv_tokens[request]
-        self._union[worker] += self._added[worker, request]
-        self._idle[worker] *= 1 - self._p[request]
-        self._added[worker] = self._idle[worker] @ self._p.T
+        self._free[row] -= 1
+        self._in_flight[row] += 1
+        self._kv_tokens[row] += self._waiting_tokens.kv_tokens[request]
+        self._union[row] += self._added[row, request]
+        self._idle[row] *= 1 - self._p[request]
+        self._added[row] = self._idle[row] @ self._p.T

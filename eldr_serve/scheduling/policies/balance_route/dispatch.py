@@ -9,7 +9,7 @@ from eldr_serve.scheduling.policies.balance_route.fscore import FScore, best_sub
 
 
 class FreeSlots:
-    """Free slots and projected loads of the workers during one dispatch.
+    """Free slots and projected loads of the available workers, one row each, during one dispatch.
 
     Args:
         free: int64[W], free slots; changed in place.
@@ -21,27 +21,27 @@ class FreeSlots:
         self._loads = loads
         self._envelope = loads.max(axis=0)
 
-    def choose_worker(self) -> int:
-        """Return the worker with the most free slots; the largest minimum margin breaks ties."""
+    def choose_row(self) -> int:
+        """Return the row of the worker with the most free slots; the largest minimum margin breaks ties."""
         most_free = np.flatnonzero(self.free == self.free.max())
         if len(most_free) == 1:
             return int(most_free[0])
         return int(most_free[(self._envelope - self._loads[most_free]).min(axis=1).argmax()])
 
-    def margins(self, worker: int) -> NDArray[np.float64]:
+    def margins(self, row: int) -> NDArray[np.float64]:
         """Return the KV tokens below the heaviest worker h steps ahead, float64[H+1]."""
-        margins: NDArray[np.float64] = self._envelope - self._loads[worker]
+        margins: NDArray[np.float64] = self._envelope - self._loads[row]
         return margins
 
-    def admit(self, worker: int, kv_tokens: NDArray[np.float64]) -> None:
+    def admit(self, row: int, kv_tokens: NDArray[np.float64]) -> None:
         """Add requests to a worker.
 
         Args:
             kv_tokens: float64[n, H+1], their KV tokens h steps ahead.
         """
-        self.free[worker] -= len(kv_tokens)
-        self._loads[worker] += kv_tokens.sum(axis=0)
-        np.maximum(self._envelope, self._loads[worker], out=self._envelope)
+        self.free[row] -= len(kv_tokens)
+        self._loads[row] += kv_tokens.sum(axis=0)
+        np.maximum(self._envelope, self._loads[row], out=self._envelope)
 
 
 class WaitingTokens:
@@ -86,20 +86,20 @@ def dispatch(
         overdue: number of leading requests that go before all others.
 
     Returns:
-        (request, worker), in the order of placing.
+        (request, row of its worker), in the order of placing.
     """
     assigned: list[tuple[int, int]] = []
     order = list(range(len(waiting_tokens.counted_tokens)))
     for waiting in (order[:overdue], order[overdue:]):
         while waiting and slots.free.any():
-            worker = slots.choose_worker()
+            row = slots.choose_row()
             # Stage 1, many free slots: one request. Stage 2: the best set that fits the worker's slots.
-            limit = 1 if slots.free.sum() > threshold else int(slots.free[worker])
+            limit = 1 if slots.free.sum() > threshold else int(slots.free[row])
             head = waiting[: lookahead if limit == 1 else candidates]
-            chosen = _best_set(waiting_tokens.counted_tokens[head], limit, score, slots.margins(worker))
+            chosen = _best_set(waiting_tokens.counted_tokens[head], limit, score, slots.margins(row))
             indices = [head[position] for position in chosen]
-            slots.admit(worker, waiting_tokens.kv_tokens[indices])
-            assigned += [(request, worker) for request in indices]
+            slots.admit(row, waiting_tokens.kv_tokens[indices])
+            assigned += [(request, row) for request in indices]
             for position in reversed(chosen):
                 del waiting[position]
     return assigned

@@ -46,11 +46,11 @@ class Forecast:
     def predictor_failures(self) -> int:
         return self._guard.failures
 
-    def on_assigned(self, request: PlacementRequest, worker: int) -> None:
+    def on_assigned(self, request: PlacementRequest, position: int) -> None:
         finished = self._running.remove(request.request_id) or self._finished.pop(request.request_id, None)
         self._running.add(
             request.request_id,
-            worker,
+            position,
             request.prompt_tokens,
             max_new_tokens=request.max_new_tokens,
             key=request.prompt_key,

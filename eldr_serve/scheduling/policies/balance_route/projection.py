@@ -47,7 +47,8 @@ class RunningRequests:
 
     # Columns: views, int64[n].
     @property
-    def worker(self) -> NDArray[np.int64]:
+    def position(self) -> NDArray[np.int64]:
+        """Return the positions of the workers."""
         return self._columns[0, : len(self)]
 
     @property
@@ -77,20 +78,20 @@ class RunningRequests:
     def add(
         self,
         request_id: str,
-        worker: int,
+        position: int,
         prompt_tokens: int,
         *,
         max_new_tokens: int,
         key: str | None,
         age: int = 0,
     ) -> None:
-        """Add a request to `worker`, with r = `horizon`; remove it from its previous worker."""
+        """Add a request to the worker at `position` with r = H; remove it from its previous worker."""
         self.remove(request_id)
         row = len(self.ids)
         if row == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
         last = max_new_tokens if max_new_tokens > 0 else _NEVER
-        self._columns[:, row] = (worker, prompt_tokens, age, last, -1, _NEVER)
+        self._columns[:, row] = (position, prompt_tokens, age, last, -1, _NEVER)
         self._row[request_id] = row
         self.ids.append(request_id)
         self.keys.append(key)
@@ -144,9 +145,9 @@ class RunningRequests:
             (float64[W, H+1], int64[W]); workers from `num_workers` on are left out.
         """
         steps = self.horizon + 1
-        # Histogram over (worker, r); cumulative sums from the far end count the requests that remain at h.
-        cell = self.worker * steps + self.remaining
-        inside = self.worker < num_workers
+        # Histogram over (position, r); cumulative sums from the far end count the requests that remain at h.
+        cell = self.position * steps + self.remaining
+        inside = self.position < num_workers
         cell, kv = cell[inside], (self.prompt_tokens + self.age)[inside]
         shape = (num_workers, steps)
         tokens = np.bincount(cell, kv, minlength=num_workers * steps).reshape(shape)

@@ -7,35 +7,35 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False)
-class QueuedCall:
-    """One call in the queue of a worker.
+class WaitingCall:
+    """One call to a worker that has not answered yet.
 
     Attributes:
-        due_s: time at which the worker is expected to have computed the call's prompt, on the queue's clock;
-            the call's time limit starts then.
+        expected_prefilled_s: time at which the worker is expected to have computed the call's prompt, on the
+            estimator's clock; the call's time limit starts then.
     """
 
     worker: str
     number: int
-    due_s: float
+    expected_prefilled_s: float
 
 
-class DueEstimator:
+class PrefilledTimeEstimator:
     """An estimator of when workers have computed the prompts of this process's calls, in order of arrival.
 
-    A call is due at its predicted time. Each answer to an earlier call shows that the worker makes progress,
-    and postpones the due times of later calls to that moment at least.
+    Each answer to an earlier call shows that the worker makes progress, and postpones the expected times of
+    later calls to that moment at least.
     """
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._number = 0
-        self._waiting: dict[str, dict[int, QueuedCall]] = {}
+        self._waiting: dict[str, dict[int, WaitingCall]] = {}
 
-    def enter(self, worker: str, expected_s: float = 0.0) -> QueuedCall:
+    def enter(self, worker: str, expected_s: float = 0.0) -> WaitingCall:
         """Add a call whose prompt is expected to be computed after `expected_s` seconds."""
         self._number += 1
-        call = QueuedCall(worker, self._number, self._clock() + expected_s)
+        call = WaitingCall(worker, self._number, self._clock() + expected_s)
         self._waiting.setdefault(worker, {})[call.number] = call
         return call
 
@@ -43,7 +43,7 @@ class DueEstimator:
         """Return the number of unanswered calls to a worker."""
         return len(self._waiting.get(worker, {}))
 
-    def leave(self, call: QueuedCall, *, answered: bool) -> None:
+    def leave(self, call: WaitingCall, *, answered: bool) -> None:
         """Remove a call; `answered` tells whether its worker has processed it. Ignore a removed call."""
         waiting = self._waiting.get(call.worker, {})
         if waiting.pop(call.number, None) is None:
@@ -55,4 +55,4 @@ class DueEstimator:
             for later in reversed(waiting.values()):
                 if later.number < call.number:
                     break
-                later.due_s = max(later.due_s, now)
+                later.expected_prefilled_s = max(later.expected_prefilled_s, now)
