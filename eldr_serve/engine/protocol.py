@@ -7,9 +7,10 @@ Array sizes: L MoE layers, E experts per layer, k experts per token, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -37,17 +38,17 @@ class Send(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class EngineRequest:
-    """A client's request on its way to an engine.
+class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A client's request on its way to an engine, and the header of all calls to engine servers.
 
     Attributes:
         method: "chat", "completions", "messages", "responses", or an endpoint that generates nothing
-            ("embeddings", ...).
+            ("embeddings", ...). Empty in calls that serve no request.
         body: JSON, as the client sent it; the engine validates it.
         id: identifier that the caller assigned to this call.
         headers: HTTP headers of the client's request.
-        kv: `Prefilled.kv`, if the prompt's KV blocks are to be read from another engine.
+        kv_transfer_params: `Prefilled.kv_transfer_params` without the expert counts, if the prompt's KV
+            blocks are to be read from another engine.
         token_ids: token ids of the prompt, uint32 bytes, if prefill has already computed them.
         cache_salt: prompts share cached prefixes only with prompts of the same salt, and the client's
             priority is ignored. If empty, the client's own salt and priority apply.
@@ -62,11 +63,11 @@ class EngineRequest:
         rank: data-parallel rank that generates the answer; None: any.
     """
 
-    method: str
-    body: bytes
+    method: str = ""
+    body: bytes = b""
     id: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    kv: dict[str, Any] | None = None
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    kv_transfer_params: dict[str, Any] | None = None
     token_ids: bytes = b""
     cache_salt: str = ""
     generated: bytes = b""
@@ -84,12 +85,12 @@ class Prefilled:
 
     Attributes:
         token_ids: uint32[T], without tokens that a lost engine had generated.
-        kv: location of the blocks, for `generate` of the other engine. Callers read only the entry
-            `calls.EXPERT_COUNTS`: the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
+        kv_transfer_params: location of the blocks, for `generate` of the other engine. Callers read only the
+            entry `calls.EXPERT_COUNTS`: the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
     """
 
     token_ids: NDArray[np.uint32]
-    kv: dict[str, Any]
+    kv_transfer_params: dict[str, Any]
 
 
 class Engine(Protocol):

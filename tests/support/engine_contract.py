@@ -91,7 +91,7 @@ def request(
         "completions",
         json.dumps(body).encode(),
         name,
-        kv=prefilled and prefilled.kv,
+        kv_transfer_params=prefilled and prefilled.kv_transfer_params,
         token_ids=ids,
         generated=generated,
         sampled=sampled,
@@ -110,8 +110,8 @@ async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) 
     prefilled = await subject.prefills.prefill(request("prefill"))
     assert prefilled.token_ids.dtype == np.uint32
     assert prefilled.token_ids.tolist() == subject.ids, prefilled.token_ids
-    assert prefilled.kv.keys() - {EXPERT_COUNTS}  # location of the blocks
-    _check_counts_of_prompt(subject, prefilled.kv[EXPERT_COUNTS], len(subject.ids))
+    assert prefilled.kv_transfer_params.keys() - {EXPERT_COUNTS}  # location of the blocks
+    _check_counts_of_prompt(subject, prefilled.kv_transfer_params[EXPERT_COUNTS], len(subject.ids))
     await subject.prefills.release("prefill")
 
 

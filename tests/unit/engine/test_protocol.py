@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
@@ -51,15 +52,17 @@ def test_a_calibration_engine_counts_prefill_and_decode_separately(routes: bool)
 class CountsOneTokenTooMany(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         prefilled = await super().prefill(request)
-        counts = unpack_counts(prefilled.kv[EXPERT_COUNTS])
+        counts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS])
         counts[:, 0] += TOP_K
-        return replace(prefilled, kv=prefilled.kv | {EXPERT_COUNTS: pack_counts(counts)})
+        params = prefilled.kv_transfer_params | {EXPERT_COUNTS: pack_counts(counts)}
+        return replace(prefilled, kv_transfer_params=params)
 
 
 class ReturnsNoBlocks(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         prefilled = await super().prefill(request)
-        return replace(prefilled, kv={EXPERT_COUNTS: prefilled.kv[EXPERT_COUNTS]})
+        counts = prefilled.kv_transfer_params[EXPERT_COUNTS]
+        return replace(prefilled, kv_transfer_params={EXPERT_COUNTS: counts})
 
 
 class ReportsOneLayerTooMany(FakeEngine):
@@ -88,17 +91,17 @@ class OmitsTheLastEvent(FakeEngine):
 
 class IgnoresGeneratedTokens(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        return await super().generate(replace(request, generated=b""), send)
+        return await super().generate(structs.replace(request, generated=b""), send)
 
 
 class PrefillsRefusedRequests(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        return await super().prefill(replace(request, body=b"{}"))
+        return await super().prefill(structs.replace(request, body=b"{}"))
 
 
 class SamplesEveryRequest(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        return await super().generate(replace(request, sampled=True), send)
+        return await super().generate(structs.replace(request, sampled=True), send)
 
 
 class CountsOneStepTooMany(FakeEngine):

@@ -144,7 +144,7 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
     assert isinstance(prefilled, Prefilled)
     assert (prefilled.token_ids.dtype, prefilled.token_ids.tolist()) == (np.uint32, [1, 2, 3])
-    assert prefilled.kv == {"handed": "over"}
+    assert prefilled.kv_transfer_params == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST] == "id"
     assert serving.seen[0].max_tokens == 50  # as decode gets it
 
@@ -206,7 +206,8 @@ async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[
     engine = vllm_engine(openai_serving_completion=serving, openai_serving_chat=serving)
     ids = np.array([5, 6], np.uint32).tobytes()
     body = json.dumps({"model": "m"} | fields).encode()
-    request = EngineRequest(method, body, "id", kv={"do_remote_prefill": True}, token_ids=ids)
+    params = {"do_remote_prefill": True}
+    request = EngineRequest(method, body, "id", kv_transfer_params=params, token_ids=ids)
     await engine.generate(request, lambda payload, tokens, ids=b"": sent.append((payload, tokens)))
     return sent
 
