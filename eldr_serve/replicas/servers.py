@@ -20,7 +20,14 @@ from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
 from eldr_serve.engine.calls import WARM, PrefillReply
 from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
-from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
+from eldr_serve.engine.protocol import (
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    Prefilled,
+    Send,
+    ServesRequests,
+)
 from eldr_serve.engine.report_fields import (
     ADDRESS,
     BLOCK_TOKENS,
@@ -48,6 +55,7 @@ from eldr_serve.scheduling.worker_names import worker_names
 logger = logging.getLogger(__name__)
 
 _REPORT_PERIOD_S = 1.0
+_NO_PREFIX_CACHE = (0, 0)  # in reports
 
 
 class EngineServer:
@@ -230,7 +238,8 @@ class DecodeServer(EngineServer):
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata of an EngineServer, and prefix block size, slots and ranks for ingresses."""
-        own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SLOTS: self._engine.slots()}
+        block_tokens, _ = self._engine.prefix_cache() or _NO_PREFIX_CACHE
+        own = {BLOCK_TOKENS: block_tokens, SLOTS: self._engine.slots() or 0}
         return await super().record_replica_metadata() | own | {RANKS: self._engine.ranks()}
 
     def report(self) -> dict[str, Any]:
@@ -296,7 +305,7 @@ class DecodeServer(EngineServer):
                 steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
                 changes = self._engine.take_prefix_changes(full=not cache_is_known)
                 self._queued, cache_is_known = await router.observe_steps.remote(
-                    steps, self._engine.prefix_cache(), changes
+                    steps, self._engine.prefix_cache() or _NO_PREFIX_CACHE, changes
                 )
                 sums = [StepSums()] * len(sums)
             except (ValueError, RayError) as error:  # the router is unavailable
@@ -333,7 +342,7 @@ def _is_from_client(request: EngineRequest) -> bool:
     return bool(request.id) and not request.id.startswith(WARM)
 
 
-def describe_error(error: Exception, engine: Engine) -> tuple[int, bytes]:
+def describe_error(error: Exception, engine: ServesRequests) -> tuple[int, bytes]:
     """Return the HTTP status and the response body for an exception of the engine."""
     if isinstance(error, CallFailedError):
         return error.status, error.body

@@ -180,8 +180,8 @@ async def a_prompt_may_be_released_twice_and_one_that_was_never_there(subject: S
 async def an_engine_says_how_full_it_is(subject: Subject) -> None:
     for engine in (subject.prefills, subject.generates):
         assert 0 <= engine.kv_usage() <= 1
-        block_tokens, capacity = engine.prefix_cache()
-        assert 0 < block_tokens <= capacity or (block_tokens, capacity) == (0, 0), (block_tokens, capacity)
+        sizes = engine.prefix_cache()  # tokens of a block, and of the cache
+        assert sizes is None or 0 < sizes[0] <= sizes[1], sizes
     sums = subject.generates.take_steps()
     assert sums.steps >= 0
     assert sums.seconds >= 0

@@ -259,8 +259,8 @@ class VllmEngine:
         usage = MEASUREMENTS.kv_usage
         return max([*usage.values()], default=0.0) if rank is None else usage.get(rank, 0.0)
 
-    def prefix_cache(self) -> tuple[int, int]:
-        """Return tokens per block, and tokens of a rank's KV cache."""
+    def prefix_cache(self) -> tuple[int, int] | None:
+        """Return tokens per block, and tokens of a rank's KV cache; None without prefix caching."""
         return prefix_cache(engine_client(self.server.engine).vllm_config)
 
     def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
