@@ -9,7 +9,7 @@ from eldr_serve.engine.calls import split_expert_counts
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.measured_counts import MeasuredCounts
-from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.prompt import PreparedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.scheduling import Lease

@@ -18,7 +18,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prepared_prompt import HeldPrompt, PreparedPrompt
+from eldr_serve.pipeline.prompt import HeldPrompt, PreparedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prepared_prompt import PreparedPrompt, QueuedPrompt
+from eldr_serve.pipeline.prompt import PreparedPrompt, QueuedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import needs_whole_engine
