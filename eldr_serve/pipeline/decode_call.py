@@ -9,7 +9,7 @@ from eldr_serve.engine.calls import split_expert_counts
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.measured_counts import MeasuredCounts
-from eldr_serve.pipeline.prompt import PreparedPrompt
+from eldr_serve.pipeline.prompt import Prompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.scheduling import Lease
@@ -28,9 +28,7 @@ class DecodeCall:
         ended: the engine no longer works on the call.
     """
 
-    def __init__(
-        self, services: Services, context: RequestContext, prompt: PreparedPrompt, lease: Lease
-    ) -> None:
+    def __init__(self, services: Services, context: RequestContext, prompt: Prompt, lease: Lease) -> None:
         self.worker = lease.worker
         self.call: Call | None = None
         self.begun = False

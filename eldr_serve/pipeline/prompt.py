@@ -14,8 +14,8 @@ from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.queues.prefill_queue import Ticket
 
 
-class PreparedPrompt:
-    """A prompt that the decode engine computes, and that holds no resources.
+class Prompt:
+    """The interface of a prompt before its decode call; its defaults are for a prompt without resources.
 
     Attributes:
         prefill_replica: the prefill replica that holds its blocks; "" if the decode engine computes it.
@@ -59,7 +59,11 @@ class PreparedPrompt:
         """
 
 
-class HeldPrompt(PreparedPrompt):
+class UncomputedPrompt(Prompt):
+    """A prompt that the decode engine computes, and that holds no resources."""
+
+
+class HeldPrompt(Prompt):
     """A prompt whose KV blocks a prefill replica holds for one decode call.
 
     When an engine has read the blocks, the prefill engine reuses them at once, so no second call may name
@@ -103,7 +107,7 @@ class HeldPrompt(PreparedPrompt):
             self._kv_release.release(self._request_id, self.prefill_replica, reader=reader)
 
 
-class QueuedPrompt(PreparedPrompt):
+class TicketedPrompt(Prompt):
     """A prompt that the decode engine computes, with a ticket for its prefill queue.
 
     Args:

@@ -18,7 +18,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt import HeldPrompt, PreparedPrompt
+from eldr_serve.pipeline.prompt import HeldPrompt, Prompt, UncomputedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
@@ -70,7 +70,7 @@ class SplitPrefill:
     async def tokenise(self, context: RequestContext) -> None:
         """Do nothing: the prefill engine tokenises the prompt."""
 
-    async def prepare(self, context: RequestContext) -> PreparedPrompt:
+    async def prepare(self, context: RequestContext) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 
         If prefill fails for an answer that has already begun, it continues on a decode engine that also
@@ -81,7 +81,7 @@ class SplitPrefill:
             PrefillFailedError: the engine is at fault.
             CallFailedError: the request is at fault.
         """
-        prompt = PreparedPrompt()
+        prompt: Prompt = UncomputedPrompt()
         if needs_whole_engine(context.request.method, context.request.fields) is None:
             try:
                 prompt = await self.prefill(context)
@@ -94,7 +94,7 @@ class SplitPrefill:
             await self._tokenizer.add_to(context)
         return prompt
 
-    async def prefill(self, context: RequestContext) -> PreparedPrompt:
+    async def prefill(self, context: RequestContext) -> Prompt:
         """Prefill the prompt; return it without prefill if a decode engine must compute it.
 
         Raises:
@@ -106,7 +106,7 @@ class SplitPrefill:
         replicas = await self._eligible_replicas(context, num_tokens)
         if not replicas:
             self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
-            return PreparedPrompt()
+            return UncomputedPrompt()
         replicas = [name for name in replicas if name not in context.late_replicas] or replicas
         in_flight = self._fleet.in_flight
         replica = choose_prefill(
