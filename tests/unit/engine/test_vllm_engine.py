@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from eldr_serve.engine.calls import EXPERT_COUNTS, REQUEST
 from eldr_serve.engine.protocol import EngineRequest, Prefilled
 from eldr_serve.engine.vllm.compat import serve_llm
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_sets
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_uses_attributes
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
@@ -339,7 +339,7 @@ def test_every_name_that_ray_reads_from_vllms_state_is_checked() -> None:
                 if name in init.__code__.co_names:
                     break
             else:
-                check_sets(serve_llm.init_pooling_state, name)
+                check_uses_attributes(serve_llm.init_pooling_state, name)
         except UnsupportedEngineError:
             wrong.add(name)
     assert wrong == {"openai_serving_tokenization"}
