@@ -1,4 +1,4 @@
-"""Warm-up requests for each prefill-decode pair, or each whole engine, before clients are served.
+"""Warm-up requests for each prefill-decode pair, or each whole replica, before clients are served.
 
 Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
 samplers, which blocks a decode engine for seconds: with log-probabilities, and with a batch of one and of
@@ -50,7 +50,7 @@ class Warmup:
 
     @property
     def pairs(self) -> int:
-        """Return the number of warm pairs or whole engines that are live."""
+        """Return the number of warm pairs or whole replicas that are live."""
         return len(self._warm.intersection(self._fleets.known_pairs()))
 
     @property
