@@ -6,6 +6,7 @@ Engines that are broken on purpose show that the checks find violations.
 from __future__ import annotations
 
 import asyncio
+import runpy
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from eldr_serve.engine import active_backend
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts, unpack_counts
+from eldr_serve.scheduling.types import PolicyError
 from tests.support import engine_contract
 from tests.support.engine_contract import CHECKS, Subject, run_check
 
@@ -44,6 +47,15 @@ def test_a_calibration_engine_counts_prefill_and_decode_separately(routes: bool)
     engine_contract.a_calibration_engine_counts_prefill_and_decode_separately(
         FakeCalibrationEngine(CONFIG), (3, 4), TOP_K, routes
     )
+
+
+def test_the_environment_selects_the_kind_of_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELDR_ENGINE_BACKEND", "eldr_serve.engine.fake:FakeTokenizer")
+    backend = runpy.run_path(active_backend.__file__)["BACKEND"]
+    assert type(backend).__name__ == "FakeTokenizer"
+    monkeypatch.setenv("ELDR_ENGINE_BACKEND", "nowhere")
+    with pytest.raises(PolicyError, match="ELDR_ENGINE_BACKEND 'nowhere' cannot be imported"):
+        runpy.run_path(active_backend.__file__)
 
 
 # -- broken engines --------------------------------------------------------------------------------------
