@@ -16,7 +16,7 @@ from eldr_serve.scheduling import Lease
 
 
 class DecodeCall:
-    """A context manager in which a decode engine is called.
+    """One call to a decode engine, used as a context manager.
 
     The request is in the queue of the leased engine until its first token. At the exit it leaves the queue,
     and a call that the engine may still work on is cancelled.
