@@ -85,11 +85,17 @@ class Channel(Peer):
         oldest = next(iter(self._calls.values()), None)
         return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
 
-    def call(self, method: str, header: dict[str, Any], body: bytes = b"", group: Hashable = None) -> Call:
+    def call(
+        self,
+        method: str,
+        header: msgspec.Struct | dict[str, Any],
+        body: bytes = b"",
+        group: Hashable = None,
+    ) -> Call:
         """Begin a call; raise ChannelLostError if the connection is closed.
 
         Args:
-            header: values that msgpack can encode.
+            header: values that msgpack can encode; the server's handler gets a dict.
             group: group in which the call is counted.
         """
         number = self._next_number()

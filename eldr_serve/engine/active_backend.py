@@ -1,11 +1,14 @@
-"""The kind of engine in use; no other module names one.
+"""The kind of engine in use: vLLM, or the class that ELDR_ENGINE_BACKEND names as `my_package.module:Class`.
 
 Every process may import this module: the engine software is imported only when a method needs it.
 """
 
 from __future__ import annotations
 
-from eldr_serve.engine.backend_protocol import EngineBackend
-from eldr_serve.engine.vllm.backend import VllmBackend
+import os
 
-BACKEND: EngineBackend = VllmBackend()
+from eldr_serve.engine.backend_protocol import EngineBackend
+from eldr_serve.scheduling.policies.loading import import_object
+
+_BACKEND_PATH = os.environ.get("ELDR_ENGINE_BACKEND", "eldr_serve.engine.vllm.backend:VllmBackend")
+BACKEND: EngineBackend = import_object(_BACKEND_PATH, f"ELDR_ENGINE_BACKEND {_BACKEND_PATH!r}")()

@@ -1,4 +1,4 @@
-"""Headers of calls to engines, readers of their replies, and the keys of `kv_transfer_params`.
+"""Readers of engines' replies, bodies of warm-up calls, and the keys of `kv_transfer_params`.
 
 Ingresses, replicas and engine cores share this module, which imports no engine software.
 """
@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +35,19 @@ _LAST_EVENTS = (b"event: message_stop\n", b"event: response.completed\n")
 _CREATED = re.compile(rb'"created":(\d+)')
 
 
-def transfer_params(request: Any) -> dict[str, Any]:
+class PrefillReply(msgspec.Struct, frozen=True):
+    """The reply to a prefill call, with the values of `protocol.Prefilled`.
+
+    Attributes:
+        token_ids: uint32[T] as bytes.
+        kv_transfer_params: see Prefilled.
+    """
+
+    token_ids: bytes
+    kv_transfer_params: dict[str, Any]
+
+
+def kv_transfer_params_of(request: Any) -> dict[str, Any]:
     """Return the request's `kv_transfer_params`; empty if they are missing or not a dict."""
     params = getattr(request, "kv_transfer_params", None)
     return params if isinstance(params, dict) else {}
@@ -51,70 +64,14 @@ def expert_counts_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
         return None
 
 
-def prefill_header(
-    method: str,
-    request_id: str,
-    headers: dict[str, str] | None = None,
-    cache_salt: str = "",
-    *,
-    generated: bytes = b"",
-) -> dict[str, Any]:
-    """Return the header of a prefill call.
+def split_expert_counts(params: dict[str, Any] | None) -> tuple[dict[str, Any], str]:
+    """Return `kv_transfer_params` without the packed expert counts, and these counts.
 
-    Args:
-        method: see EngineRequest.method.
-        request_id: identifier of the call.
-        headers: HTTP headers of the client's request.
-        cache_salt: see EngineRequest.cache_salt.
-        generated: uint32 ids of the part of the answer that a lost engine has generated.
+    A decode call sends the counts separately, since only the sample of a request needs them, and the engine's
+    core does not.
     """
-    return {
-        "method": method,
-        "id": request_id,
-        "headers": headers or {},
-        "cache_salt": cache_salt,
-        "generated": generated,
-    }
-
-
-def decode_header(
-    method: str,
-    request_id: str,
-    params: dict[str, Any] | None,
-    token_ids: bytes = b"",
-    headers: dict[str, str] | None = None,
-    cache_salt: str = "",
-    *,
-    generated: bytes = b"",
-    created: int | None = None,
-    domain: str | None = None,
-) -> dict[str, Any]:
-    """Return the header of a generate call.
-
-    Args:
-        method: see EngineRequest.method.
-        request_id: identifier of the call.
-        params, token_ids: `kv` and token ids that prefill returned. The expert counts in `params` are sent
-            separately, since only a sample of the request needs them, and not the engine's core.
-        headers: HTTP headers of the client's request.
-        cache_salt: see EngineRequest.cache_salt.
-        generated: uint32 ids after which the answer continues.
-        created: timestamp of the chunks that were already sent, in seconds since 1970.
-        domain: the client's label for the kind of request.
-    """
-    engine_params = {key: value for key, value in (params or {}).items() if key != EXPERT_COUNTS}
-    return {
-        "method": method,
-        "id": request_id,
-        "kv": engine_params,
-        "token_ids": token_ids,
-        "headers": headers or {},
-        "cache_salt": cache_salt,
-        "generated": generated,
-        "created": created,
-        "domain": domain or "",
-        "expert_counts": (params or {}).get(EXPERT_COUNTS) or "",
-    }
+    params = dict(params or {})
+    return params, params.pop(EXPERT_COUNTS, None) or ""
 
 
 def created_at(chunk: bytes) -> int | None:

@@ -36,7 +36,7 @@ class FakeConfig:
         prompt_tokens: number of tokens of every prompt.
         prefill_s: seconds that a prefill takes.
         step_s: seconds that a decode step takes; all streams get their tokens of a step together.
-        prefix_cache: tokens per block, and capacity of the KV cache in tokens.
+        prefix_cache: tokens per block, and capacity of the KV cache in tokens; None without a prefix cache.
         top_k: experts per token; a decode step uses the first k of each layer.
         ranks: number of data-parallel ranks, which behave alike.
     """
@@ -45,7 +45,7 @@ class FakeConfig:
     prompt_tokens: int = 8
     prefill_s: float = 0.0
     step_s: float = 0.001
-    prefix_cache: tuple[int, int] = (0, 0)
+    prefix_cache: tuple[int, int] | None = None
     top_k: int = 2
     ranks: int = 1
     deployment_config: dict[str, Any] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class InProcess:
         """Return 1: no data parallelism."""
         return 1
 
-    def slots(self) -> int:
-        """Return 0: unknown."""
-        return 0
+    def slots(self) -> int | None:
+        """Return None: unknown."""
+        return None
 
     def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
         """Return None: the blocks are not reported."""
@@ -170,7 +170,7 @@ class FakeEngine(InProcess):
         """Return 0: there is no KV cache."""
         return 0.0
 
-    def prefix_cache(self) -> tuple[int, int]:
+    def prefix_cache(self) -> tuple[int, int] | None:
         """Return tokens per block, and tokens of the KV cache, as configured."""
         return self._config.prefix_cache
 

@@ -7,9 +7,10 @@ Array sizes: L MoE layers, E experts per layer, k experts per token, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -37,17 +38,17 @@ class Send(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class EngineRequest:
-    """A client's request on its way to an engine.
+class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A client's request on its way to an engine, and the header of all calls to engine servers.
 
     Attributes:
         method: "chat", "completions", "messages", "responses", or an endpoint that generates nothing
-            ("embeddings", ...).
+            ("embeddings", ...). Empty in calls that serve no request.
         body: JSON, as the client sent it; the engine validates it.
         id: identifier that the caller assigned to this call.
         headers: HTTP headers of the client's request.
-        kv: `Prefilled.kv`, if the prompt's KV blocks are to be read from another engine.
+        kv_transfer_params: `Prefilled.kv_transfer_params` without the expert counts, if the prompt's KV
+            blocks are to be read from another engine.
         token_ids: token ids of the prompt, uint32 bytes, if prefill has already computed them.
         cache_salt: prompts share cached prefixes only with prompts of the same salt, and the client's
             priority is ignored. If empty, the client's own salt and priority apply.
@@ -62,11 +63,11 @@ class EngineRequest:
         rank: data-parallel rank that generates the answer; None: any.
     """
 
-    method: str
-    body: bytes
+    method: str = ""
+    body: bytes = b""
     id: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    kv: dict[str, Any] | None = None
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    kv_transfer_params: dict[str, Any] | None = None
     token_ids: bytes = b""
     cache_salt: str = ""
     generated: bytes = b""
@@ -84,23 +85,20 @@ class Prefilled:
 
     Attributes:
         token_ids: uint32[T], without tokens that a lost engine had generated.
-        kv: location of the blocks, for `generate` of the other engine. Callers read only the entry
-            `calls.EXPERT_COUNTS`: the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
+        kv_transfer_params: location of the blocks, for `generate` of the other engine. Callers read only the
+            entry `calls.EXPERT_COUNTS`: the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
     """
 
     token_ids: NDArray[np.uint32]
-    kv: dict[str, Any]
+    kv_transfer_params: dict[str, Any]
 
 
-class Engine(Protocol):
-    """A running engine in this process, for one replica of a deployment.
+class ServesRequests(Protocol):
+    """The part of an engine that computes prompts and answers.
 
-    Its owner is an engine server (`eldr_serve.replicas.servers`). A method that refuses a request raises
-    RequestRefusedError, or CallFailedError with the response body.
+    A method that refuses a request raises RequestRefusedError, or CallFailedError with the response body.
     `status_of` maps all other errors to an HTTP status. Cancelling a call ends the request in the engine.
     """
-
-    # -- requests ------------------------------------------------------------------------------------
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Compute the prompt and hold its KV blocks until they are read or released, or their lease ends.
@@ -146,15 +144,15 @@ class Engine(Protocol):
             request_id: EngineRequest.id of the `prefill` call.
         """
 
-    # -- errors of requests --------------------------------------------------------------------------
-
     def status_of(self, error: Exception) -> int:
         """Return the HTTP status of an error that a method raised: below 500 if the request is at fault."""
 
     def parameter_of(self, error: Exception) -> str | None:
         """Return the field of the request that is at fault; None if no single field is."""
 
-    # -- sizes ---------------------------------------------------------------------------------------
+
+class HasSizes(Protocol):
+    """The part of an engine that returns its sizes, which do not change."""
 
     async def measure_shape(self) -> tuple[int, int]:
         """Prefill a test prompt and return the shape (L, E) of its counts.
@@ -166,19 +164,21 @@ class Engine(Protocol):
     def ranks(self) -> int:
         """Return the number of data-parallel ranks, each with its own requests and KV cache; 1 without."""
 
-    def slots(self) -> int:
-        """Return the number of requests that one step of a rank can serve; further requests wait.
+    def slots(self) -> int | None:
+        """Return the number of requests that one step of a rank can serve; None if it is unknown.
 
-        0 means that the number is unknown.
+        Further requests wait.
         """
 
-    def prefix_cache(self) -> tuple[int, int]:
+    def prefix_cache(self) -> tuple[int, int] | None:
         """Return tokens per block of a rank's prefix cache, and the capacity of its KV cache in tokens.
 
-        An engine without a prefix cache returns (0, 0).
+        Return None without a prefix cache.
         """
 
-    # -- measurements --------------------------------------------------------------------------------
+
+class TakesMeasurements(Protocol):
+    """The part of an engine that measures its load, its steps and the experts of its requests."""
 
     def kv_usage(self, rank: int | None = None) -> float:
         """Return the share of KV blocks in use after the newest step, 0 to 1.
@@ -206,7 +206,9 @@ class Engine(Protocol):
         after at least one decode step. The engine keeps at most MAX_SAMPLES and drops the oldest.
         """
 
-    # -- experts of expert-parallel ranks ------------------------------------------------------------
+
+class MovesExperts(Protocol):
+    """The part of an engine that moves experts between its expert-parallel ranks."""
 
     async def place_experts(
         self, placement: ExpertPlacement, load: ArrayLike | None = None
@@ -239,7 +241,9 @@ class Engine(Protocol):
             (the most that a swap uses in addition), and `bytes_received` since the start.
         """
 
-    # -- life cycle ----------------------------------------------------------------------------------
+
+class HasLifeCycle(Protocol):
+    """The part of an engine that is watched and stopped."""
 
     async def ping(self) -> None:
         """Return when the engine's core has answered, which it does between two steps and when idle.
@@ -252,6 +256,13 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Stop the engine; no other method is called afterwards."""
+
+
+class Engine(ServesRequests, HasSizes, TakesMeasurements, MovesExperts, HasLifeCycle, Protocol):
+    """A running engine in this process, for one replica of a deployment.
+
+    Its owner is an engine server (`eldr_serve.replicas.servers`).
+    """
 
 
 class EngineConfig(Protocol):

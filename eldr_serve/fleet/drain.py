@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.engine.methods import DRAIN
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_message
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.scheduling.worker_names import replica_of
@@ -45,7 +46,7 @@ async def drain(decode: Fleet, body: bytes) -> dict[str, Any]:
     if not decode.is_connected(name):
         raise BadRequestError(f"there is no decode replica {name!r}: `eldr status` shows their names")
     try:
-        call = decode.call(name, DRAIN, {})
+        call = decode.call(name, DRAIN, EngineRequest())
         try:
             chunk = await call.read()
         finally:

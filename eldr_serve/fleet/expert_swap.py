@@ -9,6 +9,7 @@ import msgspec
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.engine.methods import PLACE_EXPERTS, ExpertsChange
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError, one_line_message
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.scheduling.worker_names import replica_of
@@ -45,7 +46,7 @@ async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
 
 
 async def _place_on(decode: Fleet, name: str, body: bytes) -> Any:
-    call = decode.call(name, PLACE_EXPERTS, {}, body)
+    call = decode.call(name, PLACE_EXPERTS, EngineRequest(body=body))
     try:
         chunk = await call.read()
     finally:

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from eldr_serve.channel import Call, Channel, ChannelLostError
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.methods import SLOT_METHODS
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import ADDRESS
 from eldr_serve.fleet.directory import ReplicaDirectory, workers_of
 from eldr_serve.fleet.waiters import Waiters
@@ -18,7 +21,6 @@ from eldr_serve.scheduling.worker_names import rank_of, replica_of
 
 logger = logging.getLogger(__name__)
 
-RANK = "rank"  # field of a call's header, see EngineRequest
 _RETRY_S, _MAX_RETRY_S = 0.5, 5.0  # time to the next try to connect; it doubles with each failure
 _GATHER_S = 0.05  # reports that arrive within this time are processed together
 
@@ -105,17 +107,16 @@ class Fleet:
         """Return whether there is a channel to a replica, which may take no further calls."""
         return name in self._channels
 
-    def call(self, worker: str, method: str, header: Mapping[str, Any], body: bytes = b"") -> Call:
+    def call(self, worker: str, method: str, request: EngineRequest) -> Call:
         """Start a call; raise ChannelLostError if there is no channel to the worker's replica.
 
-        The header of a call to a data-parallel rank names the rank (see EngineRequest.rank).
+        A call to a data-parallel rank names the rank (see EngineRequest.rank).
         """
         replica, rank = replica_of(worker), rank_of(worker)
         channel = self._channels.get(replica)
         if channel is None:
             raise ChannelLostError(f"there is no channel to {replica}")
-        fields = dict(header) if rank is None else {**header, RANK: rank}
-        return channel.call(method, fields, body, rank)
+        return channel.call(method, msgspec.structs.replace(request, rank=rank), group=rank)
 
     def _follow_directory(self) -> None:
         metadata = self.directory.metadata

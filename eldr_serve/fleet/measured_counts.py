@@ -1,4 +1,4 @@
-"""Expert counts that a whole engine returns once it has prefilled a prompt, while it decodes."""
+"""Expert counts that a whole replica returns once it has prefilled a prompt, while it decodes."""
 
 from __future__ import annotations
 

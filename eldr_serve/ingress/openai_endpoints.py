@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from eldr_serve.engine.calls import STEERING_HEADERS
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_message
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
@@ -135,8 +136,8 @@ class OpenAIEndpoints:
             prompt_tokens = len(body) // _BYTES_PER_TOKEN
             reservation.reserve(prompt_tokens)
             reservation.used = lambda: prompt_tokens
-        header = {"headers": _headers_for_engines(request), "cache_salt": salt}
-        return Response(await self._path.forward(method, header, body), media_type="application/json")
+        engine_request = EngineRequest(method, body, headers=_headers_for_engines(request), cache_salt=salt)
+        return Response(await self._path.forward(engine_request), media_type="application/json")
 
     async def models(self, request: HTTPRequest) -> Response:
         """Return the served model as a list in OpenAI's format."""

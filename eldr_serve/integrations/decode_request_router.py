@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from eldr_serve.engine.calls import REPLICA, expert_counts_of, transfer_params
+from eldr_serve.engine.calls import REPLICA, expert_counts_of, kv_transfer_params_of
 from eldr_serve.fleet.replica_publisher import ReplicaPublisher
 from eldr_serve.request import domain_of, max_new_tokens
 from eldr_serve.router.actor import connect
@@ -111,7 +111,7 @@ class DecodeRequestRouter(ReplicaPublisher):
         if pending.metadata.internal_request_id in self._lost:
             logger.warning("a call is retried; the decode engine computes its prompt")
             request.kv_transfer_params = None
-        params = transfer_params(request)
+        params = kv_transfer_params_of(request)
         replica = _named_replica(candidates, params)
         if replica is None and params:
             replica = await self._lease(candidates, pending, params)

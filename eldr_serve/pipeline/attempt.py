@@ -16,7 +16,7 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.pipeline.decode_call import DecodeCall
 from eldr_serve.pipeline.failures import DecodeFailedError
-from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.prompt import Prompt, UncomputedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
@@ -34,7 +34,7 @@ class Attempt:
     def __init__(self, services: Services, context: RequestContext) -> None:
         self._services = services
         self._context = context
-        self._prompt = PreparedPrompt()
+        self._prompt: Prompt = UncomputedPrompt()
         self._call: Call | None = None
 
     async def run(self) -> AsyncGenerator[bytes, None]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError, Chunk
-from eldr_serve.engine.calls import decode_header
+from eldr_serve.engine.calls import split_expert_counts
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.measured_counts import MeasuredCounts
-from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.prompt import Prompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.scheduling import Lease
 
 
 class DecodeCall:
-    """A context manager in which a decode engine is called.
+    """One call to a decode engine, used as a context manager.
 
     The request is in the queue of the leased engine until its first token. At the exit it leaves the queue,
     and a call that the engine may still work on is cancelled.
@@ -28,9 +28,7 @@ class DecodeCall:
         ended: the engine no longer works on the call.
     """
 
-    def __init__(
-        self, services: Services, context: RequestContext, prompt: PreparedPrompt, lease: Lease
-    ) -> None:
+    def __init__(self, services: Services, context: RequestContext, prompt: Prompt, lease: Lease) -> None:
         self.worker = lease.worker
         self.call: Call | None = None
         self.begun = False
@@ -41,8 +39,8 @@ class DecodeCall:
         self._measured: MeasuredCounts | None = None
 
     def __enter__(self) -> DecodeCall:
-        self._header = self._make_header()
-        self._prompt.enter(self.worker, self._header)
+        self._engine_request = self._make_engine_request()
+        self._prompt.enter(self.worker)
         self._queued = self._services.decode_starts.enter(self.worker, self._prompt.remaining_s)
         return self
 
@@ -58,9 +56,10 @@ class DecodeCall:
         services = self._services
         request = self._context.request
         self._measured = self._measure_counts()
-        self.call = services.fleets.decode.call(self.worker, "generate", self._header, request.body)
+        self.call = services.fleets.decode.call(self.worker, "generate", self._engine_request)
         self.call.on_overflow = self._context.on_overflow
-        if request.fields.stream or self._prompt.kv_params is not None:  # others answer only as a whole
+        # Without a stream, an engine that also prefills sends nothing before its whole answer.
+        if request.fields.stream or self._prompt.kv_transfer_params is not None:
             options = services.options
             since = partial(services.decode_starts.postpone_if_full, self._queued)
             self.call.expect(options.first_token_timeout_s, options.next_token_timeout_s, since=since)
@@ -86,19 +85,23 @@ class DecodeCall:
             self._prompt.on_first_token()
         return chunk
 
-    def _make_header(self) -> dict[str, Any]:
+    def _make_engine_request(self) -> EngineRequest:
         context = self._context
         request, prefilled_ids = context.request, context.prefilled_ids
-        return decode_header(
+        params, expert_counts = split_expert_counts(self._prompt.kv_transfer_params)
+        return EngineRequest(
             request.method,
+            request.body,
             context.request_id,
-            self._prompt.kv_params,
-            b"" if prefilled_ids is None else prefilled_ids.tobytes(),
-            request.headers,
-            request.cache_salt,
+            headers=request.headers,
+            kv_transfer_params=params,
+            token_ids=b"" if prefilled_ids is None else prefilled_ids.tobytes(),
+            cache_salt=request.cache_salt,
             generated=bytes(context.answer.encoded_ids),
             created=context.answer.created,
-            domain=request.domain,
+            prompt_tokens=self._prompt.tokens_to_compute,
+            domain=request.domain or "",
+            expert_counts=expert_counts,
         )
 
     def _measure_counts(self) -> MeasuredCounts | None:
@@ -109,6 +112,5 @@ class DecodeCall:
         if prompt_ids is None or self._context.answer.num_tokens:
             return None
         set_counts = partial(services.router.set_measured_counts, request_id, prompt_ids)
-        return MeasuredCounts(
-            services.fleets.decode.call(self.worker, WAIT_FOR_COUNTS, {"id": request_id}), set_counts
-        )
+        request = EngineRequest(id=request_id)
+        return MeasuredCounts(services.fleets.decode.call(self.worker, WAIT_FOR_COUNTS, request), set_counts)

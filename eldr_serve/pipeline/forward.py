@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from eldr_serve.channel import CallTimeoutError
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import OverloadedError
 from eldr_serve.pipeline.services import Services
 
 
-async def forward(services: Services, method: str, header: Mapping[str, Any], body: bytes) -> bytes:
+async def forward(services: Services, request: EngineRequest) -> bytes:
     """Return the answer of the least loaded decode engine that is not ejected.
 
     Raises:
@@ -24,7 +23,7 @@ async def forward(services: Services, method: str, header: Mapping[str, Any], bo
         raise OverloadedError("no decode replica can be reached")
     worker = min(services.outliers.usable_names, key=lambda name: (in_flight[name], random.random()))
     timeout_s = services.options.first_token_timeout_s
-    call = fleet.call(worker, method, header, body)
+    call = fleet.call(worker, request.method, request)
     call.expect(timeout_s, timeout_s)  # from now: the call needs no slot, so it waits for no other request
     try:
         answer = await call.read()

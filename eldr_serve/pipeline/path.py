@@ -6,12 +6,12 @@ generated so far (see continuation.py for the engine's part).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import error_event
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError
 from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.pipeline.attempt import Attempt
@@ -62,9 +62,9 @@ class RequestPath:
             context.record.error = "engine_lost"
             yield error_event("engine_lost", _LOST_BECAUSE, context.request.method)
 
-    async def forward(self, method: str, header: Mapping[str, Any], body: bytes) -> bytes:
+    async def forward(self, request: EngineRequest) -> bytes:
         """Return a decode engine's answer to a request that generates nothing; see forward.forward."""
-        return await forward(self._services, method, header, body)
+        return await forward(self._services, request)
 
     def _may_retry(self, context: RequestContext, failure: PrefillFailedError | DecodeFailedError) -> bool:
         """Record the failure of an attempt; return whether another attempt may follow."""

@@ -14,7 +14,7 @@ from eldr_serve.pipeline.latency_admission import LatencyAdmission
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prepared_prompt import PreparedPrompt
+from eldr_serve.pipeline.prompt import Prompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.retry_limiter import RetryLimiter
@@ -30,7 +30,7 @@ class Prefill(Protocol):
     async def tokenise(self, context: RequestContext) -> None:
         """Tokenise the prompt for its admission, if no prefill engine will tokenise it."""
 
-    async def prepare(self, context: RequestContext) -> PreparedPrompt:
+    async def prepare(self, context: RequestContext) -> Prompt:
         """Return the prompt, ready for placement."""
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
-from eldr_serve.engine.calls import prefill_header
+from eldr_serve.engine.calls import PrefillReply
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
@@ -18,7 +18,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prepared_prompt import HeldPrompt, PreparedPrompt
+from eldr_serve.pipeline.prompt import HeldPrompt, Prompt, UncomputedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
@@ -28,12 +28,12 @@ from eldr_serve.request import needs_whole_engine, prompt_head
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
-async def read_prefill_reply(call: Call) -> Any:
-    """Return the reply to a prefill call, `token_ids` and `kv`; raise CallFailedError without one."""
+async def read_prefill_reply(call: Call) -> PrefillReply:
+    """Return the reply to a prefill call; raise CallFailedError without one."""
     chunk = await call.read()
     if chunk is None:
         raise CallFailedError(500, b"the answer was empty")
-    return msgspec.msgpack.decode(chunk.payload)
+    return msgspec.msgpack.decode(chunk.payload, type=PrefillReply)
 
 
 class SplitPrefill:
@@ -70,7 +70,7 @@ class SplitPrefill:
     async def tokenise(self, context: RequestContext) -> None:
         """Do nothing: the prefill engine tokenises the prompt."""
 
-    async def prepare(self, context: RequestContext) -> PreparedPrompt:
+    async def prepare(self, context: RequestContext) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 
         If prefill fails for an answer that has already begun, it continues on a decode engine that also
@@ -81,7 +81,7 @@ class SplitPrefill:
             PrefillFailedError: the engine is at fault.
             CallFailedError: the request is at fault.
         """
-        prompt = PreparedPrompt()
+        prompt: Prompt = UncomputedPrompt()
         if needs_whole_engine(context.request.method, context.request.fields) is None:
             try:
                 prompt = await self.prefill(context)
@@ -94,7 +94,7 @@ class SplitPrefill:
             await self._tokenizer.add_to(context)
         return prompt
 
-    async def prefill(self, context: RequestContext) -> PreparedPrompt:
+    async def prefill(self, context: RequestContext) -> Prompt:
         """Prefill the prompt; return it without prefill if a decode engine must compute it.
 
         Raises:
@@ -106,7 +106,7 @@ class SplitPrefill:
         replicas = await self._eligible_replicas(context, num_tokens)
         if not replicas:
             self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
-            return PreparedPrompt()
+            return UncomputedPrompt()
         replicas = [name for name in replicas if name not in context.late_replicas] or replicas
         in_flight = self._fleet.in_flight
         replica = choose_prefill(
@@ -129,19 +129,20 @@ class SplitPrefill:
         context.num_prefills += 1
         call: Call | None = None
         try:
-            header = prefill_header(
+            engine_request = EngineRequest(
                 request.method,
+                request.body,
                 request_id,
-                request.headers,
-                request.cache_salt,
+                headers=request.headers,
+                cache_salt=request.cache_salt,
                 generated=bytes(context.answer.encoded_ids),
+                prompt_tokens=ticket.num_tokens,
             )
-            header["prompt_tokens"] = ticket.num_tokens
             with context.record.stage("prefill", replica) as stage:
-                call = self._fleet.call(replica, "prefill", header, request.body)
+                call = self._fleet.call(replica, "prefill", engine_request)
                 timeout_s = self._options.prefill_timeout_s
                 call.expect(timeout_s, timeout_s, since=lambda: waiting_call.expected_prefilled_s)
-                result = await read_prefill_reply(call)
+                reply = await read_prefill_reply(call)
         except CallFailedError as error:
             if error.status < 500:
                 raise
@@ -159,7 +160,7 @@ class SplitPrefill:
             self._outliers.record_failure(replica, error)
             raise PrefillFailedError(replica, "took too long") from error
         self._outliers.record_success(replica)
-        context.prefilled_ids = prompt_ids = np.frombuffer(result["token_ids"], np.uint32)
+        context.prefilled_ids = prompt_ids = np.frombuffer(reply.token_ids, np.uint32)
         self._admission.finish(ticket, len(prompt_ids) + context.answer.num_ids)
         self._admission.learn_size(context, len(prompt_ids))
         self._counters.count(IngressEvent.PREFILLS)
@@ -167,7 +168,7 @@ class SplitPrefill:
         return HeldPrompt(
             request_id,
             replica,
-            kv_params=result["kv"],
+            kv_transfer_params=reply.kv_transfer_params,
             prefilled_at_s=stage.ended_s,
             kv_release=self._kv_release,
         )

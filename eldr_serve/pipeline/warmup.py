@@ -1,4 +1,4 @@
-"""Warm-up requests for each prefill-decode pair, or each whole engine, before clients are served.
+"""Warm-up requests for each prefill-decode pair, or each whole replica, before clients are served.
 
 Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
 samplers, which blocks a decode engine for seconds: with log-probabilities, and with a batch of one and of
@@ -17,8 +17,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
-from eldr_serve.engine.calls import WARM, decode_header, expert_counts_of, prefill_header, warm_up_body
+from eldr_serve.engine.calls import WARM, expert_counts_of, split_expert_counts, warm_up_body
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.measured_counts import MeasuredCounts
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
@@ -49,7 +50,7 @@ class Warmup:
 
     @property
     def pairs(self) -> int:
-        """Return the number of warm pairs or whole engines that are live."""
+        """Return the number of warm pairs or whole replicas that are live."""
         return len(self._warm.intersection(self._fleets.known_pairs()))
 
     @property
@@ -101,24 +102,23 @@ class Warmup:
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
-        body = warm_up_body(self._model_id)
-        header = prefill_header("completions", f"{request_id}-p")
-        call = self._fleets.prefill.call(prefill, "prefill", header, body)
+        request = EngineRequest("completions", warm_up_body(self._model_id), f"{request_id}-p")
+        call = self._fleets.prefill.call(prefill, "prefill", request)
         reader: Call | None = None
         holds_blocks = True
         try:
             prompt = await read_prefill_reply(call)
-            counts = expert_counts_of(prompt["kv"])
+            counts = expert_counts_of(prompt.kv_transfer_params)
             if counts is None:
                 logger.warning("prefill replica %s sends no expert counts, its pairs are not warmed", prefill)
                 return
-            reader = self._generate(decode, f"{request_id}-d", prompt["kv"])
+            reader = self._generate(decode, f"{request_id}-d", prompt.kv_transfer_params)
             await _read(reader)
             holds_blocks = False
         finally:
             call.cancel()  # has no effect on a call that has ended
             if holds_blocks:
-                self._kv_release.release(header["id"], prefill, reader=reader)
+                self._kv_release.release(request.id, prefill, reader=reader)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
         self._warm.add((prefill, decode))
         await self._router.expect_counts(*counts.shape)
@@ -126,7 +126,7 @@ class Warmup:
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
-        call = self._fleets.decode.call(decode, WAIT_FOR_COUNTS, {"id": request_id})
+        call = self._fleets.decode.call(decode, WAIT_FOR_COUNTS, EngineRequest(id=request_id))
         measured_counts = MeasuredCounts(call, lambda counts, tokens: shapes.append(counts.shape))
         try:
             await _read(self._generate(decode, request_id))
@@ -143,8 +143,10 @@ class Warmup:
     def _generate(
         self, decode: str, request_id: str, params: dict[str, Any] | None = None, *, answers: int = 1
     ) -> Call:
-        header = decode_header("completions", request_id, params)
-        return self._fleets.decode.call(decode, "generate", header, warm_up_body(self._model_id, answers))
+        body = warm_up_body(self._model_id, answers)
+        engine_params, _ = split_expert_counts(params)
+        request = EngineRequest("completions", body, request_id, kv_transfer_params=engine_params)
+        return self._fleets.decode.call(decode, "generate", request)
 
 
 async def _read(call: Call) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prepared_prompt import PreparedPrompt, QueuedPrompt
+from eldr_serve.pipeline.prompt import Prompt, TicketedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import needs_whole_engine
@@ -30,7 +30,7 @@ class WholePrefill:
         if self._tokenizer is not None:
             await self._tokenizer.add_to(context)
 
-    async def prepare(self, context: RequestContext) -> PreparedPrompt:
+    async def prepare(self, context: RequestContext) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
         If an answer arrives only as a whole, it does not show when its prompt has been computed. Such
@@ -48,4 +48,4 @@ class WholePrefill:
             if not context.is_retry:
                 await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
         ticket = self._queues.enter(None, num_tokens, context.retry_key)
-        return QueuedPrompt(ticket, self._admission, context.prompt_ids, context.answer.num_ids)
+        return TicketedPrompt(ticket, self._admission, context.prompt_ids, context.answer.num_ids)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 
 from eldr_serve.channel import ChannelServer
-from eldr_serve.engine.protocol import Engine
+from eldr_serve.engine.protocol import HasLifeCycle
 from eldr_serve.errors import one_line_message
 from eldr_serve.metrics import REPLICA
 from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
@@ -52,7 +52,7 @@ class EngineWatch:
         lost_reason: the reason why the engine is not called now, or None.
     """
 
-    def __init__(self, engine: Engine, channel: ChannelServer, role: str, timeout_s: float) -> None:
+    def __init__(self, engine: HasLifeCycle, channel: ChannelServer, role: str, timeout_s: float) -> None:
         self._engine = engine
         self._channel = channel
         self._role = role

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from eldr_serve.engine.methods import ExpertsChange
-from eldr_serve.engine.protocol import Engine
+from eldr_serve.engine.protocol import MovesExperts
 
 
-async def place_experts(engine: Engine, body: bytes) -> bytes:
+async def place_experts(engine: MovesExperts, body: bytes) -> bytes:
     """Apply the placement of the body to the engine; return the cost of the swap, as msgpack."""
     change, placement = ExpertsChange.parse(body)
     load = placement.expected_tokens if change.load is None else change.load

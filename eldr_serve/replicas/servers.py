@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,9 +18,16 @@ from ray.exceptions import ActorDiedError, RayError
 from eldr_serve.channel import CallFailedError, Reply
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, open_channel
-from eldr_serve.engine.calls import WARM
+from eldr_serve.engine.calls import WARM, PrefillReply
 from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
-from eldr_serve.engine.protocol import Engine, EngineConfig, EngineRequest, Prefilled, Send
+from eldr_serve.engine.protocol import (
+    Engine,
+    EngineConfig,
+    EngineRequest,
+    Prefilled,
+    Send,
+    ServesRequests,
+)
 from eldr_serve.engine.report_fields import (
     ADDRESS,
     BLOCK_TOKENS,
@@ -48,6 +55,7 @@ from eldr_serve.scheduling.worker_names import worker_names
 logger = logging.getLogger(__name__)
 
 _REPORT_PERIOD_S = 1.0
+_NO_PREFIX_CACHE = (0, 0)  # in reports
 
 
 class EngineServer:
@@ -88,18 +96,19 @@ class EngineServer:
         self._engine_watch = EngineWatch(self._engine, self._channel, self._role, stall_timeout_s)
         self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
 
-    async def _on_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+    async def _on_call(self, method: str, header: dict[str, Any], _body: bytes, reply: Reply) -> None:
         """Handle a call, and record that the engine has answered a client."""
-        await self.handle_call(method, header, body, reply)
+        request = msgspec.convert(header, EngineRequest)
+        await self.handle_call(method, request, reply)
         if not self._engine_watch.has_answered and method in ("prefill", "generate"):
-            self._engine_watch.has_answered = not header.get("id", WARM).startswith(WARM)
+            self._engine_watch.has_answered = _is_from_client(request)
 
-    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+    async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
         """Handle a call of an ingress replica."""
         if method == "generate":
-            reply.engine_report = await self.generate(EngineRequest(body=body, **header), reply.send)
+            reply.engine_report = await self.generate(request, reply.send)
         else:
-            await self._engine.serve_endpoint(EngineRequest(method, body, **header), reply.send)
+            await self._engine.serve_endpoint(request, reply.send)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send the engine's answer; return its report on the call."""
@@ -169,19 +178,16 @@ class PrefillServer(EngineServer):
         layers, experts = await self._engine.measure_shape()
         logger.info("the engine counts %d experts in each of %d layers", experts, layers)
 
-    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
-        """Handle the calls of an EngineServer, `prefill` and `release`.
-
-        The reply to `prefill` is msgpack: `token_ids` (uint32 bytes), `kv` (see protocol.Prefilled).
-        """
+    async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
+        """Handle the calls of an EngineServer, `prefill` (the reply is a PrefillReply) and `release`."""
         if method == "prefill":
-            prefilled = await self._prefill(EngineRequest(body=body, **header))
-            fields = {"token_ids": prefilled.token_ids.tobytes(), "kv": prefilled.kv}
-            reply.send(msgspec.msgpack.encode(fields), 1)
+            prefilled = await self._prefill(request)
+            values = PrefillReply(prefilled.token_ids.tobytes(), prefilled.kv_transfer_params)
+            reply.send(msgspec.msgpack.encode(values), 1)
         elif method == "release":
-            await self._engine.release(header["id"])
+            await self._engine.release(request.id)
         else:
-            await super().handle_call(method, header, body, reply)
+            await super().handle_call(method, request, reply)
 
     async def _prefill(self, request: EngineRequest) -> Prefilled:
         """Compute a prompt and measure its throughput."""
@@ -232,7 +238,8 @@ class DecodeServer(EngineServer):
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata of an EngineServer, and prefix block size, slots and ranks for ingresses."""
-        own = {BLOCK_TOKENS: self._engine.prefix_cache()[0], SLOTS: self._engine.slots()}
+        block_tokens, _ = self._engine.prefix_cache() or _NO_PREFIX_CACHE
+        own = {BLOCK_TOKENS: block_tokens, SLOTS: self._engine.slots() or 0}
         return await super().record_replica_metadata() | own | {RANKS: self._engine.ranks()}
 
     def report(self) -> dict[str, Any]:
@@ -248,17 +255,17 @@ class DecodeServer(EngineServer):
             ]
         }
 
-    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+    async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
         """Handle the calls of an EngineServer and the calls for counts, placements and draining."""
         if method == WAIT_FOR_COUNTS:
-            reply.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(header["id"])))
+            reply.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(request.id)))
         elif method == PLACE_EXPERTS:
-            reply.send(await place_experts(self._engine, body), 0)
+            reply.send(await place_experts(self._engine, request.body), 0)
         elif method == DRAIN:
             self._channel.leave()
             reply.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
         else:
-            await super().handle_call(method, header, body, reply)
+            await super().handle_call(method, request, reply)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Serve a request. Measure its prompt if this engine prefills it, and sample some requests."""
@@ -270,9 +277,10 @@ class DecodeServer(EngineServer):
                 meter = load.meter
             if request.prompt_tokens:
                 send = stack.enter_context(_measure_prompt(meter, request.prompt_tokens, send))
-            if _may_be_sampled(request):
+            # A sample covers an answer from its first token.
+            if _is_from_client(request) and not request.generated:
                 sampled = stack.enter_context(self._sampler.admit(request.id))
-                request = replace(request, sampled=sampled)
+                request = msgspec.structs.replace(request, sampled=sampled)
             return await super().generate(request, send)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -297,7 +305,7 @@ class DecodeServer(EngineServer):
                 steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
                 changes = self._engine.take_prefix_changes(full=not cache_is_known)
                 self._queued, cache_is_known = await router.observe_steps.remote(
-                    steps, self._engine.prefix_cache(), changes
+                    steps, self._engine.prefix_cache() or _NO_PREFIX_CACHE, changes
                 )
                 sums = [StepSums()] * len(sums)
             except (ValueError, RayError) as error:  # the router is unavailable
@@ -329,12 +337,12 @@ def _measure_prompt(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[
         end(0.0)
 
 
-def _may_be_sampled(request: EngineRequest) -> bool:
-    """Return whether a generate call comes from a client and starts at the first token of its answer."""
-    return bool(request.id) and not request.id.startswith(WARM) and not request.generated
+def _is_from_client(request: EngineRequest) -> bool:
+    """Return whether a client sent the request, and not the warm-up."""
+    return bool(request.id) and not request.id.startswith(WARM)
 
 
-def describe_error(error: Exception, engine: Engine) -> tuple[int, bytes]:
+def describe_error(error: Exception, engine: ServesRequests) -> tuple[int, bytes]:
     """Return the HTTP status and the response body for an exception of the engine."""
     if isinstance(error, CallFailedError):
         return error.status, error.body

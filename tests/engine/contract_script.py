@@ -146,7 +146,8 @@ async def check(model: str, prefills: Connection) -> dict[str, Any]:
     await remote.release("counted")
     engine.take_steps()
     await engine.generate(request("counted", tokens=9), lambda *_: None)
-    report = {"broken": broken, "ids": prefilled.token_ids.tolist(), "counts": prefilled.kv[EXPERT_COUNTS]}
+    counts = prefilled.kv_transfer_params[EXPERT_COUNTS]
+    report = {"broken": broken, "ids": prefilled.token_ids.tolist(), "counts": counts}
     report["steps"] = engine.take_steps().steps
     end(engine)
     return report

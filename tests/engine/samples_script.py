@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.engine.active_backend import BACKEND
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import split_expert_counts
 from eldr_serve.engine.protocol import EngineRequest, Sampling
 from eldr_serve.experts.signature import pack_counts
 from tests.engine import contract_script
@@ -67,10 +67,10 @@ class Client:
         if self._prefills is not None:
             async with self._one_prefill:
                 answer = await self._prefills.prefill(self._request(name, prompt))
-            kv = dict(answer.kv)
+            params, counts = split_expert_counts(answer.kv_transfer_params)
             more |= {
-                "expert_counts": kv.pop(EXPERT_COUNTS),
-                "kv": kv,
+                "expert_counts": counts,
+                "kv_transfer_params": params,
                 "token_ids": answer.token_ids.tobytes(),
             }
         ids, enough = bytearray(), asyncio.Event()

@@ -207,13 +207,14 @@ class DecodeEngine(BlockEngine):
         generated = _tokens(request.generated)
         prompt = (_tokens(request.token_ids) or prompt_of(fields)) + generated
         self.fail_if_sick(request)
-        beats = asyncio.create_task(self._prolong(request.kv)) if request.kv else None
+        source = request.kv_transfer_params  # where another engine holds the blocks
+        beats = asyncio.create_task(self._prolong(source)) if source else None
         blocks: list[int] = []
         try:
             blocks = await self.blocks.take(len(prompt) - len(generated) + fields["max_tokens"])
             self.running += 1
-            if request.kv:
-                contents = await self._read_blocks(request.kv)
+            if source:
+                contents = await self._read_blocks(source)
             else:
                 contents = await self._compute_blocks(prompt, request.id)
             await self._generate(self._cache_blocks(prompt, contents), generated, request, fields, send)

@@ -91,7 +91,7 @@ def request(
         "completions",
         json.dumps(body).encode(),
         name,
-        kv=prefilled and prefilled.kv,
+        kv_transfer_params=prefilled and prefilled.kv_transfer_params,
         token_ids=ids,
         generated=generated,
         sampled=sampled,
@@ -110,8 +110,8 @@ async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) 
     prefilled = await subject.prefills.prefill(request("prefill"))
     assert prefilled.token_ids.dtype == np.uint32
     assert prefilled.token_ids.tolist() == subject.ids, prefilled.token_ids
-    assert prefilled.kv.keys() - {EXPERT_COUNTS}  # location of the blocks
-    _check_counts_of_prompt(subject, prefilled.kv[EXPERT_COUNTS], len(subject.ids))
+    assert prefilled.kv_transfer_params.keys() - {EXPERT_COUNTS}  # location of the blocks
+    _check_counts_of_prompt(subject, prefilled.kv_transfer_params[EXPERT_COUNTS], len(subject.ids))
     await subject.prefills.release("prefill")
 
 
@@ -180,8 +180,8 @@ async def a_prompt_may_be_released_twice_and_one_that_was_never_there(subject: S
 async def an_engine_says_how_full_it_is(subject: Subject) -> None:
     for engine in (subject.prefills, subject.generates):
         assert 0 <= engine.kv_usage() <= 1
-        block_tokens, capacity = engine.prefix_cache()
-        assert 0 < block_tokens <= capacity or (block_tokens, capacity) == (0, 0), (block_tokens, capacity)
+        sizes = engine.prefix_cache()  # tokens of a block, and of the cache
+        assert sizes is None or 0 < sizes[0] <= sizes[1], sizes
     sums = subject.generates.take_steps()
     assert sums.steps >= 0
     assert sums.seconds >= 0

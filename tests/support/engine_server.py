@@ -10,19 +10,24 @@ import numpy as np
 
 from eldr_serve.channel import Call, Channel
 from eldr_serve.channel.address import Address
-from eldr_serve.engine.calls import decode_header
+from eldr_serve.engine.calls import split_expert_counts
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import ADDRESS
 
 COUNTS = np.arange(24, dtype=np.uint32).reshape(2, 3, 4)
 
 
 def generate(
-    channel: Channel, name: str = "id", tokens: int = 1, *, stream: bool = True, kv: Any = None, **header: Any
+    channel: Channel, name: str = "id", tokens: int = 1, *, stream: bool = True, kv: Any = None, **fields: Any
 ) -> Call:
     """Send a decode call to a replica."""
     body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": stream}).encode()
-    return channel.call("generate", decode_header("completions", name, kv, **header), body)
+    params, counts = split_expert_counts(kv)
+    request = EngineRequest(
+        "completions", body, name, kv_transfer_params=params, expert_counts=counts, **fields
+    )
+    return channel.call("generate", request)
 
 
 @asynccontextmanager

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
+from eldr_serve.engine.calls import PrefillReply
 from eldr_serve.engine.methods import SLOT_METHODS
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.directory import ReplicaDirectory
@@ -40,7 +42,7 @@ class Sent:
 
     @property
     def kv(self) -> dict[str, Any]:
-        return self.header["kv"]
+        return self.header["kv_transfer_params"]
 
     def send(self, cancel: bytes) -> None:
         """Stand in for the channel, on which a call only sends its cancellation."""
@@ -96,15 +98,16 @@ class FakeFleet(Fleet):
 
     async def stop(self) -> None: ...
 
-    def call(self, replica: str, method: str, header: Any, body: bytes = b"") -> Call:
+    def call(self, replica: str, method: str, request: EngineRequest) -> Call:
         if replica not in self.live_names:
             raise ChannelLostError(f"there is no channel to {replica}")
-        sent = Sent(replica, method, dict(header), body)
+        header = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
+        sent = Sent(replica, method, header, header.pop("body"))
         self.sent.append(sent)
         channel: Any = sent
         call = Call(channel, len(self.sent), method)
         if method == "release":
-            self.released.append((replica, header["id"]))
+            self.released.append((replica, request.id))
             call.on_ended(None)
         else:
             sent.running = asyncio.create_task(self._run(sent, call))
@@ -128,7 +131,7 @@ class FakeFleet(Fleet):
 
 def prefill_result(**params: Any) -> bytes:
     """Return a prefill engine's answer with these KV transfer parameters."""
-    return msgspec.msgpack.encode({"token_ids": TOKEN_IDS, "kv": params})
+    return msgspec.msgpack.encode(PrefillReply(TOKEN_IDS, params))
 
 
 def refusal(status: int, message: str = "no") -> RequestRefusedError:

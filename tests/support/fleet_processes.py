@@ -140,11 +140,11 @@ async def _engine(role: str, config: dict[str, float]) -> None:
     kind: Any = {"prefill": servers.PrefillServer, "decode": servers.DecodeServer}[role]
 
     class Server(kind):  # type: ignore[misc]
-        async def handle_call(self, method: str, header: Any, body: bytes, reply: Any) -> None:
+        async def handle_call(self, method: str, request: Any, reply: Any) -> None:
             if method == "running":
                 reply.send(json.dumps(sorted(self._engine.running)).encode())
             else:
-                await super().handle_call(method, header, body, reply)
+                await super().handle_call(method, request, reply)
 
     server = object.__new__(Server)
     router = {"router_name": "router"} if role == "decode" else {}

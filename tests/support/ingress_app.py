@@ -63,7 +63,7 @@ class App:
         """Return engines that validate a request before they answer it."""
 
         async def validate_and_answer(sent: Sent) -> AsyncIterator[Any]:
-            parse_request(EngineRequest(**{"method": sent.method} | sent.header, body=sent.body))
+            parse_request(EngineRequest(body=sent.body, **sent.header))
             self.valid_calls.append(sent)
             async for chunk in answer(sent):
                 yield chunk

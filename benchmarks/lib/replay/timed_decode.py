@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from eldr_serve.channel import Reply
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.compat.serve_llm import engine_client
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.replicas.llm_servers import LLMDecodeServer
@@ -33,11 +34,11 @@ class TimedDecodeServer(LLMDecodeServer):
         self._record = client.logger_manager.record
         client.logger_manager.record = self._record_stats
 
-    async def handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
+    async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
         """Handle a call like DecodeServer.handle_call."""
         _called_at.set(time.monotonic())
         timed: Any = _Timed(reply, self._stages)
-        await super().handle_call(method, header, body, timed)
+        await super().handle_call(method, request, timed)
 
     async def stages(self) -> dict[str, dict[str, float]]:
         """Return StageLatencies.summary."""

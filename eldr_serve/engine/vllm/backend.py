@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class VllmBackend:
-    """The implementation of EngineBackend with vLLM; `eldr_serve.engine.active_backend` selects it."""
+    """The implementation of EngineBackend with vLLM, the default of `eldr_serve.engine.active_backend`."""
 
     describe_environment: Mapping[str, str] = {
         "HF_HUB_OFFLINE": "1",

@@ -6,12 +6,12 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pydantic_core
 import vllm
+from msgspec.structs import replace
 from numpy.typing import ArrayLike
 from pydantic import ValidationError
 
@@ -109,21 +109,21 @@ class VllmEngine:
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Compute a prompt and hold its blocks."""
-        request_to_hold = replace(request, kv=_HAND_OVER | {REQUEST: request.id})
+        request_to_hold = replace(request, kv_transfer_params=_HAND_OVER | {REQUEST: request.id})
         parsed = await parse_generation(request_to_hold, self.server.engine)
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
         output = await prefill_prompt(self.server.engine, request.method, parsed, raw_request, generated)
         ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
-        kv = output.kv_transfer_params or {}
+        params = output.kv_transfer_params or {}
         if (created := getattr(output, "num_cache_creation_tokens", None)) is not None:
-            kv[CREATED] = min(created, len(ids))
-        return Prefilled(np.asarray(ids, np.uint32), kv)
+            params[CREATED] = min(created, len(ids))
+        return Prefilled(np.asarray(ids, np.uint32), params)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
         call_time_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
-            request = replace(request, kv={REQUEST: request.id})
+            request = replace(request, kv_transfer_params={REQUEST: request.id})
         parsed = await parse_generation(request, self.server.engine)
         if request.token_ids and not answer_form(request.method).renders_text_alone:
             set_prompt(parsed, _ids(request.token_ids))
@@ -224,7 +224,7 @@ class VllmEngine:
                 f"the prefill engine of {self._model_id!r} failed its first prompt: {one_line_message(error)}"
             ) from error
         try:
-            layers, experts = unpack_counts(prefilled.kv[EXPERT_COUNTS]).shape
+            layers, experts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS]).shape
         except (KeyError, ValueError) as error:
             raise ConfigurationError(
                 f"the prefill engine of {self._model_id!r} (vLLM {vllm.__version__}) answered its first "
@@ -259,8 +259,8 @@ class VllmEngine:
         usage = MEASUREMENTS.kv_usage
         return max([*usage.values()], default=0.0) if rank is None else usage.get(rank, 0.0)
 
-    def prefix_cache(self) -> tuple[int, int]:
-        """Return tokens per block, and tokens of a rank's KV cache."""
+    def prefix_cache(self) -> tuple[int, int] | None:
+        """Return tokens per block, and tokens of a rank's KV cache; None without prefix caching."""
         return prefix_cache(engine_client(self.server.engine).vllm_config)
 
     def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from eldr_serve.engine.vllm.compat.kv_cache import counted_group, prefix_cache
+from eldr_serve.engine.vllm.compat.kv_cache import counted_group
 from eldr_serve.engine.vllm.compat.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -113,7 +113,7 @@ def prefix_events(vllm_config: VllmConfig, kv_cache_config: Any, *, log_stats: b
     ):
         return None
     group = counted_group(vllm_config, kv_cache_config)
-    if group.block_size != prefix_cache(vllm_config)[0]:
+    if group.block_size != cache.block_size:
         return None
     collect_events(vllm_config)
     return PrefixEvents(group.index, group.block_size)

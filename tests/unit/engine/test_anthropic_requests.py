@@ -32,7 +32,9 @@ def make_serving() -> Any:
 def parse(**fields: Any) -> Any:
     body = {"model": "m", "max_tokens": 5, "messages": [HI]} | fields
     engine: Any = SimpleNamespace(_app_state=SimpleNamespace(anthropic_serving_messages=make_serving()))
-    request = EngineRequest("messages", json.dumps(body).encode(), "id", kv={"held": 1}, cache_salt="salt")
+    request = EngineRequest(
+        "messages", json.dumps(body).encode(), "id", kv_transfer_params={"held": 1}, cache_salt="salt"
+    )
     return parse_generation(request, engine)
 
 

@@ -238,7 +238,7 @@ async def test_the_usage_of_a_chat_reports_tokens_that_prefill_cached(
     options = {"stream_options": {"include_usage": True}} if stream else {}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": stream}
     kv = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 32, CREATED: 736}
-    request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv=kv)
+    request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv_transfer_params=kv)
     frames = Frames()
     await engine(Client(next_token), 100).generate(request, frames.send)
     _, answer = frames.up_to(None)

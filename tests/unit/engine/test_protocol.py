@@ -6,17 +6,21 @@ Engines that are broken on purpose show that the checks find violations.
 from __future__ import annotations
 
 import asyncio
+import runpy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from eldr_serve.engine import active_backend
 from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts, unpack_counts
+from eldr_serve.scheduling.types import PolicyError
 from tests.support import engine_contract
 from tests.support.engine_contract import CHECKS, Subject, run_check
 
@@ -45,21 +49,32 @@ def test_a_calibration_engine_counts_prefill_and_decode_separately(routes: bool)
     )
 
 
+def test_the_environment_selects_the_kind_of_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELDR_ENGINE_BACKEND", "eldr_serve.engine.fake:FakeTokenizer")
+    backend = runpy.run_path(active_backend.__file__)["BACKEND"]
+    assert type(backend).__name__ == "FakeTokenizer"
+    monkeypatch.setenv("ELDR_ENGINE_BACKEND", "nowhere")
+    with pytest.raises(PolicyError, match="ELDR_ENGINE_BACKEND 'nowhere' cannot be imported"):
+        runpy.run_path(active_backend.__file__)
+
+
 # -- broken engines --------------------------------------------------------------------------------------
 
 
 class CountsOneTokenTooMany(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         prefilled = await super().prefill(request)
-        counts = unpack_counts(prefilled.kv[EXPERT_COUNTS])
+        counts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS])
         counts[:, 0] += TOP_K
-        return replace(prefilled, kv=prefilled.kv | {EXPERT_COUNTS: pack_counts(counts)})
+        params = prefilled.kv_transfer_params | {EXPERT_COUNTS: pack_counts(counts)}
+        return replace(prefilled, kv_transfer_params=params)
 
 
 class ReturnsNoBlocks(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         prefilled = await super().prefill(request)
-        return replace(prefilled, kv={EXPERT_COUNTS: prefilled.kv[EXPERT_COUNTS]})
+        counts = prefilled.kv_transfer_params[EXPERT_COUNTS]
+        return replace(prefilled, kv_transfer_params={EXPERT_COUNTS: counts})
 
 
 class ReportsOneLayerTooMany(FakeEngine):
@@ -88,17 +103,17 @@ class OmitsTheLastEvent(FakeEngine):
 
 class IgnoresGeneratedTokens(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        return await super().generate(replace(request, generated=b""), send)
+        return await super().generate(structs.replace(request, generated=b""), send)
 
 
 class PrefillsRefusedRequests(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        return await super().prefill(replace(request, body=b"{}"))
+        return await super().prefill(structs.replace(request, body=b"{}"))
 
 
 class SamplesEveryRequest(FakeEngine):
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        return await super().generate(replace(request, sampled=True), send)
+        return await super().generate(structs.replace(request, sampled=True), send)
 
 
 class CountsOneStepTooMany(FakeEngine):

@@ -21,7 +21,9 @@ from eldr_serve.errors import RequestRefusedError
 
 def parse(**fields: Any) -> Any:
     body = {"model": "m", "input": "hi"} | fields
-    return parse_request(EngineRequest("responses", json.dumps(body).encode(), "id", kv={"held": 1}))
+    return parse_request(
+        EngineRequest("responses", json.dumps(body).encode(), "id", kv_transfer_params={"held": 1})
+    )
 
 
 def test_a_response_has_the_requests_id_and_its_blocks() -> None:

@@ -48,7 +48,7 @@ async def answers(plain: Any, path: str, fields: dict[str, Any]) -> list[httpx.R
 
     async def answered(sent: Sent) -> AsyncIterator[Any]:
         parts: list[bytes] = []
-        request = EngineRequest(sent.method, sent.body, **sent.header)
+        request = EngineRequest(body=sent.body, **sent.header)
         await engine.serve_endpoint(request, lambda payload, tokens, ids=b"": parts.append(payload))
         for part in parts:
             yield part, 0

@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from eldr_serve.engine.calls import EXPERT_COUNTS, REQUEST
 from eldr_serve.engine.protocol import EngineRequest, Prefilled
 from eldr_serve.engine.vllm.compat import serve_llm
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_sets
+from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_uses_attributes
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
@@ -144,7 +144,7 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
     assert isinstance(prefilled, Prefilled)
     assert (prefilled.token_ids.dtype, prefilled.token_ids.tolist()) == (np.uint32, [1, 2, 3])
-    assert prefilled.kv == {"handed": "over"}
+    assert prefilled.kv_transfer_params == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST] == "id"
     assert serving.seen[0].max_tokens == 50  # as decode gets it
 
@@ -206,7 +206,8 @@ async def decode(serving: Generating, method: str, **fields: Any) -> list[tuple[
     engine = vllm_engine(openai_serving_completion=serving, openai_serving_chat=serving)
     ids = np.array([5, 6], np.uint32).tobytes()
     body = json.dumps({"model": "m"} | fields).encode()
-    request = EngineRequest(method, body, "id", kv={"do_remote_prefill": True}, token_ids=ids)
+    params = {"do_remote_prefill": True}
+    request = EngineRequest(method, body, "id", kv_transfer_params=params, token_ids=ids)
     await engine.generate(request, lambda payload, tokens, ids=b"": sent.append((payload, tokens)))
     return sent
 
@@ -338,7 +339,7 @@ def test_every_name_that_ray_reads_from_vllms_state_is_checked() -> None:
                 if name in init.__code__.co_names:
                     break
             else:
-                check_sets(serve_llm.init_pooling_state, name)
+                check_uses_attributes(serve_llm.init_pooling_state, name)
         except UnsupportedEngineError:
             wrong.add(name)
     assert wrong == {"openai_serving_tokenization"}

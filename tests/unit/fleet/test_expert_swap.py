@@ -142,7 +142,7 @@ async def test_a_decode_replica_reports_its_placement() -> None:
         server,
         channel,
     ):
-        chunk = await channel.call(PLACE_EXPERTS, {}, body()).read()
+        chunk = await channel.call(PLACE_EXPERTS, {"body": body()}).read()
         assert chunk is not None
         stats = server.report()
         assert stats[EXPERTS]["placement"] == PLACED.id
@@ -154,7 +154,7 @@ async def test_a_decode_replica_reports_its_placement() -> None:
 async def test_an_engine_without_expert_parallelism_refuses_a_placement() -> None:
     async with serving(servers.DecodeServer, router_name="router") as (server, channel):
         with pytest.raises(CallFailedError, match="cannot be moved") as failure:
-            await channel.call(PLACE_EXPERTS, {}, body()).read()
+            await channel.call(PLACE_EXPERTS, {"body": body()}).read()
         assert failure.value.status == 400
         assert EXPERTS not in server.report()
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.channel import ChannelLostError
-from eldr_serve.engine.calls import decode_header
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, RANKS, REPORT_NUMBER, SLOTS
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
@@ -78,7 +78,7 @@ async def engines(*names: str) -> AsyncIterator[tuple[Fleet, dict[str, Any]]]:
 
 def generate(fleet: Fleet, worker: str) -> Any:
     body = json.dumps({"prompt": "x", "max_tokens": 5000, "stream": True}).encode()
-    return fleet.call(worker, "generate", decode_header("completions", worker, None), body)
+    return fleet.call(worker, "generate", EngineRequest("completions", body, worker))
 
 
 async def test_calls_are_counted_on_their_rank() -> None:
@@ -121,7 +121,7 @@ async def test_the_ranks_of_a_lost_replica_leave_together() -> None:
         running["a"]._channel.suspend("its core is dead")
         await wait_until(lambda: fleet.live_names == ("b/0", "b/1"))
         with pytest.raises(ChannelLostError):
-            fleet.call("a/1", "generate", {})
+            fleet.call("a/1", "generate", EngineRequest())
 
 
 def test_failures_of_any_rank_eject_their_replica() -> None:

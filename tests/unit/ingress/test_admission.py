@@ -425,6 +425,6 @@ def test_message_parts_are_lists_after_validation() -> None:
 
 def test_clients_cannot_set_transfer_parameters_or_request_ids() -> None:
     body = json.dumps(HELLO | {"kv_transfer_params": {"remote_host": "x"}, "request_id": "theirs"}).encode()
-    request = parse_request(EngineRequest("completions", body, "ours", kv={"a": 1}))
+    request = parse_request(EngineRequest("completions", body, "ours", kv_transfer_params={"a": 1}))
     assert (request.kv_transfer_params, request.request_id) == ({"a": 1}, "ours")
     assert parse_request(EngineRequest("completions", body)).kv_transfer_params is None

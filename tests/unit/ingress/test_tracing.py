@@ -73,7 +73,7 @@ def over(channel: Any) -> Any:
     """Return an engine that forwards calls to the replica at the other end of the channel."""
 
     async def answer(sent: Any) -> AsyncIterator[Any]:
-        call = channel.call(sent.method, sent.header, sent.body)
+        call = channel.call(sent.method, sent.header | {"body": sent.body})
         while (chunk := await call.read()) is not None:
             yield chunk.payload, chunk.num_tokens, chunk.ids
         yield call.engine_report

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER, SLOTS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.kv_usage import KvUsage
@@ -31,7 +32,7 @@ from tests.support.request_path import (
 
 RATE = 9000.0  # throughput of an engine, tokens/s
 TOKENS = 1500
-PREFILLED = msgspec.msgpack.encode({"token_ids": bytes(4 * TOKENS), "kv": {}})
+PREFILLED = msgspec.msgpack.encode({"token_ids": bytes(4 * TOKENS), "kv_transfer_params": {}})
 
 
 class Engine:
@@ -192,7 +193,7 @@ def test_a_full_replica_does_not_extend_the_limit_of_a_call_that_needs_no_slot()
     async def main() -> None:
         async with asyncio.timeout(10 * timeout_s):
             with pytest.raises(OverloadedError, match="did not answer in time"):
-                await backlog.path.forward("tokenize", {}, b"{}")
+                await backlog.path.forward(EngineRequest("tokenize", b"{}"))
         assert asyncio.get_running_loop().time() == pytest.approx(timeout_s)
 
     on_virtual_time(main)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError, SlowReaderError
-from eldr_serve.engine.calls import EXPERT_COUNTS, prefill_header
+from eldr_serve.engine.calls import EXPERT_COUNTS
 from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
@@ -433,11 +433,6 @@ async def test_requests_that_cannot_be_split_run_whole(fields: dict[str, Any], r
     await pipeline.run(**fields)
     assert len(pipeline.prefill.requests) == (reason is None)
     assert ("do_remote_prefill" in pipeline.decode.requests[0].kv) == (reason is None)
-
-
-def test_the_header_of_a_prefill_call_is_complete() -> None:
-    expected = {"method": "chat", "id": "id", "headers": {"x": "y"}, "cache_salt": "", "generated": b""}
-    assert prefill_header("chat", "id", {"x": "y"}) == expected
 
 
 def test_percentiles_cover_the_newest_requests_and_counts_cover_all() -> None:

@@ -126,7 +126,7 @@ async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exce
     pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST)))
     assert await pipeline.run(stream=stream) == (WHOLE + END if stream else WHOLE)
     second = pipeline.decode.requests[-1].header
-    assert (second["kv"], second["generated"]) == ({}, pack_ids(0, 1, 2))
+    assert (second["kv_transfer_params"], second["generated"]) == ({}, pack_ids(0, 1, 2))
     assert second["token_ids"] == TOKEN_IDS
     assert pipeline.counters.events == ["prefills", "whole_without_prefill", "resumed"]
 

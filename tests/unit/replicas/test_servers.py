@@ -13,8 +13,9 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from eldr_serve.channel import CallFailedError
-from eldr_serve.engine.calls import expert_counts_of, prefill_header
+from eldr_serve.engine.calls import expert_counts_of
 from eldr_serve.engine.methods import SLOT_METHODS, WAIT_FOR_COUNTS
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
 from eldr_serve.pipeline.split_prefill import read_prefill_reply
 from eldr_serve.replicas import servers
@@ -131,10 +132,11 @@ async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
 async def test_a_prefilled_prompt_is_held_until_its_release() -> None:
     async with serving(servers.PrefillServer) as (server, channel):
         for name, counts in (("a", COUNTS[0]), ("b", COUNTS[1])):
-            call = channel.call("prefill", prefill_header("completions", name), b'{"prompt": "x"}')
+            request = EngineRequest("completions", b'{"prompt": "x"}', name)
+            call = channel.call("prefill", request)
             reply = await read_prefill_reply(call)
-            np.testing.assert_array_equal(expert_counts_of(reply["kv"]), counts)
-            assert np.frombuffer(reply["token_ids"], np.uint32).size
+            np.testing.assert_array_equal(expert_counts_of(reply.kv_transfer_params), counts)
+            assert np.frombuffer(reply.token_ids, np.uint32).size
         assert server._engine.held_prompts == {"a", "b"}
         await channel.call("release", {"id": "a"}).wait_until_ended()
         assert server._engine.held_prompts == {"b"}
@@ -177,15 +179,16 @@ async def test_an_answer_has_its_number_of_tokens(stream: bool) -> None:
 @pytest.mark.parametrize(
     ("method", "header", "status"),
     [
-        ("prefill", prefill_header("completions", "id"), 400),  # the body is not JSON
-        ("embeddings", {}, 400),
-        ("release", {}, 500),  # no prompt is named
+        ("prefill", {"method": "completions", "body": b"?"}, 400),  # the body is not JSON
+        ("prefill", {"method": "completions", "body": b"{}", "id": 1}, 400),  # the id is no string
+        ("embeddings", {"method": "embeddings"}, 400),
+        ("release", {"id": "id", "prompt": "x"}, 400),  # the header has an unknown field
     ],
 )
 async def test_a_failed_call_has_status_and_error(method: str, header: dict[str, Any], status: int) -> None:
     async with serving(servers.PrefillServer) as (_, channel):
         with pytest.raises(CallFailedError) as failure:
-            await channel.call(method, header, b"?").read()
+            await channel.call(method, header).read()
         assert failure.value.status == status
         assert json.loads(failure.value.body)["error"]["code"] == status
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import vllm
 
-from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports
+from eldr_serve.engine.vllm.compat.checked import SUPPORTED_VLLM, UnsupportedEngineError, internal_imports
 
 with internal_imports():
     from vllm.v1.metrics.loggers import LoggingStatLogger, PerEngineStatLoggerAdapter
@@ -195,7 +195,7 @@ def replace_ray_logger(client: Any, kind: type[RayPrometheusStatLogger]) -> None
     if not isinstance(loggers, list):
         raise UnsupportedEngineError(
             f"vLLM {vllm.__version__} has no StatLoggerManager.stat_loggers, which eldr-serve replaces; "
-            f"it was checked on {CHECKED}"
+            f"it was checked on {SUPPORTED_VLLM}"
         )
     config = client.vllm_config
     keeps_text = config.observability_config.enable_logging_iteration_details

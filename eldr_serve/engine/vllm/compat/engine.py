@@ -11,7 +11,7 @@ from eldr_serve.engine.vllm.compat.checked import (
     check_names,
     check_version,
     internal_imports,
-    refuse,
+    raise_first_refusal,
 )
 
 with internal_imports():
@@ -25,7 +25,7 @@ def check_engine(vllm_config: VllmConfig, device: str) -> None:
         part.check_vllm_names()
     check_names("the ELDR connector", (VllmConfig, "use_v2_model_runner"))
     parallel = vllm_config.parallel_config
-    refuse(
+    raise_first_refusal(
         "the ELDR connector",
         (
             parallel.pipeline_parallel_size > 1,
@@ -60,7 +60,7 @@ def check_engine(vllm_config: VllmConfig, device: str) -> None:
 
 
 def _data_parallel(parallel: Any, device: str) -> list[tuple[bool, str]]:
-    """Return the reasons to refuse an engine for its data-parallel ranks, see `refuse`."""
+    """Return the reasons to refuse an engine for its data-parallel ranks, see `raise_first_refusal`."""
     if parallel.data_parallel_size == 1:
         return []
     return [

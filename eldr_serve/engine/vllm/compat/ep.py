@@ -10,7 +10,12 @@ import vllm
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 
-from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError, internal_imports, refuse
+from eldr_serve.engine.vllm.compat.checked import (
+    SUPPORTED_VLLM,
+    UnsupportedEngineError,
+    internal_imports,
+    raise_first_refusal,
+)
 from eldr_serve.engine.vllm.compat.ep_ranks import RankDispatch, rank_batches
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
@@ -34,9 +39,9 @@ def register_layers() -> None:
     Raises:
         UnsupportedEngineError: vLLM is not the checked version, or does not run on a CPU.
     """
-    if vllm.__version__.split("+")[0] != CHECKED:
+    if vllm.__version__.split("+")[0] != SUPPORTED_VLLM:
         raise UnsupportedEngineError(
-            f"expert parallelism on CPUs was checked on vLLM {CHECKED} and not on {vllm.__version__}; "
+            f"expert parallelism on CPUs was checked on vLLM {SUPPORTED_VLLM} and not on {vllm.__version__}; "
             "unset ELDR_EXPERT_PARALLEL"
         )
     if not current_platform.is_cpu():
@@ -115,7 +120,7 @@ def _parse_config(vllm_config: VllmConfig) -> CpuExpertsConfig:
 def _check_supported(vllm_config: VllmConfig, moe: Any) -> None:
     parallel = vllm_config.parallel_config
     experts, ranks = moe.num_experts, moe.moe_parallel_config.ep_size
-    refuse(
+    raise_first_refusal(
         "expert parallelism on CPUs",
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: ranks must have all layers"),
         (

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from eldr_serve.engine.vllm.compat.checked import check_names, internal_imports, refuse
+from eldr_serve.engine.vllm.compat.checked import check_names, internal_imports, raise_first_refusal
 
 with internal_imports():
     from vllm.distributed import get_ep_group
@@ -38,7 +38,7 @@ def check_expert_placement(vllm_config: VllmConfig) -> None:
         (EplbLayerState, "logical_replica_count"),
     )
     parallel = vllm_config.parallel_config
-    refuse(
+    raise_first_refusal(
         "expert placement",
         (not parallel.enable_eplb, "an engine without enable_expert_parallel and enable_eplb"),
         (parallel.eplb_config.use_async, "asynchronous EPLB: set use_async to false"),

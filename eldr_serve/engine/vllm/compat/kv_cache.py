@@ -96,11 +96,11 @@ def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
     return slots
 
 
-def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return tokens per block, and the KV cache's capacity in tokens; (0, 0) without prefix caching."""
+def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int] | None:
+    """Return tokens per block, and the KV cache's capacity in tokens; None without prefix caching."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
-        return 0, 0
+        return None
     return cache.block_size, cache.kv_cache_size_tokens or cache.block_size * (cache.num_gpu_blocks or 0)
 
 

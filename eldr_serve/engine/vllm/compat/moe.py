@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from eldr_serve.engine.vllm.compat.checked import (
-    CHECKED,
+    SUPPORTED_VLLM,
     UnsupportedEngineError,
     check_names,
     internal_imports,
@@ -57,7 +57,7 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         if not isinstance(router, BaseRouter):
             raise UnsupportedEngineError(
                 f"layer {name} has a router of type {type(router).__name__}, which shows no choices "
-                f"(vLLM {vllm.__version__}; checked on {CHECKED})"
+                f"(vLLM {vllm.__version__}; checked on {SUPPORTED_VLLM})"
             )
         _check_router(name, router)
         _check_ranks(name, layer)
@@ -65,7 +65,8 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     if not layers:
         raise UnsupportedEngineError(
             "no MoE layer was found in the model, so there are no experts to count: name a model with "
-            f"experts, or serve this one with vLLM alone (vLLM {vllm.__version__}; checked on {CHECKED})"
+            f"experts, or serve this one with vLLM alone (vLLM {vllm.__version__}; checked on "
+            f"{SUPPORTED_VLLM})"
         )
     return sorted(layers, key=lambda pair: pair[0])
 

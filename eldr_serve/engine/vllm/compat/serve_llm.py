@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine.vllm.compat.checked import check_sets, internal_imports
+from eldr_serve.engine.vllm.compat.checked import check_uses_attributes, internal_imports
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES, AnthropicCountTokensRequest
 from eldr_serve.errors import RequestRefusedError
 
@@ -257,15 +257,15 @@ def check_serving(engine: Any) -> None:
         if method in ("messages", "responses"):
             names = SERVING_NAMES if method == "messages" else ()
             _require(serving, _SERVING[method][0], "engine_client", *names)
-    check_sets(init_app_state, "openai_serving_models", "serving_tokenization")
-    check_sets(
+    check_uses_attributes(init_app_state, "openai_serving_models", "serving_tokenization")
+    check_uses_attributes(
         init_generate_state,
         "openai_serving_chat",
         "openai_serving_completion",
         "anthropic_serving_messages",
         "openai_serving_responses",
     )
-    check_sets(init_pooling_state, "serving_embedding", "serving_scores")
+    check_uses_attributes(init_pooling_state, "serving_embedding", "serving_scores")
 
 
 def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:

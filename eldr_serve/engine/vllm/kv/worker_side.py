@@ -16,7 +16,7 @@ from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
 from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
 from eldr_serve.engine.vllm.capture.on_host import HostCapture
-from eldr_serve.engine.vllm.compat.checked import CHECKED, UnsupportedEngineError
+from eldr_serve.engine.vllm.compat.checked import SUPPORTED_VLLM, UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.engine import model_runner
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup, forward_slots, graph_slots
 from eldr_serve.engine.vllm.compat.moe import moe_routers
@@ -52,7 +52,7 @@ class EldrConnectorWorker:
         # All ranks of tensor parallelism choose the same experts, so only the first one reports.
         self._reports = get_tensor_model_parallel_rank() == 0
         self._plan = StepPlan()  # of the current step
-        self._slots: Tensor | None = None  # int64[T], KV slots of its tokens
+        self._kv_slots: Tensor | None = None  # int64[T], KV slots of its tokens
         self._counts = StepCounts()  # of the step just counted, until taken
         self._stats = EldrStats()
 
@@ -79,14 +79,14 @@ class EldrConnectorWorker:
         """Take the plan of the step that begins now."""
         self._plan = metadata.plan
         self.abandoned.hold(metadata.held_prompts)
-        self._slots = forward_slots(self._kv_group.layer)
+        self._kv_slots = forward_slots(self._kv_group.layer)
         if self.timer is not None:
             self.timer.begin()
 
     def start_load_kv(self, arguments: dict[str, Any]) -> None:
         """Find the step's KV slots in vLLM's arguments of `start_load_kv`, if they are not yet known."""
-        if self._slots is None:
-            self._slots = graph_slots(arguments, self._kv_group.layer)
+        if self._kv_slots is None:
+            self._kv_slots = graph_slots(arguments, self._kv_group.layer)
 
     def finish_forward(self) -> None:
         """Record the end of the step's forward."""
@@ -99,13 +99,14 @@ class EldrConnectorWorker:
         Raises:
             UnsupportedEngineError: the KV slots of its tokens are unknown.
         """
-        plan, slots = self._plan, self._slots
+        plan, slots = self._plan, self._kv_slots
         if plan.tokens == 0:
             return
         if self.capture is None or self.timer is None or slots is None or len(slots) < plan.tokens:
             raise UnsupportedEngineError(
                 f"{model_runner(self._vllm_config)} ran {plan.tokens} tokens without giving the ELDR "
-                f"connector their KV slots, so their experts cannot be counted; it was checked on {CHECKED}"
+                "connector their KV slots, so their experts cannot be counted; the connector supports vLLM "
+                f"{SUPPORTED_VLLM}"
             )
         self.timer.stop()
         start = time.perf_counter()

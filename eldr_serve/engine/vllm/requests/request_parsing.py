@@ -59,7 +59,10 @@ def parse_request(engine_request: EngineRequest) -> Any:
     if isinstance(request, ResponsesRequest):
         _check_response(request)
     prefix = "resp_" if engine_request.id and engine_request.method == "responses" else ""
-    own_fields = {"request_id": f"{prefix}{engine_request.id}", "kv_transfer_params": engine_request.kv}
+    own_fields = {
+        "request_id": f"{prefix}{engine_request.id}",
+        "kv_transfer_params": engine_request.kv_transfer_params,
+    }
     field_names = type(request).model_fields
     request = request.model_copy(
         update={name: value for name, value in own_fields.items() if name in field_names and value}

@@ -14,20 +14,23 @@ from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.queues.prefill_queue import Ticket
 
 
-class PreparedPrompt:
-    """A prompt that the decode engine computes, and that holds no resources.
+class Prompt:
+    """The interface of a prompt before its decode call; its defaults are for a prompt without resources.
 
     Attributes:
         prefill_replica: the prefill replica that holds its blocks; "" if the decode engine computes it.
-        kv_params: vLLM's parameters of the KV transfer; None if the decode engine computes the prompt.
+        kv_transfer_params: vLLM's parameters of the KV transfer; None if the decode engine computes the
+            prompt.
         prefilled_at_s: end of its prefill, time.monotonic(); None if the decode engine computes it.
         ids_to_compute: uint32[n], the prompt's token ids if the decode engine computes it and they are known.
+        tokens_to_compute: number of tokens in the queue of the decode engine, estimated; 0 if not queued.
     """
 
     prefill_replica = ""
-    kv_params: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     prefilled_at_s: float | None = None
     ids_to_compute: NDArray[np.uint32] | None = None
+    tokens_to_compute = 0.0
 
     @property
     def expert_counts(self) -> NDArray[np.uint32] | None:
@@ -39,8 +42,8 @@ class PreparedPrompt:
         """Return the predicted time until the decode engine has computed the prompt, s."""
         return 0.0
 
-    def enter(self, worker: str, header: dict[str, Any]) -> None:
-        """Enter the queue of the leased worker; add the prompt's fields to the decode call's header."""
+    def enter(self, worker: str) -> None:
+        """Enter the queue of the leased worker."""
 
     def on_first_token(self) -> None:
         """Note that the decode engine has read or computed the prompt."""
@@ -56,7 +59,11 @@ class PreparedPrompt:
         """
 
 
-class HeldPrompt(PreparedPrompt):
+class UncomputedPrompt(Prompt):
+    """A prompt that the decode engine computes, and that holds no resources."""
+
+
+class HeldPrompt(Prompt):
     """A prompt whose KV blocks a prefill replica holds for one decode call.
 
     When an engine has read the blocks, the prefill engine reuses them at once, so no second call may name
@@ -73,11 +80,11 @@ class HeldPrompt(PreparedPrompt):
         request_id: str,
         prefill_replica: str,
         *,
-        kv_params: dict[str, Any],
+        kv_transfer_params: dict[str, Any],
         prefilled_at_s: float,
         kv_release: KvRelease,
     ) -> None:
-        self.kv_params: dict[str, Any] = kv_params
+        self.kv_transfer_params: dict[str, Any] = kv_transfer_params
         self.prefilled_at_s = prefilled_at_s
         self._request_id = request_id
         self.prefill_replica = prefill_replica
@@ -86,7 +93,7 @@ class HeldPrompt(PreparedPrompt):
 
     @property
     def expert_counts(self) -> NDArray[np.uint32] | None:
-        return expert_counts_of(self.kv_params)
+        return expert_counts_of(self.kv_transfer_params)
 
     def on_first_token(self) -> None:
         self._held = False
@@ -100,7 +107,7 @@ class HeldPrompt(PreparedPrompt):
             self._kv_release.release(self._request_id, self.prefill_replica, reader=reader)
 
 
-class QueuedPrompt(PreparedPrompt):
+class TicketedPrompt(Prompt):
     """A prompt that the decode engine computes, with a ticket for its prefill queue.
 
     Args:
@@ -115,6 +122,7 @@ class QueuedPrompt(PreparedPrompt):
         num_generated: int = 0,
     ) -> None:
         self.ids_to_compute = ids_to_compute
+        self.tokens_to_compute = ticket.num_tokens
         self._num_generated = num_generated
         self._ticket = ticket
         self._admission, self._queues = admission, admission.queues
@@ -123,9 +131,8 @@ class QueuedPrompt(PreparedPrompt):
     def remaining_s(self) -> float:
         return self._queues.remaining_s(self._ticket)
 
-    def enter(self, worker: str, header: dict[str, Any]) -> None:
+    def enter(self, worker: str) -> None:
         self._queues.assign(self._ticket, worker)
-        header["prompt_tokens"] = self._ticket.num_tokens
 
     def on_first_token(self) -> None:
         if self.ids_to_compute is None:
