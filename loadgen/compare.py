@@ -156,10 +156,10 @@ def _loop(
         return 0.0, _PER_WORKER * max(1, service.num_workers())
     if in_flight is not None:
         if in_flight < 1:
-            raise UserInputError(f"--in-flight is {in_flight}: must be at least 1")
+            raise UserInputError(f"--in-flight must be at least 1, got {in_flight}")
         return 0.0, in_flight
     if not (rate is not None and math.isfinite(rate) and rate > 0):
-        raise UserInputError(f"--rate is {rate}: must be above 0 requests/s")
+        raise UserInputError(f"--rate must be above 0 requests/s, got {rate}")
     return rate, users
 
 
@@ -178,7 +178,7 @@ def _settings(
         ("--seed", seed, 0),
     ):
         if value < minimum:
-            raise UserInputError(f"{option} is {value}: must be at least {minimum}")
+            raise UserInputError(f"{option} must be at least {minimum}, got {value}")
     if not names or len(set(names)) < len(names):
         raise UserInputError(f"--policies are {', '.join(names) or 'none'}: name each once")
     for name in names:

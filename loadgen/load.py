@@ -58,7 +58,7 @@ class Load:
     def _stream(self, workers: int) -> Iterator[Arrival]:
         options = self.options
         if options.max_tokens < (0 if options.trace else 1):
-            raise UserInputError(f"--max-tokens is {options.max_tokens}: must be above 0")
+            raise UserInputError(f"--max-tokens must be above 0, got {options.max_tokens}")
         prompts = read_prompts([Path(options.prompts)])
         if options.trace:
             if options.min_tokens:

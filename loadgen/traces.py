@@ -76,9 +76,9 @@ def replay(
     """
     for name, value in (("trace speed", speed), ("characters per token", chars_per_token)):
         if not (math.isfinite(value) and value > 0):
-            raise UserInputError(f"{name} is {value}: must be above 0")
+            raise UserInputError(f"{name} must be above 0, got {value}")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise UserInputError(f"the cap of prompts is {max_prompt_tokens} tokens: must be above 0")
+        raise UserInputError(f"the maximum prompt length must be above 0 tokens, got {max_prompt_tokens}")
     longest = max(request.prompt_tokens for request in trace)
     scale = min(1.0, max_prompt_tokens / longest) if max_prompt_tokens else 1.0
     text = _Text(prompts, chars_per_token * scale, seed)

@@ -66,7 +66,7 @@ def routes(
     _check_shares(prompt_share, prompt_tokens, held_out, samples)
     require_folders(out)
     if out.suffix != ".safetensors":
-        raise UserInputError(f"--out is {out.name}: must end in .safetensors")
+        raise UserInputError(f"--out must end in .safetensors, got {out.name}")
     with progress_bar() as progress:
         bar = progress.add_task("reading samples", total=None)
         route_model, all_samples = read_samples(file, route_model, lambda: progress.advance(bar))
@@ -89,9 +89,9 @@ def _check_shares(
     if prompt_share is not None and prompt_tokens is not None:
         raise UserInputError("give --prompt-share or --prompt-tokens, not both")
     if prompt_share is not None and not 0 < prompt_share < 1:
-        raise UserInputError(f"--prompt-share is {prompt_share:g}: must be above 0 and below 1")
+        raise UserInputError(f"--prompt-share must be above 0 and below 1, got {prompt_share:g}")
     if not 0 <= held_out < 1:
-        raise UserInputError(f"--held-out is {held_out:g}: must be at least 0 and below 1")
+        raise UserInputError(f"--held-out must be at least 0 and below 1, got {held_out:g}")
     if held_out and samples == 1:
         raise UserInputError("--samples is 1, which leaves none to hold out: take 2 or more")
 

@@ -101,5 +101,5 @@ def numbers(option: str, value: str) -> list[int]:
     """Return the positive numbers of an option, separated by commas. Raise UserInputError on others."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
-        raise UserInputError(f"{option} is {value!r}: must be positive numbers with commas")
+        raise UserInputError(f"{option} must be positive numbers with commas, got {value!r}")
     return [int(part) for part in parts]

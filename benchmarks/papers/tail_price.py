@@ -122,7 +122,7 @@ def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
     files = [Path(part) for part in parts if not part.isdigit()]
     numbers = [int(part) for part in parts if part.isdigit() and int(part)]
     if [len(files), len(numbers)] != [2, len(form.split(",")) - 2]:
-        raise UserInputError(f"{option} is {text!r}: must be {form}")
+        raise UserInputError(f"{option} must be {form}, got {text!r}")
     return files, numbers
 
 

@@ -74,7 +74,7 @@ def read(
     if setting.dtype not in (None, *DTYPES):
         raise UserInputError(f"--dtype is {setting.dtype!r}: unknown, there are {', '.join(DTYPES)}")
     if setting.tp % setting.ep:
-        raise UserInputError(f"--ep is {setting.ep}: must be 1 or a divisor of --tp, {setting.tp}")
+        raise UserInputError(f"--ep must be 1 or a divisor of --tp ({setting.tp}), got {setting.ep}")
     with _suppressed_log(), _model_path(setting.model, config) as path:
         try:
             return _read(setting, path, batches, contexts)
