@@ -45,7 +45,7 @@ def cost(
     plot: Annotated[
         Path | None, typer.Option(help="Plot to write: steps and fit by batch (.png, .svg, .pdf).")
     ] = None,
-    names: Annotated[bool, typer.Option("--list", help="List GPUs and models instead.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List GPUs and models, and fit nothing.")] = False,
 ) -> None:
     """Fit a step cost to kernel times that NVIDIA measured, for `eldr simulate --cost` and `router.cost`.
 

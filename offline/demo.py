@@ -351,13 +351,13 @@ def demo(
     in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 96,
     seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 5,
-    warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
+    warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before the measured part, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
     first_table: Annotated[
         int, typer.Option(min=16, help="Requests from which the service makes its routing table.")
     ] = 120,
     table_seconds: Annotated[
-        int, typer.Option(min=1, help="Load for that table, s; repeated until the table is live.")
+        int, typer.Option(min=1, help="Load for the first routing table, s; repeated until it is live.")
     ] = 8,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,

@@ -20,16 +20,18 @@ from loadgen.progress import progress_bar
 from loadgen.results import print_table
 from offline.route_files import MODELS, Cut, Sample, find_model, read_samples, select_long_enough, trace_of
 
-Model = Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}; default: by the records' fields.")]
+Model = Annotated[str | None, typer.Option(help=f"Model: {', '.join(MODELS)}; default: by the records.")]
 PromptShare = Annotated[
     float | None,
     typer.Option(help="Share of a sample that is its prompt, above 0 and below 1; default: the model's."),
 ]
 PromptTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of each prompt, in place of a share; default: the model's.")
+    int | None,
+    typer.Option(min=1, help="Prompt tokens, instead of --prompt-share; default: the model's."),
 ]
 OutputTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most output tokens kept of a sample; default: the model's, or all.")
+    int | None,
+    typer.Option(min=1, help="Maximum output tokens of a sample; default: the model's, or all."),
 ]
 MinOutputTokens = Annotated[
     int | None,
@@ -53,7 +55,7 @@ def routes(
     ] = None,
     held_out: Annotated[
         float,
-        typer.Option(help="Share of each domain's samples for NAME.held_out.safetensors instead."),
+        typer.Option(help="Share of each domain's samples to write to NAME.held_out.safetensors instead."),
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws for --samples and --held-out.")] = 0,
 ) -> None:

@@ -44,7 +44,7 @@ def simulate(
     ] = None,
     fit_trace: Annotated[
         Path | None,
-        typer.Option(help="CalibrationTrace that tables are fitted to; default: a share of the other."),
+        typer.Option(help="CalibrationTrace to fit tables to; default: a share of the requests' trace."),
     ] = None,
     workers: Annotated[
         int | None,

@@ -75,7 +75,7 @@ def shadow_simulated(
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight per worker.")] = 16,
     per_worker: options.PerWorker = 500,
     output_tokens: options.MeanOutput = 80,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each; rows are their means.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulations of each row, which is their mean.")] = 3,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

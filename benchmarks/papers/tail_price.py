@@ -81,7 +81,8 @@ def tail_price(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME,KEY=VALUE,...; repeatable.", show_default="marginal-cost with tail_power 1 and 16"
+            help="Policy: NAME,KEY=VALUE,...",
+            show_default="marginal-cost with tail_power 1 and 16",
         ),
     ] = None,
     per_worker: options.PerWorker = 1000,

@@ -143,7 +143,7 @@ def shadow(
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=2, help="Trials of each policy.")] = 4,
     trial_seconds: Annotated[int, typer.Option(min=10, help="Measured part of a trial, s.")] = 24,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before the measured part, s.")] = 12,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     stream_interval: options.Interval = 8,
     output_tokens: options.MeanOutput = 80,
