@@ -34,7 +34,7 @@ def start(
     key: str,
     *,
     dashboard: bool,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     before_deploy: Callable[[], None] = lambda: None,
 ) -> tuple[OperatorClient, str]:
     """Start a cluster and the application in it; return once the engines are warm.
@@ -43,7 +43,7 @@ def start(
         arguments: arguments of the application in a deployment YAML.
         port: port of the ingress; Serve's proxy uses the next one.
         key: admin key.
-        tell: progress callback.
+        log: called with each line of progress.
         before_deploy: called when the cluster runs; it returns when the application's files exist.
 
     Returns:
@@ -66,7 +66,7 @@ def start(
     service = OperatorClient(f"http://127.0.0.1:{port}", key)
     with ThreadPoolExecutor(1) as importing:
         builder = importing.submit(_builder)  # while Ray starts
-        tell("a Ray cluster of its own")
+        log("a Ray cluster of its own")
         context = ray.init(
             "local",
             num_cpus=8,
@@ -77,25 +77,25 @@ def start(
             include_dashboard=dashboard,
         )
         serve.start(http_options={"host": "127.0.0.1", "port": port + 1})
-        tell("importing Ray Serve LLM and vLLM")
+        log("importing Ray Serve LLM and vLLM")
         builder.result()
     before_deploy()
     deploy(arguments)
-    _wait_until_ready(service, tell)
+    _wait_until_ready(service, log)
     return service, f"http://{context.dashboard_url}"
 
 
-def _wait_until_ready(service: OperatorClient, tell: Callable[[str], None]) -> None:
+def _wait_until_ready(service: OperatorClient, log: Callable[[str], None]) -> None:
     """Wait until all replicas run and the engines are warm; raise UserInputError if the application fails."""
     from ray import serve
 
     while (state := serve.status().applications[NAME]).status != "RUNNING":
         if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise UserInputError(f"the application did not start: {state.message}")
-        tell(_replicas_up(state.deployments))
+        log(_replicas_up(state.deployments))
         time.sleep(_POLL_S)
     while not (ingress := _ingress_status(service)).get("ready"):
-        tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV blocks")
+        log(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV blocks")
         time.sleep(0.5)
 
 

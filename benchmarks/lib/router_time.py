@@ -30,7 +30,7 @@ def placement_s(
     calls = min(_TIMED, len(requests) - in_flight)
     seconds = []
     for number in range(in_flight + calls):
-        lease = Lease(sent.make(number, ()), LeaseState.SENT)
+        lease = Lease(sent.make_request(number, ()), LeaseState.SENT)
         start = time.thread_time()
         placer.submit([lease])
         if number >= in_flight:

@@ -198,7 +198,7 @@ class _Simulation:
         self._at(self._router_free_s, _PLACE, j)
 
     def _place(self, now: float, j: int) -> None:
-        request = self._placements.make(j, self._decode.cacheable_blocks(j))
+        request = self._placements.make_request(j, self._decode.cacheable_blocks(j))
         self._submit(now, [Lease(request, LeaseState.SENT)])
 
     def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
