@@ -7,7 +7,7 @@ It needs no GPU, but the package `aiconfigurator-core`. Each model on a GPU gets
 skewed routing, and the other terms, by batch, to the package's own steps, which have skewed routing alone.
 `error_pct_N` is the fit's error with skewed routing at N requests of 1,024 KV tokens.
 `error_max_of_8_to_32_pct` is the largest error, with both kinds of routing, of a fit to batches of 8, 16 and
-32 alone. It is empty if these batches do not tell the cost of experts from the other terms.
+32 alone. It is empty if these batches do not separate the cost of experts from the other terms.
 """
 
 from __future__ import annotations

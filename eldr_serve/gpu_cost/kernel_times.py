@@ -81,7 +81,7 @@ def read(
         except (ValueError, RuntimeError, AssertionError, KeyError, TypeError) as error:
             if isinstance(error, UserInputError):
                 raise
-            raise UserInputError(f"{_describe(setting)} cannot be priced: {_reason(error)}") from error
+            raise _not_measured(setting, _reason(error)) from error
 
 
 def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequence[int]) -> Readings:
@@ -101,7 +101,7 @@ def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequenc
         for batch in batches:
             parts = engine.evaluate_ops_json(moe_ops, is_context=False, batch_size=batch, s=1)
             if any(origin != "silicon" for *_, origin in parts):
-                raise UserInputError(f"{_describe(setting)} cannot be priced: {_NO_ROWS}")
+                raise _not_measured(setting, _NO_ROWS)
             for context in contexts:
                 step_ms = engine.predict_decode_latency(batch, context)
                 steps.append(DecodeStep(batch, context, routing, 1e-3 * step_ms))
@@ -259,9 +259,10 @@ def _reason(error: Exception) -> str:
     return text.partition(". ")[0][:300]
 
 
-def _describe(setting: Setting) -> str:
+def _not_measured(setting: Setting, reason: str) -> UserInputError:
     kind = f" in {setting.dtype}" if setting.dtype else ""
-    return f"{setting.model}{kind} on {setting.gpu}, TP {setting.tp}, EP {setting.ep},"
+    where = f"{setting.model}{kind} on {setting.gpu}, TP {setting.tp}, EP {setting.ep}"
+    return UserInputError(f"{where} has no measured kernel times: {reason}")
 
 
 @contextmanager

@@ -59,7 +59,8 @@ class LoopWatch:
             due = loop.time() + _TICK_S
             await asyncio.sleep(_TICK_S)
             late_s = loop.time() - due
-            self.stalls += late_s >= STALL_S
+            if late_s >= STALL_S:
+                self.stalls += 1
             self.longest_s = max(self.longest_s, late_s)
             if due >= export_at:
                 export_at = due + PERIOD_S
