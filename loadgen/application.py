@@ -86,7 +86,7 @@ def start(
 
 
 def _wait_until_ready(service: OperatorClient, log: Callable[[str], None]) -> None:
-    """Wait until all replicas run and the engines are warm; raise UserInputError if the application fails."""
+    """Wait until all replicas run and the engines are warm. Raise UserInputError if the application fails."""
     from ray import serve
 
     while (state := serve.status().applications[NAME]).status != "RUNNING":
@@ -100,7 +100,7 @@ def _wait_until_ready(service: OperatorClient, log: Callable[[str], None]) -> No
 
 
 def deploy(arguments: dict[str, Any]) -> None:
-    """Deploy the application, or update it if it runs; return before that is done."""
+    """Deploy the application, or update it if it runs. Return before that is done."""
     from ray import serve
 
     target = serve.RunTarget(_builder()(arguments), name=NAME, route_prefix="/")
@@ -127,7 +127,7 @@ def stop() -> None:
 
 
 def _gpus(arguments: dict[str, Any]) -> int | None:
-    """Return 1 if all engines share one GPU, so that Ray need not look for it; None: Ray looks."""
+    """Return 1 if all engines share one GPU, so that Ray need not look for it, otherwise None."""
     shares = [
         config["deployment_config"].get("ray_actor_options", {}).get("num_gpus", 0)
         * config["deployment_config"].get("num_replicas", 1)
@@ -138,7 +138,7 @@ def _gpus(arguments: dict[str, Any]) -> int | None:
 
 
 def _ingress_status(service: OperatorClient) -> dict[str, Any]:
-    """Return the ingress's part of the status; empty while the ingress does not listen yet."""
+    """Return the ingress's part of the status, or {} while the ingress does not listen yet."""
     try:
         ingress: dict[str, Any] = service.status()["ingress"]
     except ServiceError:
@@ -153,7 +153,7 @@ def _builder() -> Callable[[dict[str, Any]], Any]:
 
 
 def _replicas_up(deployments: dict[str, Any]) -> str:
-    """Describe how many replicas of each deployment run; `deployments` are those of `serve.status()`."""
+    """Describe how many replicas of each deployment run. `deployments` are those of `serve.status()`."""
     parts = []
     for name, deployment in sorted(deployments.items()):
         up, total = deployment.replica_states.get("RUNNING", 0), sum(deployment.replica_states.values())

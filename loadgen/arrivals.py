@@ -82,7 +82,7 @@ def open_loop(
 def closed_loop(
     prompts: list[Prompt], *, max_tokens: int, min_tokens: int | None = None, seed: int = 0, workers: int = 1
 ) -> Iterator[Arrival]:
-    """Return the shuffled prompts, each due when a user is free; see open_loop for the arguments."""
+    """Return the shuffled prompts, each due when a user is free. See open_loop for the arguments."""
     pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
     return (Arrival(number, None, prompt, tokens) for number, (prompt, tokens) in enumerate(pairs))
 

@@ -105,7 +105,7 @@ def compare(
     out: Out = Path("out/compare"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals, order and bootstrap.")] = 0,
 ) -> None:
-    """Compare policies under the same load; the same settings resume a stopped run."""
+    """Compare policies under the same load. The same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     service = OperatorClient(host, os.environ.get(admin_key_env, ""))
     per_s, users = _loop(rate, in_flight, users, service)
@@ -166,7 +166,7 @@ def _loop(
 def _settings(
     names: list[str], load: LoadSpec, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
-    """Return everything that the figures depend on; raise UserInputError for an unusable value."""
+    """Return everything that the figures depend on. Raise UserInputError for an unusable value."""
     for option, value, minimum in (
         ("--trial-seconds", load.seconds, 1),
         ("--warm-up-seconds", load.warm_up_s, 0),
@@ -197,7 +197,7 @@ def _settings(
 
 @contextmanager
 def _policy_restored(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
-    """Check that the server accepts every policy; at the end, also after errors, restore its own."""
+    """Check that the server accepts every policy. At the end, also after errors, restore its own."""
     status = service.status()
     # After a run that was killed, the server's present policy is not its own.
     policy = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
@@ -258,7 +258,7 @@ def _publish(
     settings: dict[str, Any],
     seed: int,
 ) -> bool:
-    """Print and write the figures; return False if requests failed."""
+    """Print and write the figures. Return False if requests failed."""
     measured = {"warm_up_s": load.warm_up_s, "seconds": load.seconds}
     rows = policy_rows(names, trials, **measured, objective=objective, seed=seed)
     for row in rows:

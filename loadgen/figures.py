@@ -129,7 +129,7 @@ def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds:
 
 
 def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[int, float]:
-    """Return one of STEPS for each round of a policy; rounds without reported steps are left out."""
+    """Return one of STEPS for each round of a policy. Rounds without reported steps are left out."""
     above, below, factor = STEPS[name]
     return {
         trial.round: factor * trial.engines[above] / trial.engines[below]

@@ -94,7 +94,7 @@ def replay(
 
 
 class _Text:
-    """Prompts of given lengths; a block has its predecessor's domain, so a conversation has one domain."""
+    """Prompts of given lengths. A block has its predecessor's domain, so a conversation has one domain."""
 
     def __init__(self, prompts: list[Prompt], chars_per_token: float, seed: int) -> None:
         self._by_domain: dict[str, list[str]] = {}

@@ -43,7 +43,7 @@ class LoadSpec:
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse `locality-band:band=0.1` into ("locality-band", {"band": 0.1}); colons separate parameters."""
+    """Parse `locality-band:band=0.1` into ("locality-band", {"band": 0.1}). Colons separate parameters."""
     name, *pairs = text.split(":")
     if pairs and "=" not in pairs[0] and name not in policy_names():  # my_package.module:MyPolicy
         name = f"{name}:{pairs.pop(0)}"

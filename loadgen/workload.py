@@ -127,7 +127,7 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
 
 
 def _texts(role: str, content: Any) -> list[str]:
-    """Return the texts of a message; an assistant's may have none beside its tool calls."""
+    """Return the texts of a message. An assistant's may have none beside its tool calls."""
     if content is None and role == "assistant":
         return []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

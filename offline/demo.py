@@ -167,7 +167,7 @@ def _application(
 
 
 def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
-    """Start widening the demo model's experts; return the folder and a function that waits for the end."""
+    """Start widening the demo model's experts. Return the folder and a function that waits for the end."""
     if intermediate <= 32:
         return ROOT / "examples/demo_model/weights", lambda: None
     folder = (out / f"model_{intermediate}").resolve()
@@ -191,7 +191,7 @@ def _load(
 
 
 def _wait_for_table(service: OperatorClient, log: Callable[[str], None]) -> tuple[bool, str]:
-    """Wait for a routing table if there are enough samples for one; return whether it is live, and a note."""
+    """Wait for a routing table if there are enough samples for one. Return whether it is live, and a note."""
     deadline = time.monotonic() + _TABLE_S
     while True:
         status = service.status()
@@ -265,7 +265,7 @@ def _compare_greedy(service: OperatorClient, plan: _Plan) -> str:
 
 
 def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted: Path) -> None:
-    """Print the figures, and write demo.json and report.html; raise UserInputError if requests failed."""
+    """Print the figures, and write demo.json and report.html. Raise UserInputError if requests failed."""
     load = plan.load
     rows = policy_rows(
         POLICIES,

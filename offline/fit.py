@@ -33,7 +33,7 @@ def fit(
     ] = STARTS,
     seed: Annotated[int, typer.Option(help="Seed of pairs and clustering.")] = 0,
 ) -> None:
-    """Fit IDF, layer mask and balanced clusters; write the table and a report."""
+    """Fit IDF, layer mask and balanced clusters. Write the table and a report."""
     require_folders(out, report, plot)
     loaded = CalibrationTrace.load(trace)
     table, quality = fit_table(loaded, workers, transform=transform, band=band, starts=starts, seed=seed)

@@ -76,7 +76,7 @@ def live_placement(
 
 
 def learn_correction(client: OperatorClient) -> NDArray[np.float64] | None:
-    """Return `decode_correction` [L, E] of the traffic that the service has sampled; None without samples."""
+    """Return `decode_correction` [L, E] of the service's sampled traffic, or None without samples."""
     try:
         trace = CalibrationTrace.from_bytes(client.trace())
     except ServiceError:  # no signature pool, or no samples yet

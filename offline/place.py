@@ -216,7 +216,7 @@ def _evaluate_by_rule(
 
 
 def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]:
-    """Return the rules that can choose a replica; one rule if there is no choice."""
+    """Return the rules that can choose a replica, or one rule if there is no choice."""
     if hosts.sum() == hosts.shape[0] * hosts.shape[1]:
         return [("-", serve_even)]
     local = local_rule(problem.load, hosts, problem.topology, seed=problem.seed)

@@ -141,7 +141,7 @@ def backlog(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Send more prompts at once than engines can prefill within the bound."""
+    """Send more prompts at once than the engines can prefill within the service's limit."""
     unwind_on_sigterm()
     allow_open_files(8192)
     bodies = texts(prompts, warm_up + requests, tokens, seed, model)

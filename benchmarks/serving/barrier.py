@@ -77,7 +77,7 @@ def policy_and_parameters(text: str, slots: int) -> tuple[str, dict[str, Any]]:
 def barrier_arguments(
     deployment: Path, model: Path, *, ranks: int, slots: int, context: int, stream_interval: int, folder: Path
 ) -> dict[str, Any]:
-    """Return a deployment's `args` with so many ranks, whose schedulers write their steps to the folder."""
+    """Return a deployment's `args` with `ranks` ranks, whose schedulers write their steps to `folder`."""
     arguments = our_arguments(deployment, model)
     shared = {"max_model_len": context, "max_num_batched_tokens": context, "stream_interval": stream_interval}
     for role in ("prefill_config", "decode_config"):

@@ -3,7 +3,7 @@
     python -m benchmarks.serving.handover
     python -m benchmarks.serving.handover --rounds 1 --record rounds.jsonl
 
-Real engines behind the real ingress, with one request in flight (idle) and with several (load):
+The engines and the ingress are real. They serve one request in flight (idle) or several (load):
 
     place       router: score, one call over its channel
     engine      decode replica: from the call's arrival to its first chunk; includes

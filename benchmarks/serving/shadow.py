@@ -49,7 +49,7 @@ _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums of the measured part of one trial; from `steps` on they are OperatorClient.decode_totals."""
+    """Sums of the measured part of one trial. From `steps` on they are OperatorClient.decode_totals."""
 
     tokens: float  # tokens that were priced
     live: float  # price of these tokens under the live policy, s

@@ -53,7 +53,7 @@ class DirectorPaperReport:
 
     @property
     def above_budget(self) -> float:
-        """Return how far rounding ended above the budget; 0.01 is 1 % (epsilon of Theorem 2)."""
+        """Return how far rounding ended above the budget. 0.01 is 1 % (epsilon of Theorem 2)."""
         return self.reached_s / self.budget_s - 1 if self.budget_s else 0.0
 
 

@@ -90,7 +90,7 @@ def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) 
 
 
 def utilisation(affinity: Floats, label: Ints, groups: int) -> tuple[float, float]:
-    """Return (U, S) of Eq. 1: share of affinity within groups; standard deviation of their sizes."""
+    """Return (U, S) of Eq. 1: share of affinity within groups, and standard deviation of their sizes."""
     within = float(affinity[label[:, None] == label[None, :]].sum())
     size = np.bincount(label, minlength=groups)
     return within / max(float(affinity.sum()), 1e-12), float(size.std())
@@ -117,7 +117,7 @@ def ratio_curve(
 
 
 def find_knee(curve: Floats) -> int:
-    """Return the index of the point of U over S furthest above the line between the ends; 0 if flat."""
+    """Return the index of the point of U over S furthest above the line between the ends, or 0 if flat."""
     spread = np.ptp(curve, axis=0)
     if not spread.all():
         return 0

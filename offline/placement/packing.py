@@ -1,4 +1,4 @@
-"""Packing of expert replicas into the slots of ranks so that the slowest rank is fast; all layers at once.
+"""Packing of expert replicas into the slots of ranks for a fast slowest rank, in all layers at once.
 
 Arrays: L layers, E experts, G ranks, C slots per rank. Slots are int[L, G, C]; the id E marks an empty
 slot. A price list is float[L, E + 1, G]: the cost of one replica on each rank, s; the last row is zero.
@@ -39,7 +39,7 @@ def copies_of(slots: Ints, experts: int) -> Ints:
 
 
 def rank_hosts(slots: Ints, experts: int) -> NDArray[np.bool_]:
-    """Return whether a rank holds an expert, bool[L, E + 1, G]; False in the last row, of empty slots."""
+    """Return whether a rank holds an expert, bool[L, E + 1, G]. The last row, of empty slots, is False."""
     hosts = np.zeros((len(slots), experts + 1, slots.shape[1]), bool)
     layer, rank = np.ogrid[: slots.shape[0], : slots.shape[1]]
     hosts[layer[..., None], slots, rank[..., None]] = True

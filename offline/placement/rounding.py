@@ -69,7 +69,7 @@ def round_in_polytope(
 
 
 def _null_vector(rows: Floats, rng: np.random.Generator) -> Floats | None:
-    """Return a random unit vector orthogonal to all rows; None if there is none."""
+    """Return a random unit vector orthogonal to all rows, or None if there is none."""
     _, size, basis = np.linalg.svd(rows)
     free = basis[int((size > 1e-9 * max(1.0, size.max(initial=0.0))).sum()) :]
     if not len(free):

@@ -79,7 +79,7 @@ class PlacementRequests:
         )
 
     def with_true_counts(self, index: int, request: PlacementRequest) -> PlacementRequest | None:
-        """Return the request with the counts of its prefill; None if its counts are not predicted."""
+        """Return the request with the counts of its prefill, or None if its counts are not predicted."""
         if self._experts is None or not request.predicted or request.expert_counts is None:
             return None
         counts = self._experts.expert_counts(self._kind[index], self._prompt[index])

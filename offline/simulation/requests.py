@@ -13,7 +13,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 
 
 class SimulationError(UserInputError):
-    """The input cannot be simulated; the message is one sentence."""
+    """The input cannot be simulated. The message is one sentence."""
 
 
 @dataclass(frozen=True)
