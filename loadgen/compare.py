@@ -130,7 +130,7 @@ def compare(
         if rate is None and in_flight is None:
             console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:
-            with _policy_restored(service, journal, names):
+            with _restore_policy_at_end(service, journal, names):
                 if burn_in_seconds:
                     console.print(f"burn-in: {burn_in_seconds} s of load that is not measured")
                     first = Trial(unfinished[0].policy, unfinished[0].round)
@@ -196,7 +196,7 @@ def _settings(
 
 
 @contextmanager
-def _policy_restored(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
+def _restore_policy_at_end(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
     """Check that the server accepts every policy. At the end, also after errors, restore its own."""
     status = service.status()
     # After a run that was killed, the server's present policy is not its own.

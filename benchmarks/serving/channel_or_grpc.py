@@ -46,7 +46,7 @@ from benchmarks.lib.channel_ways import (
     WAYS,
     Link,
     Readable,
-    connected,
+    connect_to_way,
     resident_mib,
     run_loop,
     serve,
@@ -192,7 +192,7 @@ async def _cancel(
 async def trial(way: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
     """Return one row for each number of streams."""
     rng, rows, first = random.Random(seed), [], 0
-    async with connected(way, port) as link:
+    async with connect_to_way(way, port) as link:
         for count in load.streams:
             gap_s = count / load.pace
             row: dict[str, Any] = {"way": way, "streams": count, "offered_tokens_per_s": load.pace}
