@@ -70,7 +70,7 @@ def open_loop(
     Args:
         rate: requests/s over all workers.
         max_tokens, min_tokens: see output_lengths.
-        workers: number of shares; no prompt is in two of them.
+        workers: number of shares. No prompt is in two of them.
     """
     pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
     return (

@@ -18,7 +18,7 @@ class Journal:
     """A file of JSON lines: the settings of a run, then its measurements, one per line, by key.
 
     Args:
-        settings: everything that the measurements depend on; any path in them is kept as text.
+        settings: everything that the measurements depend on. Any path in them is kept as text.
 
     Raises:
         UserInputError: the file has measurements of another run, or is not a journal.

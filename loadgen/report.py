@@ -104,11 +104,11 @@ def render_page(
     """Render a self-contained HTML page without external resources.
 
     Args:
-        rows: rows of the table; the keys of the first row are the columns.
+        rows: rows of the table. The keys of the first row are the columns.
         sentences: paragraphs at the top.
         lead: picture after the sentences, with its description.
         remarks: sentences between picture and table.
-        verdict: sentence after the remarks; if `bad`, it is shown first and in red.
+        verdict: sentence after the remarks. If `bad`, it is shown first and in red.
     """
     return _PAGES.get_template("report.html").render(
         style=style(),

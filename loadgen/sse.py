@@ -48,10 +48,10 @@ class StreamTiming:
         return self.token_times_s[-1] if self.token_times_s else None
 
     def take(self, raw: bytes | str, now_s: Callable[[], float]) -> bool:
-        """Read one line of the body; return whether the stream has ended.
+        """Read one line of the body, and return whether the stream has ended.
 
         Args:
-            now_s: returns the time since the request was sent; called once per event.
+            now_s: returns the time since the request was sent. It is called once per event.
 
         Raises:
             StreamError: an error event, or one that is not JSON.

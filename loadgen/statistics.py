@@ -130,7 +130,7 @@ def resampled_counts(
 
     Args:
         rounds: the round of each unit.
-        whole_rounds: resample rounds with all their units; else units within their round.
+        whole_rounds: whether to resample whole rounds, instead of units within their round.
             None: rounds if there are ROUNDS_TO_RESAMPLE or more.
     """
     rng = np.random.default_rng(seed)

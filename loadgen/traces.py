@@ -66,10 +66,10 @@ def replay(
 
     Args:
         speed: replay speed relative to the recording, above 0.
-        max_prompt_tokens: length of the longest prompt; all prompts, with their shared prefixes, are
+        max_prompt_tokens: length of the longest prompt. All prompts, with their shared prefixes, are
             shortened by the same factor. None: lengths as recorded.
         max_tokens: maximum output tokens; None: as recorded.
-        chars_per_token: of the tokenizer on such text; prompt lengths are as accurate as this.
+        chars_per_token: characters per token. Prompt lengths are as accurate as this.
 
     Raises:
         UserInputError: a speed or a cap that is not above 0.

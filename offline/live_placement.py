@@ -147,7 +147,7 @@ class Planner:
 
         Args:
             recent: unsigned[L,E] each, expert counts of prompts, the newest last.
-            live: by replica, its experts (see engine.protocol.Engine.expert_status); not empty.
+            live: status of the experts (see engine.protocol.Engine.expert_status) by replica, not empty.
             model: id of the model.
 
         Raises:

@@ -59,10 +59,10 @@ def routes(
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws for --samples and --held-out.")] = 0,
 ) -> None:
-    """Write a model's published routes as a calibration trace; show its domains.
+    """Write a model's published routes as a calibration trace, and show its domains.
 
     deepseek-v2-lite: the first half of a sample is its prompt. gpt-oss-20b: the first 96 steps are the
-    prompt, the next 64 the answer; shorter samples are left out.
+    prompt, the next 64 the answer. Shorter samples are left out.
     """
     route_model = None if model is None else find_model(model)
     _check_shares(prompt_share, prompt_tokens, held_out, samples)

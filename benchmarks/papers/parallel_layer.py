@@ -112,7 +112,7 @@ class ParallelLayer:
         return out.to(x.dtype)
 
     def _sum_experts(self, tokens: Tensor, weights: Tensor, requested: Ints) -> Tensor:
-        """Return [T, H], weighted sums over this rank's experts of `requested` int[T, k]; -1: elsewhere."""
+        """Return [T, H] weighted sums over this rank's experts; requested int[T, k], -1: served elsewhere."""
         token, choice = np.nonzero(requested >= 0)
         slot = self._slot[requested[token, choice]]
         if len(slot) and slot.min() < 0:

@@ -39,9 +39,9 @@ def spectral_groups(affinity: Floats, groups: int, *, seed: int = 0) -> Ints:
 def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high: int) -> Ints:
     """Move experts until each group has `low` to `high` of them (Algorithm 2).
 
-    The weakest members of a group that is too large go where they add most affinity; a group that is too
-    small gets the weakest of the others. (The algorithm compares the groups' totals after the addition, which
-    favours groups that are already large; the gain is the addition.)
+    The weakest members of a group that is too large go where they add most affinity. A group that is too
+    small gets the weakest of the others. The paper's algorithm compares the groups' totals after it,
+    which favours large groups. Here the gain is the added affinity alone.
 
     Raises:
         UserInputError: bounds that no grouping of n experts meets.

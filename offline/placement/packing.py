@@ -65,8 +65,8 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
     """Fill empty slots with the missing replicas, heaviest first, each on the rank with the least total.
 
     Args:
-        slots: present slots; their replicas do not move.
-        copies: [L, E] number of replicas; a replica is omitted if every rank with room holds the expert.
+        slots: present slots. Their replicas do not move.
+        copies: [L, E] number of replicas. A replica is omitted if every rank with room holds the expert.
         quota: [L, E, N] number of replicas in each column of ranks; None: anywhere.
         column: [G] column of each rank.
     """
@@ -197,7 +197,7 @@ def fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached_s: 
     """Give each rank without an expert the expert with the least work, in place.
 
     Args:
-        slots: every rank may be empty; it changes.
+        slots: slots of each rank, which may be empty. They change in place.
         token_s, active_s: as in `price_list`.
         reached_s: [L] time of each layer's slowest rank before.
 

@@ -38,8 +38,8 @@ def with_replicas(
     """Return bool[E, G], the first copies and those of the heaviest rank's hot experts on the lightest ranks.
 
     Args:
-        replicas: copies of each; None: by the load skew (Eq. 2). The paper's fixed count is 1.
-        capacity: maximum experts per rank; the hottest come first. None: any number.
+        replicas: copies of each hot expert; None: by the load skew (Eq. 2). The paper's fixed count is 1.
+        capacity: maximum experts per rank. The hottest come first. None: any number.
     """
     hosts: Bools = primary[:, None] == np.arange(ranks)
     if ranks == 1:

@@ -14,7 +14,7 @@ def round_in_polytope(
     """Round fractional replicas by column iteratively, by a random walk.
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
-    column's slots, the budget) until a variable becomes whole or another constraint tight; which of the two
+    column's slots, the budget) until a variable becomes whole or another constraint tight. Which of the two
     ways is drawn so that the expected change is none. If no direction is left, the budget of the column
     with the fewest fractional variables is dropped, as in iterative relaxation.
 

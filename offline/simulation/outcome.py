@@ -19,13 +19,13 @@ class Outcome:
     """Results by request (NaN or -1 if it expired), by step and by sample.
 
     Attributes:
-        arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]; the last two are the ends of
+        arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]. The last two are the ends of
             the first and of the last decode step.
         worker: int64[N], decode worker.
         tokens: int64[N], output tokens.
         hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
         preempted: number of preemptions by full workers.
-        batch, experts, seconds, step_worker: one entry per decode step; experts summed over layers.
+        batch, experts, seconds, step_worker: one entry per decode step, experts summed over layers.
         imbalance, spread: one entry per sample: sum over workers of (largest - own) and largest -
             smallest KV tokens of the running requests.
         sample_s: time of each sample.
