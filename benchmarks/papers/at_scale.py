@@ -318,7 +318,7 @@ def _for_each(option: str, value: str, sizes: int) -> list[int]:
     """Return the number of an option for each of the sizes."""
     numbers = options.numbers(option, value)
     if len(numbers) not in (1, sizes):
-        raise UserInputError(f"{option} is {value}: give one number, or one for each of --workers")
+        raise UserInputError(f"{option} must be one number, or one for each of --workers, got {value}")
     return numbers * sizes if len(numbers) == 1 else numbers
 
 

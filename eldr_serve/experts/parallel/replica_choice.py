@@ -186,11 +186,11 @@ class PolledReplica(ReplicaChoice):
     ) -> None:
         hosted = slots >= 0
         share = np.ones(len(slots)) if load is None else np.asarray(load, np.float64)
-        share = share / hosted.sum(axis=1)
-        weights = 1 / np.maximum((share[:, None] * hosted).sum(axis=0), 1.0)
-        distance = np.where(hosted[:, None], local * _distance(topology), 3)  # [E, home, G]
-        nearest = distance == distance.min(axis=2, keepdims=True)
-        below = np.cumsum(nearest * weights, axis=2)
+        share = share / hosted.sum(axis=1)  # [E], expected tokens of one replica
+        weights = 1 / np.maximum((share[:, None] * hosted).sum(axis=0), 1.0)  # [G], 1 / expected load
+        distance = np.where(hosted[:, None], local * _distance(topology), 3)  # [E, home, G], 3: no replica
+        nearest = distance == distance.min(axis=2, keepdims=True)  # candidates for the tokens of each home
+        below = np.cumsum(nearest * weights, axis=2)  # cumulative weights of the candidates
         last = topology.ranks - 1 - nearest[..., ::-1].argmax(axis=2, keepdims=True)
         # The last candidate always wins, whatever the rounding.
         above = np.where(np.arange(topology.ranks) >= last, 2.0, below / below[..., -1:])
