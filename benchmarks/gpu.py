@@ -68,7 +68,7 @@ STEPS = (  # the most useful first; seconds are estimates
 
 def gpu(
     seconds: Annotated[float, typer.Option(min=1, help="Time for all steps, s.")] = 540,
-    steps: Annotated[str, typer.Option(help="Letters of steps; default: all.")] = "",
+    steps: Annotated[str, typer.Option(help="Letters of the steps to run; default: all.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and run nothing.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of results and logs.")] = Path("out/gpu"),
 ) -> None:

@@ -37,7 +37,7 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False)
-Url = Annotated[str, typer.Option(help="Where the service's ingress listens.")]
+Url = Annotated[str, typer.Option(help="URL of the service's ingress.")]
 AdminKey = Annotated[
     str | None,
     typer.Option(envvar="ELDR_ADMIN_KEY", help="The service's admin key.", show_default=False),
@@ -264,7 +264,7 @@ def experts(
         typer.Argument(help="ExpertPlacement of `eldr place` to swap in; without it, show the live one."),
     ] = None,
     replica: Annotated[
-        list[str] | None, typer.Option(help="Decode replica; repeatable; default: all.")
+        list[str] | None, typer.Option(help="Decode replica whose experts move; repeatable; default: all.")
     ] = None,
     url: Url = _URL,
     admin_key: AdminKey = None,
@@ -281,7 +281,7 @@ def experts(
 @app.command(rich_help_panel=_SERVICE)
 def drain(
     replica: Annotated[str, typer.Argument(help="Decode replica, as in `eldr status`.")],
-    wait: Annotated[float, typer.Option(min=0, help="Maximum wait until it has no requests, s.")] = 60.0,
+    wait: Annotated[float, typer.Option(min=0, help="Maximum wait until no request is left, s.")] = 60.0,
     url: Url = _URL,
     admin_key: AdminKey = None,
 ) -> None:
@@ -292,7 +292,7 @@ def drain(
 @app.command(rich_help_panel=_DEPLOYMENT)
 def deployments(
     name: Annotated[str | None, typer.Argument(help="File to show; without it, list all.")] = None,
-    copy: Annotated[Path | None, typer.Option(help="Copy it to this new file instead.")] = None,
+    copy: Annotated[Path | None, typer.Option(help="Copy the file to this new path instead.")] = None,
 ) -> None:
     """List the included deployment files, show one, or copy one for editing."""
     folder = ROOT / "deployments"
@@ -327,13 +327,14 @@ def add(
         float | None, typer.Option(help="Weight of the tenant's fair share while requests wait; default 1.")
     ] = None,
     requests_per_minute: Annotated[
-        float | None, typer.Option(help="Limit for all keys of the tenant.")
+        float | None, typer.Option(help="Requests per minute, for all the tenant's keys.")
     ] = None,
     tokens_per_minute: Annotated[
-        float | None, typer.Option(help="Prompt and generated tokens, limit for all the tenant's keys.")
+        float | None,
+        typer.Option(help="Prompt and generated tokens per minute, for all the tenant's keys."),
     ] = None,
-    ttft_ms: Annotated[float | None, typer.Option(help="Default objective of the tenant's requests.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(help="The same for the time per token.")] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Default TTFT objective of the tenant, ms.")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Default TPOT objective of the tenant, ms.")] = None,
 ) -> None:
     """Create a key and print it once; the file stores its SHA-256. Given limits replace the tenant's."""
     from eldr_serve.limits.keys import Keys, add_key, read_keys, write_keys

@@ -69,6 +69,21 @@ def unknown_name(where: str, name: object, known_names: Iterable[str], what: str
     return f"{where}: {message}" if where else message
 
 
+def invalid_value(where: str, value: str, problem: str) -> str:
+    """Return an error sentence for a value: "port must be at least 1, got 0".
+
+    Args:
+        where: name of the field or option.
+        value: the formatted value; empty if it is not shown.
+        problem: "must <condition>", perhaps with ": <remedy>"; or another text, which follows "port is 0: ".
+    """
+    if not problem.startswith("must "):
+        return f"{where} is {value}: {problem}" if value else f"{where}: {problem}"
+    condition, colon, remedy = problem.partition(": ")
+    got = f", got {value}" if value else ""
+    return f"{where} {condition.rstrip('.')}{got}{colon}{remedy}"
+
+
 def first_problem(
     error: ValidationError, content: Any = None, *, where: str = "", model: type | None = None
 ) -> str:
@@ -78,12 +93,12 @@ def first_problem(
 
     | input | sentence |
     | --- | --- |
-    | `port: 0` | port is 0: must be at least 1 |
+    | `port: 0` | port must be at least 1, got 0 |
     | `prot: 1` | unknown key 'prot': did you mean 'port'? |
     | a required field is absent | name is missing: it must be given |
-    | `admin_key: 5`, a secret | admin_key: must be text: put it in quotes |
-    | `kind: c` selects one of several classes | kind is 'c': must be one of 'a', 'b' |
-    | a validator of a whole mapping raises "low must be below high" | low is 3: must be below high |
+    | `admin_key: 5`, a secret | admin_key must be text: put it in quotes |
+    | `kind: c` selects one of several classes | kind must be one of 'a', 'b', got 'c' |
+    | a validator of a whole mapping raises "low must be below high" | low must be below high, got 3 |
     | the same without a field's name, such as "give a or b" | give a or b |
 
     Args:
@@ -113,18 +128,18 @@ def first_problem(
         if field in value:
             path, value, must_be = [*path, field], value[field], must_be.removeprefix(f"{field} ")
     place = _join(where, path)
-    formatted = format_value(value, place.rpartition(".")[2])
     is_refused_as_a_whole = isinstance(value, Mapping | list) and problem["type"] in _BY_VALIDATOR
-    if place and formatted and not is_refused_as_a_whole:
-        return f"{place} is {formatted}: {must_be}"
-    return f"{place}: {must_be}" if place else must_be
+    formatted = "" if is_refused_as_a_whole else format_value(value, place.rpartition(".")[2])
+    return invalid_value(place, formatted, must_be) if place else must_be
 
 
 def _field_at_fault(problem: Any, must_be: str) -> str:
-    """Return the field of a mapping that its problem is about, if the problem names one."""
+    """Return the field of a mapping that its problem is about, if the problem names one without its value."""
     if problem["type"] == "union_tag_invalid":
         discriminator: str = problem["ctx"]["discriminator"].strip("'")
         return discriminator
+    if ", got " in must_be:
+        return ""
     return must_be.partition(" must ")[0]  # a validator of the whole mapping may begin with the field
 
 

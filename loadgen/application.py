@@ -34,7 +34,7 @@ def start(
     key: str,
     *,
     dashboard: bool,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     before_deploy: Callable[[], None] = lambda: None,
 ) -> tuple[OperatorClient, str]:
     """Start a cluster and the application in it; return once the engines are warm.
@@ -43,7 +43,7 @@ def start(
         arguments: arguments of the application in a deployment YAML.
         port: port of the ingress; Serve's proxy uses the next one.
         key: admin key.
-        tell: progress callback.
+        log: called with each line of progress.
         before_deploy: called when the cluster runs; it returns when the application's files exist.
 
     Returns:
@@ -66,7 +66,7 @@ def start(
     service = OperatorClient(f"http://127.0.0.1:{port}", key)
     with ThreadPoolExecutor(1) as importing:
         builder = importing.submit(_builder)  # while Ray starts
-        tell("a Ray cluster of its own")
+        log("a Ray cluster of its own")
         context = ray.init(
             "local",
             num_cpus=8,
@@ -77,30 +77,30 @@ def start(
             include_dashboard=dashboard,
         )
         serve.start(http_options={"host": "127.0.0.1", "port": port + 1})
-        tell("importing Ray Serve LLM and vLLM")
+        log("importing Ray Serve LLM and vLLM")
         builder.result()
     before_deploy()
     deploy(arguments)
-    _wait_until_ready(service, tell)
+    _wait_until_ready(service, log)
     return service, f"http://{context.dashboard_url}"
 
 
-def _wait_until_ready(service: OperatorClient, tell: Callable[[str], None]) -> None:
-    """Wait until all replicas run and the engines are warm; raise UserInputError if the application fails."""
+def _wait_until_ready(service: OperatorClient, log: Callable[[str], None]) -> None:
+    """Wait until all replicas run and the engines are warm. Raise UserInputError if the application fails."""
     from ray import serve
 
     while (state := serve.status().applications[NAME]).status != "RUNNING":
         if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise UserInputError(f"the application did not start: {state.message}")
-        tell(_replicas_up(state.deployments))
+        log(_replicas_up(state.deployments))
         time.sleep(_POLL_S)
     while not (ingress := _ingress_status(service)).get("ready"):
-        tell(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV blocks")
+        log(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV blocks")
         time.sleep(0.5)
 
 
 def deploy(arguments: dict[str, Any]) -> None:
-    """Deploy the application, or update it if it runs; return before that is done."""
+    """Deploy the application, or update it if it runs. Return before that is done."""
     from ray import serve
 
     target = serve.RunTarget(_builder()(arguments), name=NAME, route_prefix="/")
@@ -127,7 +127,7 @@ def stop() -> None:
 
 
 def _gpus(arguments: dict[str, Any]) -> int | None:
-    """Return 1 if all engines share one GPU, so that Ray need not look for it; None: Ray looks."""
+    """Return 1 if all engines share one GPU, so that Ray need not look for it, otherwise None."""
     shares = [
         config["deployment_config"].get("ray_actor_options", {}).get("num_gpus", 0)
         * config["deployment_config"].get("num_replicas", 1)
@@ -138,7 +138,7 @@ def _gpus(arguments: dict[str, Any]) -> int | None:
 
 
 def _ingress_status(service: OperatorClient) -> dict[str, Any]:
-    """Return the ingress's part of the status; empty while the ingress does not listen yet."""
+    """Return the ingress's part of the status, or {} while the ingress does not listen yet."""
     try:
         ingress: dict[str, Any] = service.status()["ingress"]
     except ServiceError:
@@ -153,7 +153,7 @@ def _builder() -> Callable[[dict[str, Any]], Any]:
 
 
 def _replicas_up(deployments: dict[str, Any]) -> str:
-    """Describe how many replicas of each deployment run; `deployments` are those of `serve.status()`."""
+    """Describe how many replicas of each deployment run. `deployments` are those of `serve.status()`."""
     parts = []
     for name, deployment in sorted(deployments.items()):
         up, total = deployment.replica_states.get("RUNNING", 0), sum(deployment.replica_states.values())

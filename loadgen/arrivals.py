@@ -36,7 +36,7 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
         UserInputError: the rate is not above 0.
     """
     if not (math.isfinite(rate) and rate > 0):
-        raise UserInputError(f"the rate is {rate}: must be above 0 requests/s")
+        raise UserInputError(f"the rate must be above 0 requests/s, got {rate}")
     return _poisson(rate, random.Random(f"{seed}/arrivals"))
 
 
@@ -50,7 +50,7 @@ def output_lengths(max_tokens: int, *, min_tokens: int | None = None, seed: int 
         return itertools.repeat(max_tokens)
     if not 1 <= min_tokens <= max_tokens:
         raise UserInputError(
-            f"the least output is {min_tokens} tokens: must be from 1 to the most, {max_tokens}"
+            f"the minimum output must be from 1 token to the maximum ({max_tokens}), got {min_tokens}"
         )
     rng = random.Random(f"{seed}/lengths")
     return (rng.randint(min_tokens, max_tokens) for _ in itertools.count())
@@ -70,7 +70,7 @@ def open_loop(
     Args:
         rate: requests/s over all workers.
         max_tokens, min_tokens: see output_lengths.
-        workers: number of shares; no prompt is in two of them.
+        workers: number of shares. No prompt is in two of them.
     """
     pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
     return (
@@ -82,7 +82,7 @@ def open_loop(
 def closed_loop(
     prompts: list[Prompt], *, max_tokens: int, min_tokens: int | None = None, seed: int = 0, workers: int = 1
 ) -> Iterator[Arrival]:
-    """Return the shuffled prompts, each due when a user is free; see open_loop for the arguments."""
+    """Return the shuffled prompts, each due when a user is free. See open_loop for the arguments."""
     pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
     return (Arrival(number, None, prompt, tokens) for number, (prompt, tokens) in enumerate(pairs))
 

@@ -58,7 +58,7 @@ _SCHEMA = "eldr-compare/8"  # version of the journal's format
 _PER_WORKER = 8  # requests in flight per decode worker, by default
 
 
-Policies = Annotated[str, typer.Option(help="Names, separated by commas; parameters: name:parameter=value.")]
+Policies = Annotated[str, typer.Option(help="Policies, with commas; parameters: name:parameter=value.")]
 InFlight = Annotated[
     int | None,
     typer.Option(
@@ -105,7 +105,7 @@ def compare(
     out: Out = Path("out/compare"),
     seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals, order and bootstrap.")] = 0,
 ) -> None:
-    """Compare policies under the same load; the same settings resume a stopped run."""
+    """Compare policies under the same load. The same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     service = OperatorClient(host, os.environ.get(admin_key_env, ""))
     per_s, users = _loop(rate, in_flight, users, service)
@@ -130,7 +130,7 @@ def compare(
         if rate is None and in_flight is None:
             console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:
-            with _policy_restored(service, journal, names):
+            with _restore_policy_at_end(service, journal, names):
                 if burn_in_seconds:
                     console.print(f"burn-in: {burn_in_seconds} s of load that is not measured")
                     first = Trial(unfinished[0].policy, unfinished[0].round)
@@ -156,17 +156,17 @@ def _loop(
         return 0.0, _PER_WORKER * max(1, service.num_workers())
     if in_flight is not None:
         if in_flight < 1:
-            raise UserInputError(f"--in-flight is {in_flight}: must be at least 1")
+            raise UserInputError(f"--in-flight must be at least 1, got {in_flight}")
         return 0.0, in_flight
     if not (rate is not None and math.isfinite(rate) and rate > 0):
-        raise UserInputError(f"--rate is {rate}: must be above 0 requests/s")
+        raise UserInputError(f"--rate must be above 0 requests/s, got {rate}")
     return rate, users
 
 
 def _settings(
     names: list[str], load: LoadSpec, rounds: int, burn_in_s: int, seed: int, host: str, prompts: Path
 ) -> dict[str, Any]:
-    """Return everything that the figures depend on; raise UserInputError for an unusable value."""
+    """Return everything that the figures depend on. Raise UserInputError for an unusable value."""
     for option, value, minimum in (
         ("--trial-seconds", load.seconds, 1),
         ("--warm-up-seconds", load.warm_up_s, 0),
@@ -178,7 +178,7 @@ def _settings(
         ("--seed", seed, 0),
     ):
         if value < minimum:
-            raise UserInputError(f"{option} is {value}: must be at least {minimum}")
+            raise UserInputError(f"{option} must be at least {minimum}, got {value}")
     if not names or len(set(names)) < len(names):
         raise UserInputError(f"--policies are {', '.join(names) or 'none'}: name each once")
     for name in names:
@@ -196,8 +196,8 @@ def _settings(
 
 
 @contextmanager
-def _policy_restored(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
-    """Check that the server accepts every policy; at the end, also after errors, restore its own."""
+def _restore_policy_at_end(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
+    """Check that the server accepts every policy. At the end, also after errors, restore its own."""
     status = service.status()
     # After a run that was killed, the server's present policy is not its own.
     policy = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
@@ -258,7 +258,7 @@ def _publish(
     settings: dict[str, Any],
     seed: int,
 ) -> bool:
-    """Print and write the figures; return False if requests failed."""
+    """Print and write the figures. Return False if requests failed."""
     measured = {"warm_up_s": load.warm_up_s, "seconds": load.seconds}
     rows = policy_rows(names, trials, **measured, objective=objective, seed=seed)
     for row in rows:

@@ -54,11 +54,11 @@ def policy_rows(
     objective: LatencyObjective,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Return one row per policy, in the order of `policies`; missing figures are None.
+    """Return one row per policy, in the order of `policies`. Missing figures are None.
 
-    Changes of STEPS are means over rounds; the trial of a policy is paired with the baseline's trial in that
+    Changes of STEPS are means over rounds. The trial of a policy is paired with the baseline's trial in that
     round. The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
-    several equivalent baselines is biased low; `*_pooled_change_pct` is relative to the requests of all
+    several equivalent baselines is biased low. `*_pooled_change_pct` is relative to the requests of all
     baselines together, if there are several.
     """
     records = {p: measured_records(p, trials, warm_up_s, seconds) for p in policies}
@@ -129,7 +129,7 @@ def tpot_by_domain(policy: str, trials: list[Trial], *, warm_up_s: int, seconds:
 
 
 def step_figure_by_round(policy: str, trials: list[Trial], name: str) -> dict[int, float]:
-    """Return one of STEPS for each round of a policy; rounds without reported steps are left out."""
+    """Return one of STEPS for each round of a policy. Rounds without reported steps are left out."""
     above, below, factor = STEPS[name]
     return {
         trial.round: factor * trial.engines[above] / trial.engines[below]

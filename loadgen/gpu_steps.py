@@ -19,7 +19,7 @@ def add_gpu_steps(rows: list[dict[str, Any]], experts: int) -> list[str]:
     policies, the change is that of the time per token, which has no interval.
 
     Args:
-        rows: rows of loadgen.figures; those of policies without steps stay as they are.
+        rows: rows of loadgen.figures. Those of policies without steps stay as they are.
         experts: experts of a layer of the model that ran.
     """
     cost = FittedCost.load(COST).cost

@@ -38,7 +38,7 @@ def held_in_status(status: dict[str, Any]) -> list[str]:
 
 
 def settle(url: str, model: str, admin_key: str | None, timeout_s: float = SETTLE_S) -> list[str]:
-    """Return what is wrong with the service after all answers have ended; empty if nothing is."""
+    """Return what is wrong with the service after all answers have ended, or an empty list."""
     deadline = time.monotonic() + timeout_s
     while (resources := held_resources(url, admin_key)) and time.monotonic() < deadline:
         time.sleep(0.5)

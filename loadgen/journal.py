@@ -18,7 +18,7 @@ class Journal:
     """A file of JSON lines: the settings of a run, then its measurements, one per line, by key.
 
     Args:
-        settings: everything that the measurements depend on; any path in them is kept as text.
+        settings: everything that the measurements depend on. Any path in them is kept as text.
 
     Raises:
         UserInputError: the file has measurements of another run, or is not a journal.
@@ -55,13 +55,13 @@ class Journal:
         return self._entries.get(key)
 
     def get_or_put(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return the key's last value; if it has none, store and return the result of `make`."""
+        """Return the key's last value. If it has none, store and return the result of `make`."""
         if self.get(key) is None:
             self.put(key, make())
         return self.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Store the value; it is on disk when this returns."""
+        """Store the value. It is on disk when this returns."""
         self._entries[key] = value
         if self._first_line:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class Journal:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return settings and entries; a line that was cut off is dropped, so it is measured again."""
+    """Return settings and entries. A line that was cut off is dropped, so it is measured again."""
     try:
         lines = [_parse(line) for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -58,7 +58,7 @@ class Load:
     def _stream(self, workers: int) -> Iterator[Arrival]:
         options = self.options
         if options.max_tokens < (0 if options.trace else 1):
-            raise UserInputError(f"--max-tokens is {options.max_tokens}: must be above 0")
+            raise UserInputError(f"--max-tokens must be above 0, got {options.max_tokens}")
         prompts = read_prompts([Path(options.prompts)])
         if options.trace:
             if options.min_tokens:
@@ -95,7 +95,7 @@ class Load:
         return 0.0 if self._start is None else time.perf_counter() - self._start
 
     def take(self) -> Arrival | None:
-        """Wait until the next arrival is due and return it; it is late if no user was free before."""
+        """Wait until the next arrival is due and return it. It is late if no user was free before."""
         self._began.wait()
         with self._lock:
             arrival = None if self._ended else next(self._arrivals, None)
@@ -120,7 +120,7 @@ class Load:
                 self._file.flush()
 
     def report_end_once(self) -> bool:
-        """Return whether every arrival was sent and answered; after the first True always return False."""
+        """Return whether every arrival was sent and answered. After the first True always return False."""
         with self._lock:
             is_first = self._ended and self._in_flight == 0 and not self._reported_end
             self._reported_end = self._reported_end or is_first

@@ -172,7 +172,7 @@ def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
 
 
 def _end(environment: Environment) -> None:
-    """End a finite load; without --headless the next one may be started on locust's page."""
+    """End a finite load. Without --headless the next one may be started on locust's page."""
     runner = _runner(environment)
     gevent.spawn(
         runner.quit if _options(environment).headless else runner.stop

@@ -31,7 +31,7 @@ class FigureChange(NamedTuple):
 
 
 def policy_colour(policy: str) -> str:
-    """Return the colour of a policy in all plots; load balancers are grey."""
+    """Return the colour of a policy in all plots. Load balancers are grey."""
     return POLICY_COLOURS.get(policy.partition(":")[0], _GREY)
 
 
@@ -61,7 +61,7 @@ def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
 
 
 def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[tuple[Any, Rows]]:
-    """Yield axes and rows of each panel of that size, inches; save the figure at the end."""
+    """Yield axes and rows of each panel of this size in inches. Save the figure at the end."""
     groups = _panels(rows)
     columns = min(3, len(groups))
     lines_ = -(-len(groups) // columns)
@@ -91,7 +91,7 @@ def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str,
 def lines(
     rows: Rows, x: str, values: Sequence[str], path: Path, *, by: str | None = None, xlabel: str | None = None
 ) -> None:
-    """Plot curves of `values` (columns) over `x`; with `by`, one curve for each of its values instead."""
+    """Plot curves of `values` (columns) over `x`. With `by`, plot one curve for each of its values."""
     for axes, members in _by_panel(rows, path, 5, 3.4):
         for value in values:
             for kind in dict.fromkeys(row[by] for row in members) if by else [None]:

@@ -29,7 +29,7 @@ def with_role(role: str) -> list[psutil.Process]:
 
 
 def find_processes(name: str) -> list[psutil.Process]:
-    """Return live processes whose command contains `name`; only children of this process."""
+    """Return live children of this process whose command contains `name`."""
     started = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -60,7 +60,7 @@ def kill(process: psutil.Process) -> set[int]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether the process has not ended; a zombie has ended."""
+    """Return whether the process has not ended. A zombie has ended."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

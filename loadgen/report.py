@@ -52,9 +52,9 @@ def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[
         keys: the figures, in this order; by default all that the rows have.
     """
     formats: dict[str, tuple[str, Callable[[dict[str, Any], str], str]]] = {
-        **{key: (name, _step_cell) for key, name in _STEPS.items()},
-        **{key: (name, _with_interval) for key, name in _SHOWN.items()},
-        **{key: (key.replace("_", " "), _plain) for key in _COUNTED},
+        **{key: (name, _format_step) for key, name in _STEPS.items()},
+        **{key: (name, _format_with_interval) for key, name in _SHOWN.items()},
+        **{key: (key.replace("_", " "), _format_number) for key in _COUNTED},
     }
     return [
         {"figure": formats[key][0]} | {row["policy"]: formats[key][1](row, key) for row in rows}
@@ -72,7 +72,7 @@ def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: st
     """
     panels = []
     for key, title in (
-        ("active_experts", "Experts read a decode step"),
+        ("active_experts", "Experts read per decode step"),
         ("engine_ms_per_token", f"{clock} per token"),
     ):
         by_policy = []
@@ -88,7 +88,7 @@ def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: st
     return changes(panels)
 
 
-def page(
+def render_page(
     title: str,
     rows: list[dict[str, Any]],
     explanation: str,
@@ -101,27 +101,27 @@ def page(
     verdict: str = "",
     bad: bool = False,
 ) -> str:
-    """Return a self-contained HTML page without external resources.
+    """Render a self-contained HTML page without external resources.
 
     Args:
-        rows: rows of the table; the keys of the first row are the columns.
+        rows: rows of the table. The keys of the first row are the columns.
         sentences: paragraphs at the top.
         lead: picture after the sentences, with its description.
         remarks: sentences between picture and table.
-        verdict: sentence after the remarks; if `bad`, it is shown first and in red.
+        verdict: sentence after the remarks. If `bad`, it is shown first and in red.
     """
     return _PAGES.get_template("report.html").render(
         style=style(),
         title=title,
         sentences=sentences,
-        lead=lead and (lead[0], _png(lead[1])),
+        lead=lead and (lead[0], _encode_png(lead[1])),
         remarks=remarks,
         verdict=verdict,
         bad=bad,
-        rows=_cells(rows),
+        rows=_format_rows(rows),
         explanation=explanation,
-        pictures=[(heading, _png(figure)) for heading, figure in pictures],
-        settings=_cells([{"setting": key, "value": value} for key, value in settings.items()]),
+        pictures=[(heading, _encode_png(figure)) for heading, figure in pictures],
+        settings=_format_rows([{"setting": key, "value": value} for key, value in settings.items()]),
     )
 
 
@@ -146,7 +146,7 @@ def html_report(
         verdict: whether the run can be trusted.
     """
     policies = [row["policy"] for row in rows]
-    return page(
+    return render_page(
         "Policies compared",
         figures_table(rows),
         "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
@@ -167,15 +167,15 @@ def html_report(
     )
 
 
-def _cells(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _format_rows(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     return [{key: cell(value, ".2f") for key, value in row.items()} for row in rows]
 
 
-def _png(figure: Figure) -> str:
+def _encode_png(figure: Figure) -> str:
     return base64.b64encode(render(figure, dpi=110)).decode()
 
 
-def _with_interval(row: dict[str, Any], key: str) -> str:
+def _format_with_interval(row: dict[str, Any], key: str) -> str:
     if row.get(key) is None:
         return cell(None)
     value, low, high = (cell(row[f"{key}{end}"], ".2f") for end in ("", "_low", "_high"))
@@ -190,11 +190,11 @@ def _with_interval(row: dict[str, Any], key: str) -> str:
     return text if pooled is None else f"{text}\n{pooled:+.1f} % to all"
 
 
-def _plain(row: dict[str, Any], key: str) -> str:
+def _format_number(row: dict[str, Any], key: str) -> str:
     return cell(row[key], ".2f")
 
 
-def _step_cell(row: dict[str, Any], key: str) -> str:
+def _format_step(row: dict[str, Any], key: str) -> str:
     text = cell(row.get(key), ".2f")
     if row.get(f"{key}_change_pct") is None:
         return text

@@ -36,7 +36,7 @@ def publish(
     notes: str,
     out: Path | None = None,
 ) -> Path:
-    """Print the rows as a table and write them as JSON; return the file's path."""
+    """Print the rows as a table and write them as JSON. Return the file's path."""
     print_table(name, rows)
     path = out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def print_table(title: str, rows: list[dict[str, Any]], *, lines: bool = False) 
 
 
 def cell(value: Any, form: str = ".4g") -> str:
-    """Format a value for people, floats in this format; None is a dash."""
+    """Format a value for people, floats in this format. None is a dash."""
     if value is None:
         return "–"  # noqa: RUF001
     return format(value, form) if isinstance(value, float) else str(value)
@@ -89,7 +89,7 @@ def write_result(
 def time_calls(
     call: Callable[[int], object], *, calls: int, warm_up: int = 50, settle: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Return seconds of each of `calls` calls after a warm-up; `settle` waits for what a call began."""
+    """Return seconds of each of `calls` calls after a warm-up. `settle` waits for what a call began."""
     seconds = []
     for number in [*range(warm_up), *range(calls)]:
         settle()
@@ -107,7 +107,7 @@ def p50_p99_us(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _commit(folder: Path = Path(__file__).parents[1]) -> str:
-    """Return the commit of the checkout; with a + if files other than results and pages differ."""
+    """Return the commit of the checkout, with a + if files other than results and pages differ."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -129,7 +129,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, str]:
-    """Return {"gpu", "driver"}, names and driver's version from nvidia-smi; empty without a GPU."""
+    """Return {"gpu", "driver"}, names and driver's version from nvidia-smi, or {} without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout

@@ -31,7 +31,7 @@ class StreamTiming:
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the time per output token after the first; None below two tokens."""
+        """Return the time per output token after the first, or None below two tokens."""
         if len(self.token_times_s) < 2:
             return None
         tokens = self.completion_tokens or len(self.token_times_s)
@@ -39,7 +39,7 @@ class StreamTiming:
 
     @property
     def itl_s(self) -> list[float]:
-        """Return the gaps between tokens; 0 between tokens of one chunk."""
+        """Return the gaps between tokens, or 0 between tokens of one chunk."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
     @property
@@ -48,10 +48,10 @@ class StreamTiming:
         return self.token_times_s[-1] if self.token_times_s else None
 
     def take(self, raw: bytes | str, now_s: Callable[[], float]) -> bool:
-        """Read one line of the body; return whether the stream has ended.
+        """Read one line of the body, and return whether the stream has ended.
 
         Args:
-            now_s: returns the time since the request was sent; called once per event.
+            now_s: returns the time since the request was sent. It is called once per event.
 
         Raises:
             StreamError: an error event, or one that is not JSON.
@@ -104,7 +104,7 @@ def read_stream(
 
 
 async def read_stream_async(lines: AsyncIterable[bytes], start_s: float) -> StreamTiming:
-    """Read an asynchronous stream as read_stream does; `start_s` by time.perf_counter."""
+    """Read an asynchronous stream as read_stream does. `start_s` is by time.perf_counter."""
     timing = StreamTiming()
     async for line in lines:
         if timing.take(line, lambda: time.perf_counter() - start_s):

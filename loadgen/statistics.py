@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
 
 def put_interval(row: dict[str, Any], name: str, figure: Interval | None) -> None:
-    """Put a figure into a row as `name`, `name_low` and `name_high`; None if there is no figure."""
+    """Put a figure into a row as `name`, `name_low` and `name_high`, or None without a figure."""
     row[name], row[f"{name}_low"], row[f"{name}_high"] = figure or (None, None, None)
 
 
@@ -52,7 +52,7 @@ class LatencyObjective(NamedTuple):
 
 
 def median_ci(values: Sequence[float]) -> Interval:
-    """Return the median of independent values and its bootstrap confidence interval; NaN without values."""
+    """Return the median of independent values and its bootstrap interval, or NaN without values."""
     if len(values) < 2:
         return Interval(*[float(values[0]) if len(values) else math.nan] * 3)
     return _bootstrap(float(np.median(values)), (values,), np.median, seed=0)
@@ -116,7 +116,7 @@ def interval(value: float, draws: Floats) -> Interval:
 
 
 def relative_percent(value: float, base: float, draws: Floats, base_draws: Floats) -> Interval:
-    """Return the difference to a base in %; the draws of both use the same resamples."""
+    """Return the difference to a base in %. The draws of both use the same resamples."""
     with np.errstate(divide="ignore", invalid="ignore"):
         changes = 100 * (draws / base_draws - 1)
         change = 100 * (np.float64(value) / np.float64(base) - 1)
@@ -130,7 +130,7 @@ def resampled_counts(
 
     Args:
         rounds: the round of each unit.
-        whole_rounds: resample rounds with all their units; else units within their round.
+        whole_rounds: whether to resample whole rounds, instead of units within their round.
             None: rounds if there are ROUNDS_TO_RESAMPLE or more.
     """
     rng = np.random.default_rng(seed)
@@ -149,13 +149,13 @@ def resampled_counts(
 
 @dataclass(frozen=True)
 class Sample:
-    """Values, each of a unit; a unit may have many (its tokens) or none (it failed)."""
+    """Values, each of a unit. A unit may have many (its tokens) or none (it failed)."""
 
     values: Floats
     units: NDArray[np.int_]
 
     def quantile(self, q: float) -> float:
-        """Return a quantile of the values; NaN without values."""
+        """Return a quantile of the values, or NaN without values."""
         return float(np.quantile(self.values, q)) if len(self.values) else float("nan")
 
     def resample(self, counts: NDArray[np.int32], quantiles: Sequence[float]) -> Floats:

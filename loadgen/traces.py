@@ -66,19 +66,19 @@ def replay(
 
     Args:
         speed: replay speed relative to the recording, above 0.
-        max_prompt_tokens: length of the longest prompt; all prompts, with their shared prefixes, are
+        max_prompt_tokens: length of the longest prompt. All prompts, with their shared prefixes, are
             shortened by the same factor. None: lengths as recorded.
         max_tokens: maximum output tokens; None: as recorded.
-        chars_per_token: of the tokenizer on such text; prompt lengths are as accurate as this.
+        chars_per_token: characters per token. Prompt lengths are as accurate as this.
 
     Raises:
         UserInputError: a speed or a cap that is not above 0.
     """
     for name, value in (("trace speed", speed), ("characters per token", chars_per_token)):
         if not (math.isfinite(value) and value > 0):
-            raise UserInputError(f"{name} is {value}: must be above 0")
+            raise UserInputError(f"{name} must be above 0, got {value}")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
-        raise UserInputError(f"the cap of prompts is {max_prompt_tokens} tokens: must be above 0")
+        raise UserInputError(f"the maximum prompt length must be above 0 tokens, got {max_prompt_tokens}")
     longest = max(request.prompt_tokens for request in trace)
     scale = min(1.0, max_prompt_tokens / longest) if max_prompt_tokens else 1.0
     text = _Text(prompts, chars_per_token * scale, seed)
@@ -94,7 +94,7 @@ def replay(
 
 
 class _Text:
-    """Prompts of given lengths; a block has its predecessor's domain, so a conversation has one domain."""
+    """Prompts of given lengths. A block has its predecessor's domain, so a conversation has one domain."""
 
     def __init__(self, prompts: list[Prompt], chars_per_token: float, seed: int) -> None:
         self._by_domain: dict[str, list[str]] = {}

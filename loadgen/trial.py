@@ -43,7 +43,7 @@ class LoadSpec:
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse `locality-band:band=0.1` into ("locality-band", {"band": 0.1}); colons separate parameters."""
+    """Parse `locality-band:band=0.1` into ("locality-band", {"band": 0.1}). Colons separate parameters."""
     name, *pairs = text.split(":")
     if pairs and "=" not in pairs[0] and name not in policy_names():  # my_package.module:MyPolicy
         name = f"{name}:{pairs.pop(0)}"
@@ -128,7 +128,7 @@ def drive(
 
     Args:
         trial: its policy is one that parse_policy accepts.
-        seed: of prompts and arrivals; the same seed sends the same requests at the same times.
+        seed: seed of prompts and arrivals. The same seed sends the same requests at the same times.
         scratch: folder for locust's log and record.
         tick: called about twice per second with the seconds since the load began.
 
@@ -164,9 +164,9 @@ class StatusSample:
 
 
 def load_start_unix_s(requests: list[dict[str, Any]], samples: list[StatusSample]) -> float:
-    """Return the time at which a load began on an idle service, s since 1970; infinity if it never did.
+    """Return the time at which a load began on an idle service, s since 1970, or infinity if it never did.
 
-    On a slow machine no request of a short closed loop may end; then the first busy sample is the start.
+    On a slow machine no request of a short closed loop may end. Then the first busy sample is the start.
     """
     busy_s = next((sample.unix_s for sample in samples if any(sample.in_flight)), math.inf)
     return min((r["sent_unix_s"] - r["sent_s"] for r in requests), default=busy_s)

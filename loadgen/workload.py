@@ -21,8 +21,8 @@ class Prompt:
     """One record of a workload file.
 
     Attributes:
-        text: the prompt; of a chat the texts of its messages, concatenated.
-        messages: messages of a chat in OpenAI's format; empty: the text is the only user message.
+        text: the prompt, or the concatenated texts of a chat's messages.
+        messages: messages of a chat in OpenAI's format. Empty: the text is the only user message.
         max_tokens: the limit that its client requested; None: not given.
     """
 
@@ -45,7 +45,7 @@ def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
     line of OpenAI's batch files, {"custom_id", "body"}.
 
     Raises:
-        UserInputError: a file is missing or a line is not a record; no line is skipped silently.
+        UserInputError: a file is missing or a line is not a record. No line is skipped silently.
     """
     prompts = [prompt for path in paths for file in _files(path) for prompt in _read(file)]
     if not prompts:
@@ -72,7 +72,7 @@ def traffic_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Pro
 def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
     """Return `count` prompts in random order, as evenly over the domains as possible.
 
-    Rare domains are used up first; the rest is shared among the others.
+    Rare domains are used up first. The rest is shared among the others.
     """
     rng = random.Random(seed)
     by_domain: dict[str, list[Prompt]] = {}
@@ -127,7 +127,7 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
 
 
 def _texts(role: str, content: Any) -> list[str]:
-    """Return the texts of a message; an assistant's may have none beside its tool calls."""
+    """Return the texts of a message. An assistant's may have none beside its tool calls."""
     if content is None and role == "assistant":
         return []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

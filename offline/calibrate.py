@@ -51,7 +51,7 @@ class EngineActor:
         self._engine = BACKEND.start_calibration(kwargs, port)
 
     def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
-        """Return the records of prompts from this engine; see trace_texts."""
+        """Return the records of prompts from this engine. See trace_texts."""
         return trace_texts(self._engine, prompts, sampling, chat)
 
 

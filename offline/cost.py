@@ -45,7 +45,7 @@ def cost(
     plot: Annotated[
         Path | None, typer.Option(help="Plot to write: steps and fit by batch (.png, .svg, .pdf).")
     ] = None,
-    names: Annotated[bool, typer.Option("--list", help="List GPUs and models instead.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List GPUs and models, and fit nothing.")] = False,
 ) -> None:
     """Fit a step cost to kernel times that NVIDIA measured, for `eldr simulate --cost` and `router.cost`.
 
@@ -59,7 +59,7 @@ def cost(
         raise UserInputError("give --model, --gpu and --out, or --list")
     require_folders(out, plot)
     if plot is not None and plot.suffix not in _PLOTS:
-        raise UserInputError(f"--plot is {plot}: the name must end in {', '.join(_PLOTS)}")
+        raise UserInputError(f"--plot must end in {', '.join(_PLOTS)}, got {plot}")
     readings = kernel_times.read(
         Setting(model, gpu, tp, ep, dtype),
         _parse_numbers("--batches", batches),
@@ -82,9 +82,9 @@ def _parse_numbers(option: str, words: str) -> list[int]:
     try:
         numbers = sorted({int(word) for word in words.split(",")})
     except ValueError:
-        raise UserInputError(f"{option} is {words!r}: give whole numbers with commas") from None
+        raise UserInputError(f"{option} must be whole numbers with commas, got {words!r}") from None
     if numbers[0] < 1 or numbers[-1] > _MOST:
-        raise UserInputError(f"{option} is {words!r}: each must be from 1 to {_MOST}")
+        raise UserInputError(f"{option} must be numbers from 1 to {_MOST}, got {words!r}")
     return numbers
 
 

@@ -39,7 +39,7 @@ from loadgen.figures import describe_intervals, policy_rows
 from loadgen.gpu_steps import add_gpu_steps
 from loadgen.greedy import GREEDY_TOKENS, differing_answers, greedy_sentence
 from loadgen.plots import signature_space
-from loadgen.report import distributions, figures_table, load_over_time, page, placement_effects
+from loadgen.report import distributions, figures_table, load_over_time, placement_effects, render_page
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import LatencyObjective
@@ -115,7 +115,7 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
     start = last = time.perf_counter()
     with console.status(f"{what} ...") as status:
 
-        def tell(detail: str) -> None:
+        def log(detail: str) -> None:
             nonlocal last
             seconds = time.perf_counter() - start
             status.update(f"{what}: {detail} ({seconds:.0f} s)")
@@ -123,7 +123,7 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
                 last = time.perf_counter()
                 console.print(f"... {what}: {detail} ({seconds:.0f} s)", soft_wrap=True)
 
-        yield tell
+        yield log
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
 
 
@@ -154,9 +154,9 @@ def _application(
     application.check_port(port)
     prefill, decode = plan.engines
     try:
-        with _step(f"starting the engines ({prefill} prefill, {decode} decode)") as tell:
+        with _step(f"starting the engines ({prefill} prefill, {decode} decode)") as log:
             service, address = application.start(
-                plan.arguments, port, KEY, dashboard=dashboard, tell=tell, before_deploy=wait_for_model
+                plan.arguments, port, KEY, dashboard=dashboard, log=log, before_deploy=wait_for_model
             )
         if dashboard:
             console.print(f"Ray's dashboard: {address}", soft_wrap=True)
@@ -167,7 +167,7 @@ def _application(
 
 
 def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], None]]:
-    """Start widening the demo model's experts; return the folder and a function that waits for the end."""
+    """Start widening the demo model's experts. Return the folder and a function that waits for the end."""
     if intermediate <= 32:
         return ROOT / "examples/demo_model/weights", lambda: None
     folder = (out / f"model_{intermediate}").resolve()
@@ -180,18 +180,18 @@ def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], No
 def _load(
     service: OperatorClient, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str
 ) -> None:
-    with _step(what) as tell:
+    with _step(what) as log:
         whole_s = load.warm_up_s + load.seconds
 
         def tick(elapsed_s: float) -> None:
             sent = f"{elapsed_s:.0f} of {whole_s} s of requests"
-            tell(sent if elapsed_s < whole_s else "waiting for the last answers")
+            log(sent if elapsed_s < whole_s else "waiting for the last answers")
 
         drive(service, trial, load, seed=seed, scratch=plan.out, tick=tick)
 
 
-def _wait_for_table(service: OperatorClient, tell: Callable[[str], None]) -> tuple[bool, str]:
-    """Wait for a routing table if there are enough samples for one; return whether it is live, and a note."""
+def _wait_for_table(service: OperatorClient, log: Callable[[str], None]) -> tuple[bool, str]:
+    """Wait for a routing table if there are enough samples for one. Return whether it is live, and a note."""
     deadline = time.monotonic() + _TABLE_S
     while True:
         status = service.status()
@@ -199,7 +199,7 @@ def _wait_for_table(service: OperatorClient, tell: Callable[[str], None]) -> tup
         gives_up = pool["samples"] < pool["needed"] or pool["last_refusal"] or time.monotonic() > deadline
         if status["table"] or gives_up:
             return bool(status["table"]), pool["note"]
-        tell(pool["note"])
+        log(pool["note"])
         time.sleep(0.5)
 
 
@@ -219,8 +219,8 @@ def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
     what = "load, of which the service makes its routing table"
     for number in range(_STRETCHES):
         _load(service, plan, Trial(POLICIES[0], 0), load, seed=number, what=what)
-        with _step("waiting for the routing table") as tell:
-            live, note = _wait_for_table(service, tell)
+        with _step("waiting for the routing table") as log:
+            live, note = _wait_for_table(service, log)
         if live:
             break
     else:
@@ -265,7 +265,7 @@ def _compare_greedy(service: OperatorClient, plan: _Plan) -> str:
 
 
 def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted: Path) -> None:
-    """Print the figures, and write demo.json and report.html; raise UserInputError if requests failed."""
+    """Print the figures, and write demo.json and report.html. Raise UserInputError if requests failed."""
     load = plan.load
     rows = policy_rows(
         POLICIES,
@@ -303,7 +303,7 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
         "model": plan.model,
     }
     write_result(plan.out / "demo.json", "demo", rows, inputs=inputs, seed=plan.seed, notes=notes)
-    content = page(
+    content = render_page(
         "eldr-serve demo",
         table,
         f"[low, high]: 95 % interval; below it, the change against {POLICIES[0]}. {notes}",
@@ -351,13 +351,13 @@ def demo(
     in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 96,
     seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 5,
-    warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before it, s.")] = 2,
+    warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before the measured part, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
     first_table: Annotated[
         int, typer.Option(min=16, help="Requests from which the service makes its routing table.")
     ] = 120,
     table_seconds: Annotated[
-        int, typer.Option(min=1, help="Load for that table, s; repeated until the table is live.")
+        int, typer.Option(min=1, help="Load for the first routing table, s; repeated until it is live.")
     ] = 8,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,

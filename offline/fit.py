@@ -26,14 +26,14 @@ def fit(
     out: Annotated[Path, typer.Option(help="RoutingTable file to write (safetensors).")],
     report: Annotated[Path | None, typer.Option(help="Write the results of the fit (JSON).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the signature space (PNG or SVG).")] = None,
-    transform: Annotated[str, typer.Option(help=f"{', '.join(TRANSFORMS)}.")] = DEFAULT_TRANSFORM,
+    transform: Annotated[str, typer.Option(help=f"Transform: {', '.join(TRANSFORMS)}.")] = DEFAULT_TRANSFORM,
     band: Annotated[float, typer.Option(min=0.0, max=2.0, help="Band width, cosine similarity.")] = 0.1,
     starts: Annotated[
         int, typer.Option(min=1, help="Starts of balanced K-means, of which the best is kept.")
     ] = STARTS,
     seed: Annotated[int, typer.Option(help="Seed of pairs and clustering.")] = 0,
 ) -> None:
-    """Fit IDF, layer mask and balanced clusters; write the table and a report."""
+    """Fit IDF, layer mask and balanced clusters. Write the table and a report."""
     require_folders(out, report, plot)
     loaded = CalibrationTrace.load(trace)
     table, quality = fit_table(loaded, workers, transform=transform, band=band, starts=starts, seed=seed)

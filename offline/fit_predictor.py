@@ -27,7 +27,7 @@ def fit_predictor(
     report: Annotated[Path | None, typer.Option(help="Write the results of the fit (JSON).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the folds that choose the penalty.")] = 0,
 ) -> None:
-    """Fit what each token adds to a prompt's experts; print how well it predicts held-out prompts."""
+    """Fit what each token adds to a prompt's experts. Print how well it predicts held-out prompts."""
     require_folders(out, report)
     loaded = CalibrationTrace.load(trace)
     with progress_bar() as progress:

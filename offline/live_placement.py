@@ -42,7 +42,7 @@ def live_placement(
     top_k: Annotated[int, typer.Option(min=1, help="Experts that the model chooses per token.")],
     every: Annotated[float, typer.Option(min=0.1, help="Time between two checks, s.")] = 30.0,
     prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts used for the forecast, at most; the newest.")
+        int, typer.Option(min=1, help="Number of newest prompts used for the forecast, at most.")
     ] = 128,
     min_gain: Annotated[
         float, typer.Option(min=0, help="Share of the slowest ranks' time that a swap must save.")
@@ -51,8 +51,8 @@ def live_placement(
         float, typer.Option(min=0, help="Bytes that a token sends to a rank; 0: all ranks see all tokens.")
     ] = 0,
     url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Its admin key.")] = None,
-    application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",
+    admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="Admin key.")] = None,
+    application: Annotated[str, typer.Option(help="Application's `name` in the deployment.")] = "eldr",
     seed: Annotated[int, typer.Option(help="Seed of DIRECTOR's rounding.")] = 0,
 ) -> None:
     """Move the experts of decode engines to where the next prompts need them."""
@@ -76,7 +76,7 @@ def live_placement(
 
 
 def learn_correction(client: OperatorClient) -> NDArray[np.float64] | None:
-    """Return `decode_correction` [L, E] of the traffic that the service has sampled; None without samples."""
+    """Return `decode_correction` [L, E] of the service's sampled traffic, or None without samples."""
     try:
         trace = CalibrationTrace.from_bytes(client.trace())
     except ServiceError:  # no signature pool, or no samples yet
@@ -147,7 +147,7 @@ class Planner:
 
         Args:
             recent: unsigned[L,E] each, expert counts of prompts, the newest last.
-            live: by replica, its experts (see engine.protocol.Engine.expert_status); not empty.
+            live: status of the experts (see engine.protocol.Engine.expert_status) by replica, not empty.
             model: id of the model.
 
         Raises:

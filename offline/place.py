@@ -37,7 +37,7 @@ Trace = Annotated[
     Path, typer.Option(help="CalibrationTrace with routes, or published routes of a known model.")
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="One placement per decode worker, from its cluster's steps.")
+    int | None, typer.Option(min=1, help="Decode workers; each gets a placement from its cluster's steps.")
 ]
 ClusterOf = Annotated[
     Path | None, typer.Option(help="RoutingTable that assigns requests to workers; default: fitted here.")
@@ -54,12 +54,12 @@ ExpertBytes = Annotated[
 
 def place(
     trace: Trace,
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")],
+    method: Annotated[str, typer.Option(help=f"Placement method: {', '.join(METHODS)}.")],
     ranks: Annotated[int, typer.Option(min=1, help="EP ranks (GPUs) of the engine.")],
     out: Annotated[Path, typer.Option(help="Placement to write (.json), with its sidecar (.meta.json).")],
     nodes: Annotated[int, typer.Option(min=1, help="Machines with an equal number of ranks.")] = 1,
     redundant: Annotated[int | None, typer.Option(min=0, help="Slots beyond one for each expert.")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Total slots; or --redundant.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Total slots, instead of --redundant.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Expert groups of the model (eplb).")] = 1,
     workers: Workers = None,
     cluster_of: ClusterOf = None,
@@ -216,7 +216,7 @@ def _evaluate_by_rule(
 
 
 def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]:
-    """Return the rules that can choose a replica; one rule if there is no choice."""
+    """Return the rules that can choose a replica, or one rule if there is no choice."""
     if hosts.sum() == hosts.shape[0] * hosts.shape[1]:
         return [("-", serve_even)]
     local = local_rule(problem.load, hosts, problem.topology, seed=problem.seed)

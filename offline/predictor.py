@@ -39,7 +39,7 @@ def token_shares(prompts: Sequence[NDArray[Any]], vocabulary: int) -> csr_array:
 
 
 def expert_frequencies(trace: CalibrationTrace) -> Floats:
-    """Return float64[N, L*E], the share of a prompt's tokens that each expert got; a layer's sum is top_k."""
+    """Return float64[N, L*E], the share of a prompt's tokens that each expert got. A layer's sum is top_k."""
     counts = trace.prefill_counts.reshape(len(trace.ids), -1)
     frequencies: Floats = counts / np.maximum(trace.prompt_tokens, 1)[:, None]
     return frequencies

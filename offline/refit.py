@@ -39,7 +39,7 @@ def refit(
     ] = None,
     swap: Annotated[bool, typer.Option(help="With --trace: swap in the new table.")] = False,
     out: Annotated[Path | None, typer.Option(help="With --trace: also write the table to this file.")] = None,
-    application: Annotated[str, typer.Option(help="`name` in the deployment's args.")] = "eldr",
+    application: Annotated[str, typer.Option(help="Application's `name` in the deployment.")] = "eldr",
     band: Annotated[
         float, typer.Option(min=0.0, max=2.0, help="With --trace: band width, cosine similarity.")
     ] = 0.1,

@@ -45,7 +45,7 @@ class Cut:
     min_output_tokens: int = 1
 
     def lengths(self, tokens: int) -> tuple[int, int]:
-        """Return the prompt's and the answer's tokens of a sample; the answer may have 0 or fewer."""
+        """Return the prompt's and the answer's tokens of a sample. The answer may have 0 or fewer."""
         prompt = self.prompt_tokens or max(1, int(self.prompt_share * tokens))
         rest = tokens - prompt
         return prompt, rest if self.output_tokens is None else min(rest, self.output_tokens)
@@ -96,7 +96,7 @@ class Sample(NamedTuple):
 
 
 def find_model(name: str) -> RouteModel:
-    """Return a known model; raise UserInputError that lists them otherwise."""
+    """Return a known model. Otherwise raise UserInputError, which lists the models."""
     if name not in MODELS:
         raise UserInputError(unknown_name("", name, MODELS, "model"))
     return MODELS[name]

@@ -20,16 +20,18 @@ from loadgen.progress import progress_bar
 from loadgen.results import print_table
 from offline.route_files import MODELS, Cut, Sample, find_model, read_samples, select_long_enough, trace_of
 
-Model = Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}; default: by the records' fields.")]
+Model = Annotated[str | None, typer.Option(help=f"Model: {', '.join(MODELS)}; default: by the records.")]
 PromptShare = Annotated[
     float | None,
     typer.Option(help="Share of a sample that is its prompt, above 0 and below 1; default: the model's."),
 ]
 PromptTokens = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of each prompt, in place of a share; default: the model's.")
+    int | None,
+    typer.Option(min=1, help="Prompt tokens, instead of --prompt-share; default: the model's."),
 ]
 OutputTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most output tokens kept of a sample; default: the model's, or all.")
+    int | None,
+    typer.Option(min=1, help="Maximum output tokens of a sample; default: the model's, or all."),
 ]
 MinOutputTokens = Annotated[
     int | None,
@@ -53,20 +55,20 @@ def routes(
     ] = None,
     held_out: Annotated[
         float,
-        typer.Option(help="Share of each domain's samples for NAME.held_out.safetensors instead."),
+        typer.Option(help="Share of each domain's samples to write to NAME.held_out.safetensors instead."),
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws for --samples and --held-out.")] = 0,
 ) -> None:
-    """Write a model's published routes as a calibration trace; show its domains.
+    """Write a model's published routes as a calibration trace, and show its domains.
 
     deepseek-v2-lite: the first half of a sample is its prompt. gpt-oss-20b: the first 96 steps are the
-    prompt, the next 64 the answer; shorter samples are left out.
+    prompt, the next 64 the answer. Shorter samples are left out.
     """
     route_model = None if model is None else find_model(model)
     _check_shares(prompt_share, prompt_tokens, held_out, samples)
     require_folders(out)
     if out.suffix != ".safetensors":
-        raise UserInputError(f"--out is {out.name}: must end in .safetensors")
+        raise UserInputError(f"--out must end in .safetensors, got {out.name}")
     with progress_bar() as progress:
         bar = progress.add_task("reading samples", total=None)
         route_model, all_samples = read_samples(file, route_model, lambda: progress.advance(bar))
@@ -89,9 +91,9 @@ def _check_shares(
     if prompt_share is not None and prompt_tokens is not None:
         raise UserInputError("give --prompt-share or --prompt-tokens, not both")
     if prompt_share is not None and not 0 < prompt_share < 1:
-        raise UserInputError(f"--prompt-share is {prompt_share:g}: must be above 0 and below 1")
+        raise UserInputError(f"--prompt-share must be above 0 and below 1, got {prompt_share:g}")
     if not 0 <= held_out < 1:
-        raise UserInputError(f"--held-out is {held_out:g}: must be at least 0 and below 1")
+        raise UserInputError(f"--held-out must be at least 0 and below 1, got {held_out:g}")
     if held_out and samples == 1:
         raise UserInputError("--samples is 1, which leaves none to hold out: take 2 or more")
 

@@ -105,7 +105,7 @@ class Routes(ScenarioPart):
 
 
 class Objectives(ScenarioPart):
-    """Service-level objectives; a request is good if it meets both."""
+    """Service-level objectives. A request is good if it meets both."""
 
     ttft_ms: float = Field(gt=0, description="maximum time from arrival to the end of the first decode step")
     tpot_ms: float = Field(gt=0, description="maximum time per output token after the first")
@@ -129,7 +129,7 @@ class PolicyChoice(ScenarioPart):
 
 
 class Scenario(ScenarioPart):
-    """All input of a simulation; each policy and seed is one run."""
+    """All input of a simulation. Each policy and seed is one run."""
 
     cluster: Cluster
     arrivals: Annotated[Poisson | Trace, Field(discriminator="kind")]
@@ -188,14 +188,14 @@ class ScenarioInputs:
         self.requests = self._make_requests(scenario.arrivals, kinds)
 
     def require_domains(self) -> list[str]:
-        """Return the domain of each kind of request; raise UserInputError if the model is dense."""
+        """Return the domain of each kind of request. Raise UserInputError if the model is dense."""
         if self.experts is None:
             raise UserInputError("requests have no domains without `experts`: name a trace there")
         return self.experts.domains
 
     @property
     def domains(self) -> list[str]:
-        """Return the domain of each request; raise UserInputError if the model is dense."""
+        """Return the domain of each request. Raise UserInputError if the model is dense."""
         by_kind = self.require_domains()
         return [by_kind[kind] for kind in self.requests.kind]
 

@@ -44,7 +44,7 @@ def simulate(
     ] = None,
     fit_trace: Annotated[
         Path | None,
-        typer.Option(help="CalibrationTrace that tables are fitted to; default: a share of the other."),
+        typer.Option(help="CalibrationTrace to fit tables to; default: a share of the requests' trace."),
     ] = None,
     workers: Annotated[
         int | None,
@@ -62,7 +62,7 @@ def simulate(
     by_domain: Annotated[bool, typer.Option(help="Add a row of TPOT for each domain.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Check everything and print what would run.")] = False,
 ) -> None:
-    """Run each policy and seed; print a table and write JSON."""
+    """Run each policy and seed. Print a table and write JSON."""
     if (config is None) == (calibrate_from is None):
         raise UserInputError("give either --config or --calibrate-from")
     require_folders(out)

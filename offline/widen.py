@@ -53,12 +53,12 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         ) from error
     if intermediate < present_size or intermediate % 32:
         raise UserInputError(
-            f"--intermediate is {intermediate}: must be a multiple of 32 and at least {present_size}"
+            f"--intermediate must be a multiple of 32 and at least {present_size}, got {intermediate}"
         )
     heads = present_heads if heads is None else heads
     if heads < present_heads or heads % groups:
         raise UserInputError(
-            f"--heads is {heads}: must be a multiple of {groups} and at least {present_heads}"
+            f"--heads must be a multiple of {groups} and at least {present_heads}, got {heads}"
         )
     if out.exists():
         raise UserInputError(f"{out} exists already")

@@ -216,18 +216,20 @@ def _part_rows(measured: dict[str, list[float]], ttft_ms: float) -> list[dict[st
 
 
 def capture_overhead(
-    tokens: Annotated[int, typer.Option(min=32, help="Prompt tokens of the parts, one step.")] = 1024,
-    block_size: Annotated[int, typer.Option(min=1, help="KV block of the parts, tokens.")] = 16,
+    tokens: Annotated[int, typer.Option(min=32, help="Prompt tokens of the timed step.")] = 1024,
+    block_size: Annotated[int, typer.Option(min=1, help="KV block of the timed step, tokens.")] = 16,
     calls: Annotated[int, typer.Option(min=3, help="Calls timed for each part.")] = 200,
     ttft_ms: Annotated[float, typer.Option(min=0.1, help="TTFT to compare parts with, ms.")] = PAPER_TTFT_MS,
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="Device of the parts' count cache and of the engines.")
     ] = "cpu",
-    requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on an engine; 0: no engine.")] = 1800,
-    engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Tokens of their prompts.")] = 1024,
-    wide_requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on wide layers; or 0.")] = 200,
-    wide_layers: Annotated[int, typer.Option(min=1, help="Number of these layers; all 48 take 61 GB.")] = 2,
-    wide_vocabulary: Annotated[int, typer.Option(min=_VOCABULARY, help="Its vocabulary.")] = _VOCABULARY,
+    requests: Annotated[int, typer.Option(min=0, help="Pairs of prompts on the engine; 0 skips it.")] = 1800,
+    engine_tokens: Annotated[int, typer.Option(min=32, max=2000, help="Prompt tokens on the engine.")] = 1024,
+    wide_requests: Annotated[int, typer.Option(min=0, help="Prompt pairs on the wide model; 0: none.")] = 200,
+    wide_layers: Annotated[int, typer.Option(min=1, help="Layers of the wide model; 48 take 61 GB.")] = 2,
+    wide_vocabulary: Annotated[
+        int, typer.Option(min=_VOCABULARY, help="Tokens of the wide model's vocabulary.")
+    ] = _VOCABULARY,
     model: Annotated[Path, typer.Option(help="Folder of the engine's model.")] = _MODEL,
     port: Annotated[int, typer.Option(help="Port of the engine's NIXL side channel.")] = 8340,
     seed: options.Seed = 0,

@@ -85,7 +85,7 @@ class PlacedArm:
 def ep_choice(
     prompts: options.Prompts = options.PROMPTS,
     batch: options.Batch = "8,32,128",
-    replication: Annotated[str, typer.Option(help="Slots over experts, with commas.")] = "1,1.25,1.5,2",
+    replication: Annotated[str, typer.Option(help="Slots per expert, with commas.")] = "1,1.25,1.5,2",
     ranks: Ranks = 2,
     tokens: Tokens = 24,
     rounds: Rounds = 5,
@@ -142,9 +142,9 @@ def ep_choice(
 def ep_shift(
     prompts: options.Prompts = options.PROMPTS,
     batch: Annotated[int, typer.Option(min=4, help="Requests of a window, which decode together.")] = 32,
-    windows: Annotated[int, typer.Option(min=4, help="Windows; the domains change in the middle.")] = 10,
-    groups: Annotated[str, typer.Option(help="Workload before and after, with a comma.")] = "task,language",
-    replication: Annotated[float, typer.Option(min=1, help="Slots over experts.")] = 1.25,
+    windows: Annotated[int, typer.Option(min=4, help="Number of windows; domains change halfway.")] = 10,
+    groups: Annotated[str, typer.Option(help="First and second workload, with a comma.")] = "task,language",
+    replication: Annotated[float, typer.Option(min=1, help="Slots per expert.")] = 1.25,
     choice: Annotated[str, typer.Option(help="Replica choice of all arms.")] = "even",
     ranks: Ranks = 2,
     tokens: Tokens = 48,

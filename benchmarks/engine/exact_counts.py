@@ -2,10 +2,11 @@
 
     python -m benchmarks.engine.exact_counts --device cuda
 
-Both of vLLM's model runners serve the batches of `tests/engine` (on a GPU in CUDA graphs): prompts with
-shared prefixes over few KV blocks, so that prefill is chunked, prefixes are found in the cache and requests
-are preempted. `_differ` columns must be 0. Rows `against` reference compare with Hugging Face's model on the
-CPU, in float32 without a cache; rows `against` V1 compare the runners with each other, including tokens.
+Both of vLLM's model runners serve the batches of `tests/engine`, on a GPU in CUDA graphs. Their prompts share
+prefixes and fit few KV blocks, so that prefill is chunked, prefixes are found in the cache and requests are
+preempted. Columns that end in `_differ` must be 0. Rows `against` reference compare with Hugging Face's model
+on the CPU, in float32 without a cache. Rows `against` V1 compare the runners with each other, including
+tokens.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python -m benchmarks.engine.step_cost --device cuda
 
-The tokens of each step of a decode engine with random weights go to prescribed experts, a chosen number in
-each layer, in the same CUDA graphs as any other step. The router runs as usual, then its choices are replaced
-(one copy per layer). All requests have about `--context` tokens in the KV cache.
+A decode engine with random weights sends the tokens of each step to prescribed experts, a chosen number of
+them in each layer. Its steps run in the same CUDA graphs as any other step. The router runs as usual, and
+then its choices are replaced by one copy per layer. All requests have about `--context` tokens in the KV
+cache.
 
 `forward` is the time of the forward pass that our connector reports, by CUDA events. `step` is the wall time
 of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are

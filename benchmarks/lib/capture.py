@@ -107,7 +107,7 @@ def capture(
     requests: Annotated[int, typer.Option(min=8, help="Prompts, half tasks and half languages.")] = 1600,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     max_prompt_tokens: Annotated[
-        int, typer.Option(min=32, help="Longer prompts are cut at the start.")
+        int, typer.Option(min=32, help="Maximum prompt tokens; longer prompts are cut at the start.")
     ] = 1024,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     device: options.Device = "cpu",

@@ -230,7 +230,7 @@ def _frames_methods(engine: Engine) -> Json:
 
 
 @asynccontextmanager
-async def serving(way: str) -> AsyncIterator[int]:
+async def run_way_server(way: str) -> AsyncIterator[int]:
     """Serve one way on this machine and yield its port."""
     engine = Engine()
     if way == "channel":
@@ -255,7 +255,7 @@ def serve(way: str, ready: Connection) -> None:
     """Serve one way until the process is terminated. Send the port over the pipe."""
 
     async def forever() -> None:
-        async with serving(way) as port:
+        async with run_way_server(way) as port:
             ready.send(port)
             await asyncio.Event().wait()
 
@@ -336,7 +336,7 @@ class _OverGrpc:
 
 
 @asynccontextmanager
-async def connected(way: str, port: int) -> AsyncIterator[Link]:
+async def connect_to_way(way: str, port: int) -> AsyncIterator[Link]:
     """Yield a link to the server of a way on this machine."""
     if way == "channel":
         channel = await Channel.connect(_HOST, port, _SECRET)

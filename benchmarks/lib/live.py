@@ -116,7 +116,7 @@ class LiveComparison:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """Return the report of loadgen.compare; None until it has finished."""
+        """Return the report of loadgen.compare, or None until it has finished."""
         result: dict[str, Any] | None = self._journal.get("result")
         return result
 

@@ -17,7 +17,7 @@ from eldr_serve.scheduling import make_policy
 
 Prompts = Annotated[Path, typer.Option(envvar="ELDR_PROMPTS", help="Folder of JSONL prompts with domains.")]
 PROMPTS = Path("examples/demo_model/prompts")
-PerWorker = Annotated[int, typer.Option(min=4, help="Requests per worker.")]
+PerWorker = Annotated[int, typer.Option(min=4, help="Requests per decode worker.")]
 Batch = Annotated[str, typer.Option(help="Target batch sizes of the arrival rates, with commas.")]
 Output = Annotated[int, typer.Option(min=2, help="Tokens generated per request.")]
 Intermediate = Annotated[int, typer.Option(min=32, help="Neurons per expert; 1024 are 0.98 MB.")]
@@ -36,7 +36,7 @@ Device = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of prompts, arrivals, policies and bootstrap.")]
 CpuOrCuda = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the model, or its layer, runs.")]
-Out = Annotated[Path | None, typer.Option(help="JSON file; default in benchmarks/results.")]
+Out = Annotated[Path | None, typer.Option(help="JSON file to write; default in benchmarks/results.")]
 WORK = Path("out/bench")
 FitRequests = Annotated[
     int, typer.Option(min=12, help="Requests that fit the step cost before the replay; few fit it coarsely.")
@@ -46,7 +46,7 @@ StepsOut = Annotated[
 ]
 RouterVenv = Annotated[Path | None, typer.Option(help="Virtual environment with vllm-router; none: skipped.")]
 Policies = Annotated[str, typer.Option(help="Policies, with commas.")]
-TwoPolicies = Annotated[str, typer.Option(help="Two; changes are those of the first against the second.")]
+TwoPolicies = Annotated[str, typer.Option(help="Two policies; the first is compared with the second.")]
 Port = Annotated[int, typer.Option(help="HTTP port.")]
 Ports = Annotated[int, typer.Option(help="First of two HTTP ports.")]
 Record = Annotated[Path | None, typer.Option(help="Journal of all trials, read and added to.")]
@@ -101,5 +101,5 @@ def numbers(option: str, value: str) -> list[int]:
     """Return the positive numbers of an option, separated by commas. Raise UserInputError on others."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
-        raise UserInputError(f"{option} is {value!r}: must be positive numbers with commas")
+        raise UserInputError(f"{option} must be positive numbers with commas, got {value!r}")
     return [int(part) for part in parts]

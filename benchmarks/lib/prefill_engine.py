@@ -29,7 +29,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
     from vllm import LLM, SamplingParams
 
     from benchmarks.lib.engines import device_kwargs
-    from benchmarks.lib.replay.switched import Switch
+    from benchmarks.lib.replay.switched import CaptureSwitch
     from eldr_serve.engine.vllm.config import engine_kwargs
 
     kwargs = engine_kwargs(
@@ -62,7 +62,7 @@ def main(job: dict[str, Any], answer: Any) -> None:
     counting_s = 0.0
     for line in sys.stdin:
         capture, prompt = json.loads(line)
-        Switch.turn(capture, llm.llm_engine.vllm_config)
+        CaptureSwitch.turn(capture, llm.llm_engine.vllm_config)
         start = time.perf_counter()
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         seconds = time.perf_counter() - start

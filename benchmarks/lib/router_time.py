@@ -1,4 +1,4 @@
-"""The time of a router for a placement, as the sum of its placer's and its channel's."""
+"""The time that a router needs for a placement: its placer's time plus its channel's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def placement_s(
     calls = min(_TIMED, len(requests) - in_flight)
     seconds = []
     for number in range(in_flight + calls):
-        lease = Lease(sent.make(number, ()), LeaseState.SENT)
+        lease = Lease(sent.make_request(number, ()), LeaseState.SENT)
         start = time.thread_time()
         placer.submit([lease])
         if number >= in_flight:
@@ -40,7 +40,7 @@ def placement_s(
 
 
 def channel_s() -> float:
-    """Return the seconds of a placement through the router actor on few workers, by its committed result."""
+    """Return the time of a placement through the router actor, in seconds, from the committed result."""
     return 1 / max(float(row["placements_per_s"]) for row in read_rows("router_actor"))
 
 

@@ -30,7 +30,7 @@ def screenshots(
     out: Annotated[Path, typer.Option(help="Folder for the PNGs.")],
     url: Annotated[str, typer.Option(help="URL of the service.")] = "http://127.0.0.1:8000",
     admin_key: Annotated[str | None, typer.Option(envvar="ELDR_ADMIN_KEY", help="The admin key.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Also a report.html of `eldr compare`.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also show this report.html of `eldr compare`.")] = None,
 ) -> None:
     """Write live_page.png, live_page_dark.png and live_page_phone.png of a running service."""
     pictures = asyncio.run(take_screenshots(f"{url.rstrip('/')}/eldr/", admin_key))

@@ -318,7 +318,7 @@ def _for_each(option: str, value: str, sizes: int) -> list[int]:
     """Return the number of an option for each of the sizes."""
     numbers = options.numbers(option, value)
     if len(numbers) not in (1, sizes):
-        raise UserInputError(f"{option} is {value}: give one number, or one for each of --workers")
+        raise UserInputError(f"{option} must be one number, or one for each of --workers, got {value}")
     return numbers * sizes if len(numbers) == 1 else numbers
 
 
@@ -327,23 +327,21 @@ def at_scale(
     cost: Annotated[Path, typer.Option(help="Step cost, JSON, by `eldr cost`.")],
     arrivals: Annotated[list[Path], typer.Option(help="Recorded requests, Azure or Mooncake; repeatable.")],
     workers: options.Workers = "16,64,256",
-    routers: Annotated[str, typer.Option(help="Routers, or with commas for each of --workers.")] = "1",
-    simulated_routers: Annotated[int, typer.Option(min=1, help="Maximum routers that are simulated.")] = 8,
+    routers: Annotated[str, typer.Option(help="Number of routers, or one for each of --workers.")] = "1",
+    simulated_routers: Annotated[int, typer.Option(min=1, help="Maximum number of simulated routers.")] = 8,
     policies: Annotated[str, typer.Option(help="Policies, NAME or NAME,KEY=VALUE, with commas.")] = POLICIES,
-    saving: Annotated[str, typer.Option(help="Policies whose saved workers are searched.")] = POLICIES,
-    seeds: Annotated[str, typer.Option(help="Seeds, or with commas for each of --workers.")] = "3",
+    saving: Annotated[str, typer.Option(help="Policies whose saving of workers is searched for.")] = POLICIES,
+    seeds: Annotated[str, typer.Option(help="Number of seeds, or one for each of --workers.")] = "3",
     batch: Annotated[int, typer.Option(min=1, help="Requests that a worker runs on average.")] = 12,
     seconds: Annotated[float, typer.Option(min=1, help="Simulated time of arrivals, s.")] = 10.0,
     parts: Annotated[
         int, typer.Option(min=1, help="Observed requests in a simulated one; 1: copies of single ones.")
     ] = 1,
     centroids: Annotated[int, typer.Option(min=1, help="Clusters of locality-band's table.")] = 16,
-    ttft_ms: Annotated[
-        float, typer.Option(min=1, help="Objective: from arrival to first token, ms.")
-    ] = 100.0,
-    slack: Annotated[float, typer.Option(min=1, help="Objective of TPOT, times the step at --batch.")] = 1.05,
+    ttft_ms: Annotated[float, typer.Option(min=1, help="Objective of TTFT, ms.")] = 100.0,
+    slack: Annotated[float, typer.Option(min=1, help="Objective of TPOT, in steps at --batch.")] = 1.05,
     journal: Annotated[Path, typer.Option(help="File of finished runs.")] = options.WORK / "at_scale.jsonl",
-    finished_only: Annotated[bool, typer.Option(help="Make no runs, publish those of the journal.")] = False,
+    finished_only: Annotated[bool, typer.Option(help="Publish the journal's runs without new ones.")] = False,
     out: options.Out = None,
 ) -> None:
     """Simulate policies by number of workers, with the time that the router needs."""

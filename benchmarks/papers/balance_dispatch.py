@@ -29,7 +29,7 @@ OUTPUT_TOKENS = 250  # mean of the geometric distribution
 def balance_dispatch(
     calls: Annotated[int, typer.Option(min=20, help="Timed dispatches per row.")] = 1000,
     slots: Annotated[int, typer.Option(min=1, help="Concurrent requests of a worker.")] = 64,
-    pool: Annotated[int, typer.Option(min=1, help="Waiting requests.")] = 64,
+    pool: Annotated[int, typer.Option(min=1, help="Requests that wait for a worker.")] = 64,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

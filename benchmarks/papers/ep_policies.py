@@ -64,7 +64,7 @@ _NOTES = (
 
 def ep_policies(
     prompts: options.Prompts = options.PROMPTS,
-    workers: Annotated[int, typer.Option(min=2, help="Decode engines.")] = 4,
+    workers: Annotated[int, typer.Option(min=2, help="Number of decode engines.")] = 4,
     batch: Annotated[int, typer.Option(min=2, help="Mean requests in flight per worker.")] = 16,
     groups: options.Groups = "all,language",
     ranks: Ranks = 2,

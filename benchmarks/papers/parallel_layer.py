@@ -131,7 +131,7 @@ class ParallelLayer:
 
 
 def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
-    """Return int[G, E]: the slot on the rank that serves the expert, -1 if none; ValueError if uneven."""
+    """Return int[G, E]: the slot on the rank that serves the expert, or -1. Raise ValueError if uneven."""
     experts_of_slots = np.asarray(placement)
     if experts_of_slots.ndim != 1 or len(experts_of_slots) % ranks:
         raise ValueError(
@@ -168,7 +168,7 @@ def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
 
 
 def top_k_gate(weight: Tensor, top_k: int) -> Gate:
-    """Return a gate: softmax over experts, the k largest, weights normalised to 1; weight [E, H]."""
+    """Return a gate with `weight` [E, H]: softmax over experts, the k largest, weights normalised to 1."""
 
     def gate(tokens: Tensor) -> tuple[Tensor, Tensor]:
         scores, experts = torch.softmax((tokens @ weight.T).float(), -1).topk(top_k, -1)

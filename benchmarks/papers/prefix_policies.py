@@ -22,7 +22,7 @@ class _Limited(Policy):
 
 
 class SessionHash(_Limited):
-    """The worker by rendezvous hash of a session's key, or the least loaded one without key or room."""
+    """The policy that hashes a session's key to a worker; without key or room, to the least loaded."""
 
     name = "session-hash"
 
@@ -37,7 +37,7 @@ class SessionHash(_Limited):
 
 
 class LongestPrefix(_Limited):
-    """The worker that caches most of the prompt, among those not overloaded; ties are broken by load."""
+    """The policy that chooses, among workers without overload, the one that caches most of the prompt."""
 
     name = "longest-prefix"
 

@@ -15,7 +15,7 @@ from eldr_serve.experts.parallel.metro import parse_batch
 
 
 def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Minimise the activated experts on the worst rank, by a bipartite flow and a binary search of the bound.
+    """Minimise the activated experts on the worst rank, by bipartite flows in a binary search.
 
     The optimum is a baseline and too slow for serving. Results and errors are those of `route_metro`.
     """
@@ -54,7 +54,7 @@ def _flow(is_host: NDArray[np.bool_]) -> Ints:
 
 
 def _within(is_host: NDArray[np.bool_], bound: int) -> Ints | None:
-    """Return an assignment with at most `bound` experts per rank; None if there is none."""
+    """Return an assignment with at most `bound` experts per rank, or None if there is none."""
     n, ranks = is_host.shape
     source, sink = n + ranks, n + ranks + 1
     expert, rank = np.nonzero(is_host)

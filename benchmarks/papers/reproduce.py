@@ -57,7 +57,7 @@ def reproduce(
         Path | None, typer.Option(help="Step cost, a file that `eldr simulate --calibrate-from` wrote.")
     ] = None,
     requests: Annotated[int | None, typer.Option(min=10, help="Requests; default: by figure.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with other seeds.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions, each with another seed.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON to write; default out/PAPER_FIGURE.json.")] = None,
 ) -> None:
     """Run one figure's simulations, print a table, and write JSON and a plot."""

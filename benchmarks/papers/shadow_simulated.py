@@ -2,9 +2,9 @@
 
     python -m benchmarks.papers.shadow_simulated
 
-The simulator runs two policies in turn over the same requests, each with the other as its shadow, and the
-shadow prices by the simulator's own step cost. So the difference is what the shadow ignores by design,
-without noise. The `closed` loop has a fixed number of requests in flight. In the `open` loop requests arrive
+The simulator runs two policies in turn over the same requests, each with the other as its shadow. The shadow
+uses the simulator's own step cost. So the difference has no noise, and shows what the shadow ignores by
+design. The `closed` loop has a fixed number of requests in flight. In the `open` loop requests arrive
 at the rate at which the second policy finished them in the closed loop, so that a faster policy has fewer in
 flight.
 
@@ -75,7 +75,7 @@ def shadow_simulated(
     in_flight: Annotated[int, typer.Option(min=1, help="Requests in flight per worker.")] = 16,
     per_worker: options.PerWorker = 500,
     output_tokens: options.MeanOutput = 80,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each; rows are their means.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulations of each row, which is their mean.")] = 3,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

@@ -81,7 +81,8 @@ def tail_price(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME,KEY=VALUE,...; repeatable.", show_default="marginal-cost with tail_power 1 and 16"
+            help="Policy: NAME,KEY=VALUE,...",
+            show_default="marginal-cost with tail_power 1 and 16",
         ),
     ] = None,
     per_worker: options.PerWorker = 1000,
@@ -122,7 +123,7 @@ def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
     files = [Path(part) for part in parts if not part.isdigit()]
     numbers = [int(part) for part in parts if part.isdigit() and int(part)]
     if [len(files), len(numbers)] != [2, len(form.split(",")) - 2]:
-        raise UserInputError(f"{option} is {text!r}: must be {form}")
+        raise UserInputError(f"{option} must be {form}, got {text!r}")
     return files, numbers
 
 

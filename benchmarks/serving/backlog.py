@@ -127,9 +127,9 @@ def row(requests: list[_Request], before: dict[str, int], after: dict[str, int])
 
 
 def backlog(
-    requests: Annotated[int, typer.Option(min=1, help="Prompts, sent at once.")] = 1000,
+    requests: Annotated[int, typer.Option(min=1, help="Number of prompts, all sent at once.")] = 1000,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1500,
-    warm_up: Annotated[int, typer.Option(min=0, help="Similar prompts answered before.")] = 0,
+    warm_up: Annotated[int, typer.Option(min=0, help="Similar prompts that are answered first.")] = 0,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = Path("examples/demo_model/weights"),
     prompts: options.Prompts = options.PROMPTS,
@@ -141,7 +141,7 @@ def backlog(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Send more prompts at once than engines can prefill within the bound."""
+    """Send more prompts at once than the engines can prefill within the service's limit."""
     unwind_on_sigterm()
     allow_open_files(8192)
     bodies = texts(prompts, warm_up + requests, tokens, seed, model)

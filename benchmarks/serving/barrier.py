@@ -77,7 +77,7 @@ def policy_and_parameters(text: str, slots: int) -> tuple[str, dict[str, Any]]:
 def barrier_arguments(
     deployment: Path, model: Path, *, ranks: int, slots: int, context: int, stream_interval: int, folder: Path
 ) -> dict[str, Any]:
-    """Return a deployment's `args` with so many ranks, whose schedulers write their steps to the folder."""
+    """Return a deployment's `args` with `ranks` ranks, whose schedulers write their steps to `folder`."""
     arguments = our_arguments(deployment, model)
     shared = {"max_model_len": context, "max_num_batched_tokens": context, "stream_interval": stream_interval}
     for role in ("prefill_config", "decode_config"):
@@ -206,7 +206,7 @@ def _named_policies(policies: str) -> list[str]:
 
 
 def barrier(
-    trace: Annotated[list[Path], typer.Option(help="Trace whose lengths are used; give one or more.")],
+    trace: Annotated[list[Path], typer.Option(help="Request trace whose lengths are used; repeatable.")],
     prompts: options.Prompts = options.PROMPTS,
     policies: Annotated[
         str, typer.Option(help="Policies, with commas; parameters: name:parameter=value.")
@@ -216,7 +216,7 @@ def barrier(
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy and trace.")] = 4,
     trial_seconds: Annotated[float, typer.Option(min=2, help="Measured part of a trial, s.")] = 45.0,
-    warm_up_seconds: Annotated[float, typer.Option(min=1, help="Load before it, s.")] = 15.0,
+    warm_up_seconds: Annotated[float, typer.Option(min=1, help="Load before the measured part, s.")] = 15.0,
     prompt_tokens: Annotated[float, typer.Option(min=1, help="Mean tokens of a prompt.")] = 1200.0,
     output_tokens: Annotated[float, typer.Option(min=2, help="Mean tokens of an answer.")] = 96.0,
     longest_output: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 384,

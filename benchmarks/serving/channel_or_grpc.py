@@ -46,7 +46,7 @@ from benchmarks.lib.channel_ways import (
     WAYS,
     Link,
     Readable,
-    connected,
+    connect_to_way,
     resident_mib,
     run_loop,
     serve,
@@ -192,7 +192,7 @@ async def _cancel(
 async def trial(way: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
     """Return one row for each number of streams."""
     rng, rows, first = random.Random(seed), [], 0
-    async with connected(way, port) as link:
+    async with connect_to_way(way, port) as link:
         for count in load.streams:
             gap_s = count / load.pace
             row: dict[str, Any] = {"way": way, "streams": count, "offered_tokens_per_s": load.pace}
@@ -249,13 +249,13 @@ def compare_with_channel(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def channel_or_grpc(
-    streams: Annotated[str, typer.Option(help="Open streams; one row for each number.")] = "200,2000",
+    streams: Annotated[str, typer.Option(help="Numbers of open streams, with commas.")] = "200,2000",
     ways: Annotated[str, typer.Option(help=f"Ways, with commas, of {', '.join(WAYS)}.")] = ",".join(WAYS),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 5,
     pace: Annotated[float, typer.Option(min=1, help="Tokens/s of all streams together.")] = 5000.0,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time at the pace, twice a row, s.")] = 2.0,
-    peak_seconds: Annotated[float, typer.Option(min=0.1, help="Time without a pace, s.")] = 1.5,
-    cancels: Annotated[int, typer.Option(min=1, help="Streams that are cancelled.")] = 200,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a paced phase, s.")] = 2.0,
+    peak_seconds: Annotated[float, typer.Option(min=0.1, help="Length of the unpaced phase, s.")] = 1.5,
+    cancels: Annotated[int, typer.Option(min=1, help="Number of streams to cancel.")] = 200,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

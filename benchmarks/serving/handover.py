@@ -3,7 +3,7 @@
     python -m benchmarks.serving.handover
     python -m benchmarks.serving.handover --rounds 1 --record rounds.jsonl
 
-Real engines behind the real ingress, with one request in flight (idle) and with several (load):
+The engines and the ingress are real. They serve one request in flight (idle) or several (load):
 
     place       router: score, one call over its channel
     engine      decode replica: from the call's arrival to its first chunk; includes
@@ -100,7 +100,7 @@ def _round(
 
 
 def handover(
-    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop; a row for each.")] = "1,16",
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,16",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of the engines; 0: only print --record.")] = 3,
     requests: Annotated[int, typer.Option(min=WINDOW, help="Requests per row and round.")] = WINDOW,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,

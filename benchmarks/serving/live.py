@@ -53,7 +53,7 @@ def live(
     rate: Annotated[float, typer.Option(min=0, help="Requests/s, Poisson arrivals; 0: closed loop.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy.")] = 2,
     trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 30,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 35,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before the measured part, s.")] = 35,
     burn_in_seconds: options.BurnIn = 60,
     deployment: options.Deployment = Path("deployments/cpu_demo_4d.yaml"),
     intermediate: options.Intermediate = 1536,

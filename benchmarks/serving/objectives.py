@@ -175,7 +175,7 @@ def objectives(
         str, typer.Option(help="Loads to try, requests in flight, with commas.")
     ] = "2,3,4,6,8,12,16,24",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each kind of admission.")] = 4,
-    seconds: Annotated[float, typer.Option(min=5, help="Arrivals in a round, s.")] = 60,
+    seconds: Annotated[float, typer.Option(min=5, help="Duration of a round's arrivals, s.")] = 60,
     max_tokens: options.Output = 48,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = WEIGHTS,

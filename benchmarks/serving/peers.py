@@ -216,7 +216,7 @@ def _compare_pairs(trials: list[dict[str, Any]], system: str, load: str) -> dict
 
 
 Turns = Annotated[
-    int, typer.Option(min=1, help="Trials of each system after a start; above 1: all run, and take turns.")
+    int, typer.Option(min=1, help="Trials of each system per start; above 1: all systems run and take turns.")
 ]
 Requests = Annotated[
     int, typer.Option(min=4, help="Requests of a trial with 1 in flight; 4 times as many with 4 or more.")
@@ -233,9 +233,11 @@ def peers(
     turns: Turns = 1,
     requests: Requests = 40,
     in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
-    warm_up: Annotated[int, typer.Option(min=1, help="Requests before those, which do not count.")] = 16,
+    warm_up: Annotated[int, typer.Option(min=1, help="First requests of a trial, which do not count.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of each answer.")] = 32,
-    min_tokens: Annotated[int | None, typer.Option(min=2, help="Minimum; default: the maximum.")] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Minimum tokens of each answer; default: --max-tokens.")
+    ] = None,
     intermediate: options.Intermediate = 32,
     stream_interval: options.Interval = 1,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),

@@ -36,12 +36,12 @@ from loadgen.workload import balanced_sample, write_prompts
 
 def prefix_cache(
     prompts: options.Prompts = options.PROMPTS,
-    distinct: Annotated[int, typer.Option(min=1, help="Distinct prompts, of the longest.")] = 12,
+    distinct: Annotated[int, typer.Option(min=1, help="Distinct prompts; the longest are used.")] = 12,
     policies: options.Policies = "round-robin,locality-band,marginal-cost",
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy and cache state.")] = 3,
     trial_seconds: Annotated[int, typer.Option(min=5, help="Measured part of a trial, s.")] = 25,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 15,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before the measured part, s.")] = 15,
     burn_in_seconds: options.BurnIn = 120,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     intermediate: options.Intermediate = 1024,

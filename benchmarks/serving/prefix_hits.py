@@ -108,9 +108,9 @@ def row(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
 
 def prefix_hits(
     trace: Annotated[Path, typer.Option(help="Mooncake trace with prefix blocks.")],
-    maps: Annotated[str, typer.Option(help="With commas, of: events, estimate.")] = "events,estimate",
+    maps: Annotated[str, typer.Option(help="Maps, with commas, of: events, estimate.")] = "events,estimate",
     policy: Annotated[str, typer.Option(help="Policy of the router.")] = "marginal-cost",
-    sessions: Annotated[int, typer.Option(min=1, help="Conversations.")] = 60,
+    sessions: Annotated[int, typer.Option(min=1, help="Number of conversations.")] = 60,
     in_flight: options.InFlight = 12,
     think_seconds: Annotated[float, typer.Option(min=0, help="Mean time between turns, s.")] = 1.0,
     blocks: Annotated[int, typer.Option(min=64, help="KV blocks of an engine, of 32 tokens.")] = 192,

@@ -73,9 +73,9 @@ def summarise(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def ray_idle(
     settings: Annotated[str, typer.Option(help=f"Settings, of {', '.join(SETTINGS)}; default: all.")] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="Starts of each; 0: only print --record.")] = 3,
+    rounds: Annotated[int, typer.Option(min=0, help="Starts of each setting; 0: only print --record.")] = 3,
     idle_s: Annotated[float, typer.Option(min=1, help="Time without a request, s.")] = 20.0,
-    settle_s: Annotated[float, typer.Option(min=0, help="Time before that, s.")] = 5.0,
+    settle_s: Annotated[float, typer.Option(min=0, help="Time between start and measurement, s.")] = 5.0,
     record: options.Record = None,
     port: options.Ports = 8330,
     out: options.Out = None,

@@ -159,7 +159,7 @@ def router_actor(
     calls: Annotated[int, typer.Option(min=64, help="Timed calls per round.")] = 1000,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds of bare calls and placements.")] = 7,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a throughput round, s.")] = 2.0,
-    many: Annotated[int, typer.Option(min=1, help="Placements in flight for the throughput.")] = 512,
+    many: Annotated[int, typer.Option(min=1, help="Placements in flight in throughput rounds.")] = 512,
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:

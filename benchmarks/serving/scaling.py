@@ -67,8 +67,8 @@ class _Service:
             expected = self.texts.setdefault(body["prompt"], answer.timing.text)
             self.wrong += answer.timing.text != expected
 
-    async def load(self, clients: int, engines: int, most_s: float) -> dict[str, Any]:
-        """Send load until there are so many engines of each kind, and a little longer. Return a row."""
+    async def load(self, clients: int, engines: int, timeout_s: float) -> dict[str, Any]:
+        """Send load until this many engines of each kind are ready, and a little longer. Return a row."""
         self.answers, self.wrong = [], 0
         start_s, over = time.perf_counter(), asyncio.Event()
 
@@ -80,7 +80,7 @@ class _Service:
         users = [asyncio.create_task(user(number)) for number in range(clients)]
         after_s: float | None = None
         last_engines: tuple[int, int] | None = None
-        while after_s is None and time.perf_counter() - start_s < most_s:
+        while after_s is None and time.perf_counter() - start_s < timeout_s:
             await asyncio.sleep(0.5)
             engines_now = await asyncio.to_thread(self.engines)
             if engines_now != last_engines and all(engines_now):
@@ -102,12 +102,15 @@ class _Service:
         )
 
 
-async def _phases(service: _Service, work: list[dict[str, Any]], few: int, many: int, most: int) -> Any:
+async def _run_phases(
+    service: _Service, work: list[dict[str, Any]], few_clients: int, many_clients: int, max_engines: int
+) -> list[dict[str, Any]]:
+    """Send load of few, many and again few clients. Return a row for each."""
     for body in work:
         await service.ask(body)
     return [
         await service.load(clients, engines, _MAX_SCALING_S)
-        for clients, engines in ((few, 1), (many, most), (few, 1))
+        for clients, engines in ((few_clients, 1), (many_clients, max_engines), (few_clients, 1))
     ]
 
 
@@ -142,9 +145,9 @@ def scaling(
     )
     try:
         client, _ = application.start(
-            arguments, port, _KEY, dashboard=False, tell=lambda line: typer.echo(line, err=True)
+            arguments, port, _KEY, dashboard=False, log=lambda line: typer.echo(line, err=True)
         )
-        rows = asyncio.run(_phases(_Service(client, work), work, few, many, engines))
+        rows = asyncio.run(_run_phases(_Service(client, work), work, few, many, engines))
     finally:
         application.stop()
     publish(

@@ -49,7 +49,7 @@ _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's 
 
 @dataclass(frozen=True)
 class Part:
-    """Sums of the measured part of one trial; from `steps` on they are OperatorClient.decode_totals."""
+    """Sums of the measured part of one trial. From `steps` on they are OperatorClient.decode_totals."""
 
     tokens: float  # tokens that were priced
     live: float  # price of these tokens under the live policy, s
@@ -143,7 +143,7 @@ def shadow(
     in_flight: options.InFlight = 32,
     rounds: Annotated[int, typer.Option(min=2, help="Trials of each policy.")] = 4,
     trial_seconds: Annotated[int, typer.Option(min=10, help="Measured part of a trial, s.")] = 24,
-    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before it, s.")] = 12,
+    warm_up_seconds: Annotated[int, typer.Option(min=1, help="Load before the measured part, s.")] = 12,
     deployment: options.Deployment = Path("deployments/cpu_demo.yaml"),
     stream_interval: options.Interval = 8,
     output_tokens: options.MeanOutput = 80,
@@ -201,7 +201,7 @@ def _widths(text: str) -> list[int]:
     widths = options.numbers("--intermediate", text)
     if min(widths) < 32 or len(set(widths)) < len(widths):
         raise UserInputError(
-            f"--intermediate is {text!r}: numbers of neurons from 32, with commas, each once"
+            f"--intermediate must be different numbers, 32 or more, with commas, got {text!r}"
         )
     return widths
 

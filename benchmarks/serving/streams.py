@@ -126,7 +126,7 @@ def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def streams(
-    counts: Annotated[str, typer.Option(help="Concurrent streams, a row for each number.")] = "500,1000,2000",
+    counts: Annotated[str, typer.Option(help="Concurrent streams, with commas.")] = "500,1000,2000",
     ways: Annotated[
         str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
     ] = "proxy,haproxy,own,own-quiet",

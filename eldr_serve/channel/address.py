@@ -30,7 +30,7 @@ class Address:
     async def connect(self, on_change: Callable[[], None] = lambda: None) -> Channel:
         """Open a channel to this address; see Channel.connect."""
         if self.version != VERSION:
-            raise ChannelLostError(f"the server's protocol version is {self.version}: must be {VERSION}")
+            raise ChannelLostError(f"the server's protocol version must be {VERSION}, got {self.version}")
         return await Channel.connect(self.host, self.port, self.secret, on_change)
 
 

@@ -341,7 +341,7 @@ class _Connection(Peer):
             raise BrokenFrameError("the first frame is not a hello")
         if version != bytes([VERSION]):
             raise BrokenFrameError(
-                f"its protocol version is {version[0] if version else '?'}: must be {VERSION}"
+                f"its protocol version must be {VERSION}, got {version[0] if version else '?'}"
             )
         if not self._server.accepts_secret(secret):
             raise BrokenFrameError("the secret is wrong")

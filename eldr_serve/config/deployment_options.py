@@ -59,9 +59,9 @@ def _check_num_replicas(where: str, options: Mapping[str, Any]) -> None:
             "Serve accepts one of them, not both: remove one"
         )
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        remedy = ", or autoscaling_config with min_replicas and max_replicas" if number == "auto" else ""
+        remedy = ": give autoscaling_config with min_replicas and max_replicas" if number == "auto" else ""
         raise ConfigurationError(
-            f"{where}.num_replicas is {format_value(number)}: must be a whole number, at least 1{remedy}"
+            f"{where}.num_replicas must be a whole number, at least 1, got {format_value(number)}{remedy}"
         )
 
 

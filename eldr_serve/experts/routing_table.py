@@ -65,7 +65,7 @@ class RoutingTable(Artifact):
         require(bool((abs(norms - 1) < _UNIT_TOLERANCE).all()), "centroids are not of unit norm")
         require(self.cluster_sizes.shape == shape[:1], f"cluster sizes are not {shape[0]} numbers")
         require(len(self.domains) == shape[0], f"domains are not {shape[0]} names")
-        require(0 <= self.band <= 2, f"band is {self.band}: must be from 0 to 2")
+        require(0 <= self.band <= 2, f"band must be from 0 to 2, got {self.band}")
 
     @property
     def num_layers(self) -> int:

@@ -123,7 +123,7 @@ def pack_counts(counts: ArrayLike) -> str:
     array = np.asarray(counts)
     if array.ndim != 2 or not 0 < array.size <= _MAX_CELLS or max(array.shape) > 0xFFFF:
         raise UserInputError(
-            f"the shape of counts is {array.shape}: must be [L, E] with at most {_MAX_CELLS} cells"
+            f"the shape of counts must be [L, E] with at most {_MAX_CELLS} cells, got {array.shape}"
         )
     if array.dtype.kind not in "ui" or array.min() < 0 or (largest := int(array.max())) > 0xFFFFFFFF:
         raise UserInputError("counts must be integers from 0 to 2**32 - 1")

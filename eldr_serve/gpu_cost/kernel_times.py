@@ -74,14 +74,14 @@ def read(
     if setting.dtype not in (None, *DTYPES):
         raise UserInputError(f"--dtype is {setting.dtype!r}: unknown, there are {', '.join(DTYPES)}")
     if setting.tp % setting.ep:
-        raise UserInputError(f"--ep is {setting.ep}: must be 1 or a divisor of --tp, {setting.tp}")
+        raise UserInputError(f"--ep must be 1 or a divisor of --tp ({setting.tp}), got {setting.ep}")
     with _suppressed_log(), _model_path(setting.model, config) as path:
         try:
             return _read(setting, path, batches, contexts)
         except (ValueError, RuntimeError, AssertionError, KeyError, TypeError) as error:
             if isinstance(error, UserInputError):
                 raise
-            raise UserInputError(f"{_describe(setting)} cannot be priced: {_reason(error)}") from error
+            raise _not_measured(setting, _reason(error)) from error
 
 
 def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequence[int]) -> Readings:
@@ -101,7 +101,7 @@ def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequenc
         for batch in batches:
             parts = engine.evaluate_ops_json(moe_ops, is_context=False, batch_size=batch, s=1)
             if any(origin != "silicon" for *_, origin in parts):
-                raise UserInputError(f"{_describe(setting)} cannot be priced: {_NO_ROWS}")
+                raise _not_measured(setting, _NO_ROWS)
             for context in contexts:
                 step_ms = engine.predict_decode_latency(batch, context)
                 steps.append(DecodeStep(batch, context, routing, 1e-3 * step_ms))
@@ -259,9 +259,10 @@ def _reason(error: Exception) -> str:
     return text.partition(". ")[0][:300]
 
 
-def _describe(setting: Setting) -> str:
+def _not_measured(setting: Setting, reason: str) -> UserInputError:
     kind = f" in {setting.dtype}" if setting.dtype else ""
-    return f"{setting.model}{kind} on {setting.gpu}, TP {setting.tp}, EP {setting.ep},"
+    where = f"{setting.model}{kind} on {setting.gpu}, TP {setting.tp}, EP {setting.ep}"
+    return UserInputError(f"{where} has no measured kernel times: {reason}")
 
 
 @contextmanager

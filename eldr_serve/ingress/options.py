@@ -111,7 +111,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     def _one_body_fits(self) -> IngressOptions:
         if self.max_pending_mib < 2 * self.max_body_mib:
             raise ValueError(
-                f"max_pending_mib is {self.max_pending_mib:g}: must be at least twice max_body_mib "
-                f"({self.max_body_mib:g}): a compressed body also counts as decompressed"
+                f"max_pending_mib must be at least twice max_body_mib ({self.max_body_mib:g}), got "
+                f"{self.max_pending_mib:g}: a compressed body also counts as decompressed"
             )
         return self

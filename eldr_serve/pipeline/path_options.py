@@ -120,7 +120,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     def _queue_within_lease(self) -> PathOptions:
         if self.queue_timeout_s >= _LEASE_SHARE * self.kv_lease_s:
             raise ValueError(
-                f"queue_timeout_s is {self.queue_timeout_s:g} s: must be less than {_LEASE_SHARE:g} of "
-                f"kv_lease_s ({self.kv_lease_s:g} s): a prompt's blocks must outlive its wait"
+                f"queue_timeout_s must be less than {_LEASE_SHARE:g} of kv_lease_s ({self.kv_lease_s:g} s), "
+                f"got {self.queue_timeout_s:g} s: a prompt's blocks must outlive its wait"
             )
         return self

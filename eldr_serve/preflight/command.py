@@ -62,7 +62,7 @@ def check(
     memory_gib: Memory = None,
     resource: Resource = None,
     model_config: ModelConfig = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check whether deployments would start on a cluster; if not, report why, with exit status 1."""
     if nodes is not None and cluster is not None:

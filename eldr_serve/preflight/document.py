@@ -68,8 +68,8 @@ def read_document(path: Path) -> Document:
         not prefix.startswith("/") or prefix != prefix.rstrip("/") + "/" * (prefix == "/") or "{" in prefix
     ):
         raise ConfigurationError(
-            f"{where}.route_prefix is {format_value(prefix)}: "
-            "must begin with /, not end with / and have no wildcard"
+            f"{where}.route_prefix must begin with /, not end with / and have no wildcard, "
+            f"got {format_value(prefix)}"
         )
     return Document(content, application, where, parse(application.get("args") or {}), ignored)
 
@@ -107,7 +107,7 @@ def _find_application(path: Path, applications: list[dict[str, Any]]) -> tuple[d
     if not applications:
         raise ConfigurationError(f"applications is empty: it needs one with import_path {APPLICATION}")
     import_path = format_value(applications[0]["import_path"])
-    raise ConfigurationError(f"applications.0.import_path is {import_path}: must be {APPLICATION}")
+    raise ConfigurationError(f"applications.0.import_path must be {APPLICATION}, got {import_path}")
 
 
 def _list_ignored_keys(content: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from eldr_serve.scheduling.types import PolicyError
-from eldr_serve.validation import first_problem, unknown_name
+from eldr_serve.validation import first_problem, invalid_value, unknown_name
 
 MAX_COUNT = 2**31 - 1  # maximum of any count, so that sums fit into int64
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -47,13 +47,12 @@ def validate(declared: type[Declared], policy: str, values: Mapping[str, Any]) -
         if first["type"] == "extra_forbidden":
             names = declared.model_fields
             raise PolicyError(unknown_name(f"policy {policy!r}", name, names, "parameter")) from error
+        kind = kind_of(declared.model_fields[name])
         if name not in values:
-            raise PolicyError(
-                f"{name} is missing: policy {policy!r} needs {kind_of(declared.model_fields[name])}"
-            ) from error
+            raise PolicyError(f"{name} is missing: policy {policy!r} needs {kind}") from error
         is_own_check = first["type"] == "value_error"
-        must_be = first["ctx"]["error"] if is_own_check else f"must be {kind_of(declared.model_fields[name])}"
-        raise PolicyError(f"{name} is {shortened(values[name])}: {must_be}") from error
+        problem = str(first["ctx"]["error"]) if is_own_check else f"must be {kind}"
+        raise PolicyError(invalid_value(name, shortened(values[name]), problem)) from error
 
 
 def kind_of(field: FieldInfo) -> str:

@@ -326,7 +326,7 @@ def train(
     corpus: Annotated[Path, typer.Option(help="Directory written by examples.demo_model.corpus.")],
     out: Annotated[Path, typer.Option(help="Directory for the trained model (Hugging Face format).")],
     steps: Annotated[int, typer.Option(help="Optimiser steps of 4,096 tokens.", min=1)] = 4_000,
-    balance: Annotated[float, typer.Option(help="Last weight of the balance loss.", min=0)] = 0.03,
+    balance: Annotated[float, typer.Option(help="Final weight of the balance loss.", min=0)] = 0.03,
     focus: Annotated[float, typer.Option(help="Weight of a sequence's router entropy.", min=0)] = 0.03,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Seed of initial weights and batches.")] = 0,

@@ -15,7 +15,7 @@ def expert_load(routes: ArrayLike, num_experts: int) -> Floats:
 
 
 def co_activation(routes: ArrayLike, num_experts: int) -> Floats:
-    """Return float[L, E, E], the tokens that chose both experts in routes [T, L, k]; 0 on the diagonal."""
+    """Return float[L, E, E], the tokens that chose both experts in routes [T, L, k], with a diagonal of 0."""
     affinity = []
     for layer in _layers(routes):
         choices = _choices(layer, num_experts)

@@ -65,7 +65,7 @@ class LayerWork:
         """Return the work of a batch in which token t, on rank source[t], sends its state to ranks[t, :].
 
         A token goes once to each rank that serves it, however many of its experts are there (all-to-all
-        dispatch), and comes back as often; only the bytes of the dispatch are counted.
+        dispatch), and comes back as often. Only the bytes of the dispatch are counted.
 
         Args:
             experts: int[T, k] of one layer.
@@ -123,7 +123,7 @@ class LayerCost(BaseModel):
         """Read a file.
 
         Raises:
-            UserInputError: the file is not a layer cost; the first invalid field is named.
+            UserInputError: the file is not a layer cost. The message names the first invalid field.
             OSError: the file cannot be read.
         """
         try:

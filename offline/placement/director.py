@@ -60,7 +60,7 @@ class DirectorReport:
 
     @property
     def gap(self) -> float:
-        """Return how far all layers together are above the LP's optimum; 0.01 is 1 %."""
+        """Return how far all layers together are above the LP's optimum. 0.01 is 1 %."""
         return _relative_excess(self.rank_s, self.lp_s)
 
     @property
@@ -187,7 +187,7 @@ def _search(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) ->
 
 
 def _round_quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
-    """Return int[n, E, N], replicas by column of ranks, of the layers `at`; None if there is one column."""
+    """Return int[n, E, N], replicas by column of ranks, of the layers `at`, or None with one column."""
     width = np.bincount(relaxation.column)
     if len(width) == 1 or not len(at):
         return None
@@ -202,7 +202,7 @@ def _round_quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, see
 
 
 def _parse_start(start: ArrayLike, tokens: Floats, slots: int) -> Ints:
-    """Return int[L, G, C] of a placement; a second replica on a rank becomes an empty slot."""
+    """Return int[L, G, C] of a placement. A second replica on a rank becomes an empty slot."""
     layers, ranks, experts = tokens.shape
     placement = np.asarray(start)
     if placement.shape != (layers, ranks * slots):

@@ -53,7 +53,7 @@ class DirectorPaperReport:
 
     @property
     def above_budget(self) -> float:
-        """Return how far rounding ended above the budget; 0.01 is 1 % (epsilon of Theorem 2)."""
+        """Return how far rounding ended above the budget. 0.01 is 1 % (epsilon of Theorem 2)."""
         return self.reached_s / self.budget_s - 1 if self.budget_s else 0.0
 
 
@@ -132,8 +132,8 @@ def search_budget(latencies: list[_Latency], slots: int) -> tuple[float, float, 
     """Bisect for the least budget whose LP (6) is feasible.
 
     Returns:
-        The largest infeasible and the least feasible budget, s; the latter's fractional placement [L, E, G];
-        the number of LPs solved.
+        The largest infeasible and the least feasible budget in seconds, the latter's fractional placement
+        [L, E, G], and the number of LPs solved.
     """
     experts, ranks = latencies[0].send_s.shape[1:]
     shares = np.full((len(latencies), experts, ranks), 1 / ranks)  # within every constraint but the budget

@@ -83,7 +83,7 @@ def _pack(weight: Floats, packs: int) -> list[Ints]:
 
 
 def _replicate(weight: Floats, slots: int) -> tuple[Ints, Ints]:
-    """Return (expert of each slot, replicas of each expert); add replicas where a replica has most load."""
+    """Return (expert of each slot, replicas of each expert). Add replicas where a replica has most load."""
     count = np.ones(len(weight), np.int64)
     experts = list(range(len(weight)))
     for _ in range(slots - len(weight)):

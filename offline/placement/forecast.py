@@ -60,7 +60,7 @@ def workload_by_rank(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike, top
 
 
 def _parse_prompts(counts: ArrayLike, tokens: ArrayLike) -> tuple[Floats, Floats]:
-    """Return the counts [N, L, E] and lengths [N] of prompts; raise UserInputError if they do not match."""
+    """Return the counts [N, L, E] and lengths [N] of prompts. Raise UserInputError if they do not match."""
     seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
     if seen.ndim != 3 or length.shape != seen.shape[:1]:
         raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")

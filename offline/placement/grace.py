@@ -32,7 +32,7 @@ def grace_placement(
 ) -> tuple[Ints, dict[str, Any]]:
     """Place hierarchical groups, replicas of overloaded experts, and spare slots by load (4.1, 4.2).
 
-    The paper's ranks hold different numbers of experts; an engine's ranks have equally many slots. So a group
+    The paper's ranks hold different numbers of experts. An engine's ranks have equally many slots. So a group
     is at most as large as a rank's slots, a replica needs a free one, and the remaining slots get the experts
     with most load per copy (`fill_slots`). Without redundant slots groups are uniform.
 

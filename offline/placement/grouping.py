@@ -39,9 +39,9 @@ def spectral_groups(affinity: Floats, groups: int, *, seed: int = 0) -> Ints:
 def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high: int) -> Ints:
     """Move experts until each group has `low` to `high` of them (Algorithm 2).
 
-    The weakest members of a group that is too large go where they add most affinity; a group that is too
-    small gets the weakest of the others. (The algorithm compares the groups' totals after the addition, which
-    favours groups that are already large; the gain is the addition.)
+    The weakest members of a group that is too large go where they add most affinity. A group that is too
+    small gets the weakest of the others. The paper's algorithm compares the groups' totals after it,
+    which favours large groups. Here the gain is the added affinity alone.
 
     Raises:
         UserInputError: bounds that no grouping of n experts meets.
@@ -90,7 +90,7 @@ def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) 
 
 
 def utilisation(affinity: Floats, label: Ints, groups: int) -> tuple[float, float]:
-    """Return (U, S) of Eq. 1: share of affinity within groups; standard deviation of their sizes."""
+    """Return (U, S) of Eq. 1: share of affinity within groups, and standard deviation of their sizes."""
     within = float(affinity[label[:, None] == label[None, :]].sum())
     size = np.bincount(label, minlength=groups)
     return within / max(float(affinity.sum()), 1e-12), float(size.std())
@@ -117,7 +117,7 @@ def ratio_curve(
 
 
 def find_knee(curve: Floats) -> int:
-    """Return the index of the point of U over S furthest above the line between the ends; 0 if flat."""
+    """Return the index of the point of U over S furthest above the line between the ends, or 0 if flat."""
     spread = np.ptp(curve, axis=0)
     if not spread.all():
         return 0

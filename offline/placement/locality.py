@@ -17,10 +17,10 @@ Bools = NDArray[np.bool_]
 
 
 def polling_weights(load: ArrayLike, hosts: ArrayLike) -> Floats:
-    """Return float[..., G]: the inverse of each rank's predicted load; replicas share a load evenly.
+    """Return float[..., G]: the inverse of each rank's predicted load. Replicas share a load evenly.
 
     This is Eq. 3 for any number of replicated experts. W_p is W_r / (1 + n), the share of the replicated
-    load, as the paper's text says; the paper's formula divides W_max instead.
+    load, as the paper's text says. The paper's formula divides W_max instead.
     """
     hosted = np.asarray(hosts, bool)
     share = np.asarray(load, np.float64) / np.maximum(hosted.sum(axis=-1), 1)

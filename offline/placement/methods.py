@@ -57,7 +57,7 @@ class Problem:
 
     @cached_property
     def workload(self) -> NDArray[np.float64]:
-        """Return [L, G, E] tokens of a decode step by source rank; the fitted steps are in equal blocks."""
+        """Return [L, G, E] tokens of a decode step by source rank. The fitted steps are in equal blocks."""
         home = home_ranks(len(self.routes), self.topology)
         tokens = np.zeros((len(self.load), self.topology.ranks, self.num_experts))
         for rank in np.unique(home):
@@ -106,7 +106,7 @@ def _place_by_director_paper(problem: Problem) -> tuple[Ints, Report]:
 
 
 def _engine_of(problem: Problem, method: str) -> dict[str, Any]:
-    """Return what DIRECTOR knows of the engine; raise UserInputError if the cost is unknown."""
+    """Return what DIRECTOR knows of the engine. Raise UserInputError if the cost is unknown."""
     if problem.cost is None:
         raise UserInputError(f"method {method} weighs experts against tokens and bytes: give their --cost")
     return {

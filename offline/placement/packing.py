@@ -1,4 +1,4 @@
-"""Packing of expert replicas into the slots of ranks so that the slowest rank is fast; all layers at once.
+"""Packing of expert replicas into the slots of ranks for a fast slowest rank, in all layers at once.
 
 Arrays: L layers, E experts, G ranks, C slots per rank. Slots are int[L, G, C]; the id E marks an empty
 slot. A price list is float[L, E + 1, G]: the cost of one replica on each rank, s; the last row is zero.
@@ -39,7 +39,7 @@ def copies_of(slots: Ints, experts: int) -> Ints:
 
 
 def rank_hosts(slots: Ints, experts: int) -> NDArray[np.bool_]:
-    """Return whether a rank holds an expert, bool[L, E + 1, G]; False in the last row, of empty slots."""
+    """Return whether a rank holds an expert, bool[L, E + 1, G]. The last row, of empty slots, is False."""
     hosts = np.zeros((len(slots), experts + 1, slots.shape[1]), bool)
     layer, rank = np.ogrid[: slots.shape[0], : slots.shape[1]]
     hosts[layer[..., None], slots, rank[..., None]] = True
@@ -65,8 +65,8 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
     """Fill empty slots with the missing replicas, heaviest first, each on the rank with the least total.
 
     Args:
-        slots: present slots; their replicas do not move.
-        copies: [L, E] number of replicas; a replica is omitted if every rank with room holds the expert.
+        slots: present slots. Their replicas do not move.
+        copies: [L, E] number of replicas. A replica is omitted if every rank with room holds the expert.
         quota: [L, E, N] number of replicas in each column of ranks; None: anywhere.
         column: [G] column of each rank.
     """
@@ -197,7 +197,7 @@ def fill_empty_ranks(slots: Ints, token_s: Floats, active_s: Floats, reached_s: 
     """Give each rank without an expert the expert with the least work, in place.
 
     Args:
-        slots: every rank may be empty; it changes.
+        slots: slots of each rank, which may be empty. They change in place.
         token_s, active_s: as in `price_list`.
         reached_s: [L] time of each layer's slowest rank before.
 

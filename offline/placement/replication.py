@@ -1,4 +1,4 @@
-"""Replicas of the experts that overload a rank (GRACE-MoE, section 4.2); one layer at a time.
+"""Replicas of the experts that overload a rank (GRACE-MoE, section 4.2), one layer at a time.
 
 `load` is float[E], tokens of each expert; `primary` int[E], the rank of its first copy.
 """
@@ -15,7 +15,7 @@ Bools = NDArray[np.bool_]
 
 
 def load_skew(load: Floats, primary: Ints, ranks: int) -> float:
-    """Return rho, the load of the heaviest rank over the mean; 1 if there is no load."""
+    """Return rho, the load of the heaviest rank over the mean, or 1 if there is no load."""
     by_rank = np.bincount(primary, load, minlength=ranks)
     return float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0
 
@@ -38,8 +38,8 @@ def with_replicas(
     """Return bool[E, G], the first copies and those of the heaviest rank's hot experts on the lightest ranks.
 
     Args:
-        replicas: copies of each; None: by the load skew (Eq. 2). The paper's fixed count is 1.
-        capacity: maximum experts per rank; the hottest come first. None: any number.
+        replicas: copies of each hot expert; None: by the load skew (Eq. 2). The paper's fixed count is 1.
+        capacity: maximum experts per rank. The hottest come first. None: any number.
     """
     hosts: Bools = primary[:, None] == np.arange(ranks)
     if ranks == 1:

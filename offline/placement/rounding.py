@@ -14,7 +14,7 @@ def round_in_polytope(
     """Round fractional replicas by column iteratively, by a random walk.
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
-    column's slots, the budget) until a variable becomes whole or another constraint tight; which of the two
+    column's slots, the budget) until a variable becomes whole or another constraint tight. Which of the two
     ways is drawn so that the expected change is none. If no direction is left, the budget of the column
     with the fewest fractional variables is dropped, as in iterative relaxation.
 
@@ -69,7 +69,7 @@ def round_in_polytope(
 
 
 def _null_vector(rows: Floats, rng: np.random.Generator) -> Floats | None:
-    """Return a random unit vector orthogonal to all rows; None if there is none."""
+    """Return a random unit vector orthogonal to all rows, or None if there is none."""
     _, size, basis = np.linalg.svd(rows)
     free = basis[int((size > 1e-9 * max(1.0, size.max(initial=0.0))).sum()) :]
     if not len(free):

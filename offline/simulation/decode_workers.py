@@ -115,24 +115,24 @@ class DecodeWorkers:
         self._workers[w].waiting.append(j)
 
     def cacheable_blocks(self, j: int) -> tuple[int, ...]:
-        """Return the prompt's blocks that a whole worker can cache; the last token is always computed."""
+        """Return the prompt's blocks that a whole worker can cache. The last token is always computed."""
         whole, blocks = self._decode.whole, self._requests.blocks
         if whole is None or not whole.cache_blocks or not blocks:
             return ()
         return blocks[j][: (self._prompt[j] - 1) // whole.block_tokens]
 
     def begin(self, w: int) -> float:
-        """Begin a step of one worker; return its time, s, or 0 if there is nothing to do."""
+        """Begin a step of one worker. Return its time, s, or 0 if there is nothing to do."""
         seconds = self._begin_step(w)
         self._workers[w].busy = seconds > 0
         return seconds
 
     def begin_round(self) -> float:
-        """Begin a step of all workers; return the time of the slowest, s, or 0 if there is nothing to do."""
+        """Begin a step of all workers. Return the time of the slowest, s, or 0 if there is nothing to do."""
         return max(self._begin_step(w) for w in range(len(self)))
 
     def _begin_step(self, w: int) -> float:
-        """Admit and preempt requests; return the time of the next step, s, or 0 if there is nothing to do."""
+        """Admit and preempt requests. Return the time of the next step, s, or 0 if there is nothing to do."""
         worker = self._workers[w]
         self._admit(worker)
         jobs, answers = worker.jobs, len(worker.jobs)
@@ -195,7 +195,7 @@ class DecodeWorkers:
         self._record.preempted += 1
 
     def _active_experts(self, w: int, worker: _Worker) -> int:
-        """Return the active experts of the next step; compute the ones of several steps at once."""
+        """Return the active experts of the next step. Compute the ones of several steps at once."""
         if not worker.same_jobs:
             worker.same_jobs, worker.ahead = True, []
         if not worker.ahead:

@@ -19,13 +19,13 @@ class Outcome:
     """Results by request (NaN or -1 if it expired), by step and by sample.
 
     Attributes:
-        arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]; the last two are the ends of
+        arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]. The last two are the ends of
             the first and of the last decode step.
         worker: int64[N], decode worker.
         tokens: int64[N], output tokens.
         hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
         preempted: number of preemptions by full workers.
-        batch, experts, seconds, step_worker: one entry per decode step; experts summed over layers.
+        batch, experts, seconds, step_worker: one entry per decode step, experts summed over layers.
         imbalance, spread: one entry per sample: sum over workers of (largest - own) and largest -
             smallest KV tokens of the running requests.
         sample_s: time of each sample.
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def tpot_s(self) -> Floats:
-        """Return the time per output token after the first, of each request; NaN for a single token."""
+        """Return the time per output token after the first, of each request, or NaN for a single token."""
         gaps = np.where(self.tokens > 1, self.tokens - 1, np.nan)
         return np.asarray((self.last_s - self.first_s) / gaps)
 
@@ -67,7 +67,7 @@ class Outcome:
         return self.first_s - self.arrival_s
 
     def good(self, objective: LatencyObjective) -> NDArray[np.bool_]:
-        """Return bool[N], whether each request met the objective; false if it expired."""
+        """Return bool[N], whether each request met the objective. Expired requests did not."""
         tpot_ms = 1e3 * np.where(self.tokens > 1, self.tpot_s, 0.0)
         good: NDArray[np.bool_] = (1e3 * self.ttft_s <= objective.ttft_ms) & (tpot_ms <= objective.tpot_ms)
         return good
@@ -91,7 +91,7 @@ class Outcome:
         return inside
 
     def by_domain(self, domains: Sequence[str]) -> list[dict[str, Any]]:
-        """Return a table row for each domain, with its requests and TPOT; `domains` has N names."""
+        """Return a table row for each domain, with its requests and TPOT. `domains` has N names."""
         names, tpot = np.array(domains), self.tpot_s
         return [
             {"domain": name, "requests": int((names == name).sum())}
@@ -100,7 +100,7 @@ class Outcome:
         ]
 
     def summary(self, objective: LatencyObjective | None = None) -> dict[str, Any]:
-        """Return a table row, with units in the keys; with goodput if there is an objective."""
+        """Return a table row, with units in the keys, and with goodput if there is an objective."""
         row = _percentiles("tpot", self.tpot_s, (50, 95, 99)) | _percentiles("ttft", self.ttft_s, (50, 99))
         if objective is not None:
             good = self.good(objective)

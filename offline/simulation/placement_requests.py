@@ -40,22 +40,25 @@ class PlacementRequests:
         """Discard similarities to the previous table."""
         self._similarity.clear()
 
-    def make(self, j: int, blocks: tuple[int, ...]) -> PlacementRequest:
-        """Return the request for placement.
+    def make_request(self, index: int, blocks: tuple[int, ...]) -> PlacementRequest:
+        """Make the placement request of a simulated request.
 
         Args:
+            index: number of the simulated request.
             blocks: the prompt's blocks that a whole worker can cache.
         """
-        prompt, output, requests = self._prompt[j], self._output[j], self._requests
-        key = requests.keys[j] if requests.keys else str(requests.blocks[j]) if requests.blocks else None
+        prompt, output, requests = self._prompt[index], self._output[index], self._requests
+        key = str(requests.blocks[index]) if requests.blocks else None
+        if requests.keys:
+            key = requests.keys[index]
         prefix = None
         if self._whole is not None:
             prefix = PromptBlocks(np.array(blocks, np.uint64), self._whole.block_tokens)
         if self._experts is None:
             return PlacementRequest(
-                str(j), None, prompt, output, prompt_key=key, blocks=prefix, may_wait=True
+                str(index), None, prompt, output, prompt_key=key, blocks=prefix, may_wait=True
             )
-        kind = self._kind[j]
+        kind = self._kind[index]
         table = self._policy.table
         if table is not None and kind not in self._similarity:
             self._similarity[kind] = table.similarity(self._experts.counts[kind])
@@ -63,7 +66,7 @@ class PlacementRequests:
         counts_of = self._experts.predicted_counts if predicted else self._experts.expert_counts
         counts = counts_of(kind, prompt) if self._reads_counts else None
         return PlacementRequest(
-            str(j),
+            str(index),
             counts,
             prompt_tokens=prompt,
             max_new_tokens=output,
@@ -75,9 +78,9 @@ class PlacementRequests:
             may_wait=True,
         )
 
-    def with_true_counts(self, j: int, request: PlacementRequest) -> PlacementRequest | None:
-        """Return the request with the counts of its prefill; None if its counts are not predicted."""
+    def with_true_counts(self, index: int, request: PlacementRequest) -> PlacementRequest | None:
+        """Return the request with the counts of its prefill, or None if its counts are not predicted."""
         if self._experts is None or not request.predicted or request.expert_counts is None:
             return None
-        counts = self._experts.expert_counts(self._kind[j], self._prompt[j])
+        counts = self._experts.expert_counts(self._kind[index], self._prompt[index])
         return replace(request, expert_counts=counts, predicted=False)

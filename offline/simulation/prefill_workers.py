@@ -8,7 +8,7 @@ from offline.simulation.cluster import Prefill
 
 
 class PrefillWorkers:
-    """Prefill workers with a prefix cache each; first come, first served."""
+    """Prefill workers with a prefix cache each, which serve prompts in order of arrival."""
 
     def __init__(self, config: Prefill) -> None:
         self._config = config

@@ -50,7 +50,7 @@ class Recorder:
         self._spread.append(largest - min(kv_tokens))
 
     def outcome(self, saving: Saving | None) -> Outcome:
-        """Return the results; `saving` is the shadow's."""
+        """Return the results. `saving` is the shadow's."""
         batch, experts, seconds, step_worker = self._steps
         return Outcome(
             self.arrival_s,

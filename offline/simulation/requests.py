@@ -13,7 +13,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 
 
 class SimulationError(UserInputError):
-    """The input cannot be simulated; the message is one sentence."""
+    """The input cannot be simulated. The message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Requests:
     Attributes:
         arrival_s: float64[N], ascending.
         prompt_tokens, output_tokens: int64[N], 1 or more.
-        kind: int64[N], index of the request of `Experts` whose experts each one uses; empty without experts.
-        blocks: ids of each prompt's prefix blocks, in order; equal leading ids are an equal prefix.
+        kind: int64[N], index of the request of `Experts` whose experts each one uses. Empty without experts.
+        blocks: ids of each prompt's prefix blocks, in order. Equal leading ids are an equal prefix.
             Empty if prompts share nothing.
-        keys: equal for prompts that a prompt-keyed predictor treats as one; empty: as for equal blocks.
+        keys: equal for prompts that a prompt-keyed predictor treats as one. Empty: as for equal blocks.
     """
 
     arrival_s: NDArray[np.float64]

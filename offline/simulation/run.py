@@ -131,7 +131,7 @@ class _Simulation:
         self._departures = 0  # requests that have ended since the last arrival
 
     def _add_shadow(self, policy: Policy, seed: int) -> Shadow:
-        """Create a shadow that gets the placer's events; return it."""
+        """Create and return a shadow that gets the placer's events."""
         shadow = Shadow(policy, seed=seed, clock=lambda: self._now)
         shadow.update_cost_model(self._cluster.decode.cost)
         self._placer.set_shadow(shadow)
@@ -198,7 +198,7 @@ class _Simulation:
         self._at(self._router_free_s, _PLACE, j)
 
     def _place(self, now: float, j: int) -> None:
-        request = self._placements.make(j, self._decode.cacheable_blocks(j))
+        request = self._placements.make_request(j, self._decode.cacheable_blocks(j))
         self._submit(now, [Lease(request, LeaseState.SENT)])
 
     def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
@@ -283,7 +283,7 @@ class _Simulation:
         self._begin_round(now)
 
     def _end_step(self, now: float, w: int) -> int:
-        """End the worker's step; return how many requests have ended."""
+        """End the worker's step. Return how many requests have ended."""
         ended = self._decode.end_step(w)
         for j in ended.prefilled:
             self._record.prefilled_s[j] = now

@@ -23,7 +23,7 @@ class SimulatedPrefill:
         return len(self._prompts) + len(self.ending)
 
     def accept(self, request: int, tokens: int, blocks: Sequence[int]) -> int:
-        """Add a prompt of that length with these full blocks; return its cached tokens."""
+        """Add a prompt of that length with these full blocks. Return its cached tokens."""
         hit = self._cache.hit(blocks) * self._config.block_tokens
         self._cache.use(blocks)
         self._prompts.append((request, tokens - hit))
@@ -43,6 +43,6 @@ class SimulatedPrefill:
         return requests, computed
 
     def end_step(self) -> list[int]:
-        """End the step; return the requests that got their first token in it."""
+        """End the step. Return the requests that got their first token in it."""
         ending, self.ending = self.ending, []
         return ending

@@ -252,7 +252,7 @@ def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, 
 
     application.check_port(options.port)
     try:
-        service, _ = application.start(arguments, options.port, ADMIN_KEY, dashboard=False, tell=log)
+        service, _ = application.start(arguments, options.port, ADMIN_KEY, dashboard=False, log=log)
         record.add(
             "run",
             seed=options.seed,

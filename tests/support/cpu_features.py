@@ -30,7 +30,7 @@ _LIBRARIES = {
 def limited_to(best: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to `environment` so that a process sees no feature above `best`."""
     if best not in _LIBRARIES:
-        raise pytest.UsageError(f"{VARIABLE} is {best!r}: must be one of {', '.join(_LIBRARIES)}")
+        raise pytest.UsageError(f"{VARIABLE} must be one of {', '.join(_LIBRARIES)}, got {best!r}")
     path = os.pathsep.join(filter(None, [str(MASK), environment.get("PYTHONPATH")]))
     return _LIBRARIES[best] | {VARIABLE: best, "PYTHONPATH": path}
 

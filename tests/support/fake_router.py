@@ -155,7 +155,7 @@ class FakeActor(RouterCalls):
 
     @property
     def alive(self) -> bool:
-        """Return whether clients can reach the actor; its state is kept meanwhile."""
+        """Return whether clients can reach the actor. Its state is kept meanwhile."""
         return self._alive
 
     @alive.setter

@@ -1,4 +1,4 @@
-"""A scheduler that records the steps of data-parallel ranks; an engine names it as `scheduler_cls`."""
+"""A scheduler that records the steps of data-parallel ranks. An engine names it as `scheduler_cls`."""
 
 from __future__ import annotations
 

@@ -57,12 +57,12 @@ class Scale:
 
 
 def part_of_round(lengths: Ints, number: int, rounds: int) -> Ints:
-    """Return the lengths in the order of a round: each begins at another place of the trace."""
+    """Return the lengths in the order of a round. Each round begins at another place of the trace."""
     return np.roll(lengths, -(len(lengths) * number // rounds), axis=0)
 
 
 def read_stems(folder: Path, tokens: int) -> list[list[int]]:
-    """Return a text of so many token ids for each domain of a folder of prompts."""
+    """Return a text of the given number of token ids for each domain of a folder of prompts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
@@ -77,7 +77,7 @@ def read_stems(folder: Path, tokens: int) -> list[list[int]]:
 
 
 def request_body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
-    """Return a completion request that generates exactly so many tokens."""
+    """Return a completion request that generates exactly this number of tokens."""
     return {
         "model": MODEL,
         "prompt": prompt,

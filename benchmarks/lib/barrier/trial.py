@@ -101,7 +101,7 @@ class BarrierTrial:
 async def timed_loop(
     send: Send, bodies: Iterator[dict[str, Any]], *, in_flight: int, seconds: float
 ) -> tuple[float, int, dict[int, Answer]]:
-    """Send requests in a closed loop for so many seconds, and then abandon the incomplete answers.
+    """Send requests in a closed loop for the given time, and then abandon the incomplete answers.
 
     Args:
         bodies: an endless iterator of requests.

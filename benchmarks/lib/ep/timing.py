@@ -172,7 +172,7 @@ def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
 
 
 def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
-    """Return medians of both ways to move tokens there and back, by bytes that reach a rank one way."""
+    """Return medians of both ways to move tokens to experts and back, by bytes received per rank."""
     rows = []
     for size in MESSAGE_BYTES:
         own = torch.zeros(size, dtype=torch.uint8, device=device())
@@ -199,7 +199,7 @@ def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
 
 
 class _Clock:
-    """The seconds of each stage since the previous one."""
+    """A clock that measures each stage from the end of the previous one, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

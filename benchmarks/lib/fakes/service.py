@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def in_new_process(work: Callable[..., T], *arguments: Any) -> T:
-    """Return work(*arguments), run in a process of its own: Ray and Serve read their settings at import."""
+    """Run work(*arguments) in a new process, since Ray and Serve read their settings at import."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(work, *arguments).result()
 

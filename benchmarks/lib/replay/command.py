@@ -48,7 +48,7 @@ def _changes(rows: Rows, path: Path) -> None:
     bars(rows, "arm", "p50_change_pct", path, interval=("p50_low_pct", "p50_high_pct"))
 
 
-def chosen_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
+def select_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
     """Return the arms with these labels, separated by commas, or all."""
     by_label = {arm.label: arm for arm in arms}
     labels = list(by_label) if names == "all" else names.split(",")
@@ -97,7 +97,7 @@ def replay_command(
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
-        arms: Annotated[str, typer.Option(help="Arms by label, with commas.")] = "all",
+        arms: Annotated[str, typer.Option(help="Labels of the arms to replay, with commas.")] = "all",
         workers: options.Workers = default_workers,
         groups: options.Groups = default_groups,
         per_worker: options.PerWorker = default_per_worker,
@@ -117,10 +117,10 @@ def replay_command(
         """Place requests in each arm and replay each worker's schedule. The same options resume a run."""
         check_device(device)
         loads = loads_of(groups, workers, batch, per_worker)
-        chosen = chosen_arms(arms, all_arms)
+        selected_arms = select_arms(arms, all_arms)
         arguments: dict[str, Any] = {"requests": requests, "output_tokens": output_tokens, "device": device}
         arguments |= {"intermediate": intermediate, "seed": seed, "fit_requests": fit_requests}
-        settings = arguments | {"benchmark": name, "arms": [*map(asdict, chosen)]}
+        settings = arguments | {"benchmark": name, "arms": [*map(asdict, selected_arms)]}
         settings |= {"loads": [*map(asdict, loads)], "prompts": str(prompts)}
         settings |= {"repeats": repeats, "engines": engines}
         journal = Journal(work / f"{name}.jsonl", settings | environment())
@@ -128,7 +128,7 @@ def replay_command(
             experiment = ReplayExperiment(
                 prompts, engine_pool=engine_pool, work=work, journal=journal, **arguments
             )
-            cases = experiment.compare(loads, chosen, repeats)
+            cases = experiment.compare(loads, selected_arms, repeats)
         slowdown = np.concatenate([steps.slowdown for case in cases for steps in case.steps.values()])
         inputs = experiment.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
         inputs |= {"engines": engines}

@@ -119,7 +119,7 @@ class ReplayEngine:
         self._clock = perf_counter if self._cuda else thread_time
 
     def probe_s(self) -> float:
-        """Return the CPU time of CpuSpeed's matrix product on this core, in seconds; 1 on a GPU."""
+        """Return the CPU time of CpuSpeed's matrix product on this core, in seconds, or 1 on a GPU."""
         return 1.0 if self._cuda else self._cpu_speed.typical()
 
     def slowdown(self, probe_s: float) -> float:

@@ -13,14 +13,14 @@ from eldr_serve.engine.vllm.compat.nixl import NixlPullConnector
 from eldr_serve.engine.vllm.kv.connector import EldrConnector
 from eldr_serve.engine.vllm.scheduler import EldrScheduler
 
-# Stats are ours in both (some microseconds per step): an engine has one kind of metrics.
-_BOTH = ("__init__", "get_kv_connector_stats")
+# Both states use our stats (some microseconds per step), since an engine has one kind of metrics.
+_NOT_SWITCHED = ("__init__", "get_kv_connector_stats")
 
 
-class Switch:
+class CaptureSwitch:
     """A switch for capture in the engine of this process. It may change only between requests."""
 
-    on = True
+    is_on = True
     _hooks: ClassVar[dict[int, Callable[..., None]]] = {}
 
     @classmethod
@@ -29,20 +29,20 @@ class Switch:
         for index, router in moe_routers(vllm_config):
             cls._hooks.setdefault(index, router.capture_fn)
             router.set_capture_fn(cls._hooks[index] if on else None)
-        cls.on = on
+        cls.is_on = on
 
 
 def _switched(ours: type, theirs: type) -> Callable[[type], type]:
     """Decorate a subclass of `ours`: while the switch is off, overridden methods call `theirs`."""
 
-    def either(ours_method: Any, plain_method: Any) -> Any:
-        return lambda *args, **kwargs: (ours_method if Switch.on else plain_method)(*args, **kwargs)
+    def choose_at_call(our_method: Any, their_method: Any) -> Any:
+        return lambda *args, **kwargs: (our_method if CaptureSwitch.is_on else their_method)(*args, **kwargs)
 
     def override(switched: type) -> type:
         for owner in ours.__mro__[: ours.__mro__.index(theirs)]:
-            for name, ours_method in vars(owner).items():
-                if isfunction(ours_method) and name not in _BOTH and hasattr(theirs, name):
-                    setattr(switched, name, either(ours_method, getattr(theirs, name)))
+            for name, our_method in vars(owner).items():
+                if isfunction(our_method) and name not in _NOT_SWITCHED and hasattr(theirs, name):
+                    setattr(switched, name, choose_at_call(our_method, getattr(theirs, name)))
         return switched
 
     return override

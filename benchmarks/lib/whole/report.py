@@ -25,7 +25,7 @@ STEPS = {"active_experts": "active_experts", "batch_size": "requests"}
 
 
 def means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Return means between two readings of sums: of plain servers' times, or of our engines' steps."""
+    """Return the means over the period between two readings of running sums."""
     more = {key: value - before.get(key, 0.0) for key, value in after.items()}
     steps = more.get("steps", 0.0)
     figures = {name: more[key] / steps for name, key in STEPS.items() if steps > 0}

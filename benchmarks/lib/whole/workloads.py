@@ -1,7 +1,7 @@
 """Three workloads for whole replicas, as chains of requests: each request follows the previous answer.
 
 `many domains`     prompts of all domains without common prefixes. A chain is one prompt
-`sessions`         conversations of several turns: lengths and prefix blocks of a Mooncake trace, shrunk
+`sessions`         conversations of several turns, with lengths and prefix blocks of a Mooncake trace
 `system prompts`   applications, a few of them popular, each with a long prompt before its users' own
 """
 
@@ -104,6 +104,6 @@ def _text(parts: Sequence[str], chars: int, rng: random.Random) -> str:
 
 
 def _body(prompt: str, tokens: int, *, key: str | None = None) -> dict[str, Any]:
-    """Return a greedy request. Balancers by session use the key."""
+    """Return a greedy request. Balancers that route by session read the key."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
     return body if key is None else body | {"user": key}

@@ -1,4 +1,4 @@
-"""ELDR on routes of real models: who gains and who pays, by domain and by mix of domains.
+"""ELDR on routes of real models: which domains gain and which lose, by mix of domains.
 
 A run fits its table to one half of each domain's requests, and simulates requests drawn from the other half.
 `locality-band, even table` has a table fitted to as many requests of each domain, as `eldr calibrate

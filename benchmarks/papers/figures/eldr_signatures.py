@@ -1,6 +1,6 @@
 """ELDR's questions about signatures and clusters, on routes of real models and of the demo model.
 
-`signatures`, `prompt-length` and `starts` only fit; `variants` also simulates `locality-band` with tables
+`signatures`, `prompt-length` and `starts` only fit. `variants` also simulates `locality-band` with tables
 that differ in one respect. Tables are fitted to one half of each domain's requests and used for the other.
 """
 

@@ -1,4 +1,4 @@
-"""METRO's evaluation on real routes: the replicas that a batch activates, and their cost by `LayerCost`.
+"""METRO's evaluation on real routes: the replicas that a batch activates, and their time by `LayerCost`.
 
 EPLB replicates and places experts by the decode routes of one half of the requests, for each seed. Batches
 come from the other half, each request at a random step. Nothing here ran on GPUs: times come from

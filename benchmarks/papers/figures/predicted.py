@@ -1,4 +1,4 @@
-"""Signatures predicted from prompts' tokens: how true they are, and what placement gains by them.
+"""Signatures that are predicted from prompts' tokens: their accuracy, and the gain of placement by them.
 
 A run fits predictors on some prompts of a capture (a calibration trace with routes and token ids) and
 measures on others. Costs and workers are those of `eldr`'s figures, without prefill workers: requests are

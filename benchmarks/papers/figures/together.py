@@ -1,4 +1,4 @@
-"""Expert locality and KV balance together: all policies on mixed traffic, with and without the step barrier.
+"""Expert locality and KV balance in one comparison of all policies, with and without the step barrier.
 
 There are 16 decode workers. Requests use the experts of observed requests of all domains. Lengths and arrival
 times are those of a recorded trace, at a load with free slots and at a load with waiting requests. With the
@@ -41,7 +41,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 
 
 def policies(options: Options) -> Rows:
-    """Compare policies by load and barrier. `dominated_by` names the policies better in all of BETTER."""
+    """Compare policies by load and barrier. `dominated_by` lists policies better in all of BETTER."""
     experts_path, trace_path = options.two_traces()
     trace = read_observed(experts_path)
     traffic = Traffic(trace_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 from eldr_serve.engine.vllm.compat import declared
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.validation import did_you_mean, format_value, unknown_name
+from eldr_serve.validation import did_you_mean, format_value, invalid_value, unknown_name
 
 _MAPPINGS = (
     "accelerator_config",
@@ -96,5 +96,5 @@ def _check_number(where: str, value: Any, minimum: int, maximum: int, meaning: s
         raise _invalid(where, value, f"must be a whole number from {minimum} to {maximum}, {meaning}")
 
 
-def _invalid(where: str, value: Any, must: str, name: str = "") -> ConfigurationError:
-    return ConfigurationError(f"{where} is {format_value(value, name)}: {must}")
+def _invalid(where: str, value: Any, problem: str, name: str = "") -> ConfigurationError:
+    return ConfigurationError(invalid_value(where, format_value(value, name), problem))

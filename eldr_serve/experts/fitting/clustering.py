@@ -51,7 +51,7 @@ def balanced_kmeans(
         UserInputError: points are not a finite [N, D] array, k is not in 1..N, or there is no start.
     """
     if starts < 1:
-        raise UserInputError(f"starts is {starts}: must be 1 or more")
+        raise UserInputError(f"starts must be 1 or more, got {starts}")
     x = _check_points(points, k)
     rng = np.random.RandomState(seed)  # the generator that scikit-learn takes
     candidates = [

@@ -21,7 +21,7 @@ def inverse_document_frequency(prefill_counts: ArrayLike) -> NDArray[np.float32]
     """
     counts = np.asarray(prefill_counts)
     if counts.ndim != 3 or not len(counts):
-        raise UserInputError(f"the shape of prefill counts is {counts.shape}: must be [N, L, E] with N > 0")
+        raise UserInputError(f"the shape of prefill counts must be [N, L, E] with N > 0, got {counts.shape}")
     document_frequency = (counts > 0).sum(axis=0)
     idf: NDArray[np.float32] = np.log((len(counts) + 1) / (document_frequency + 1)).astype(np.float32)
     return idf
@@ -40,7 +40,7 @@ def signature_quality(a: ArrayLike, b: ArrayLike, pairs: int = 20000, seed: int 
     left, right = (np.asarray(x, np.float32).reshape(len(np.asarray(x)), -1) for x in (a, b))
     if len(left) != len(right) or len(left) < 3:
         raise UserInputError(
-            f"need the same 3 or more requests on both sides, got {len(left)} and {len(right)}"
+            f"both representations must cover the same requests, at least 3; got {len(left)} and {len(right)}"
         )
     i, j = _pairs(len(left), pairs, seed)
     result = stats.spearmanr(_cosine_distance(left, i, j), _cosine_distance(right, i, j))

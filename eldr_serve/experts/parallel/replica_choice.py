@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -101,7 +100,10 @@ class OnePerExpert(ReplicaChoice):
     chosen: Tensor
 
     def update(self, experts: Tensor) -> None:
-        """Choose replicas for a batch of experts int[T, k]; invalid ids are ignored."""
+        """Choose replicas for a batch of experts int[T, k]; invalid ids are ignored.
+
+        Do nothing by default: a rule such as NearestReplica chooses once, whatever the batch.
+        """
 
     def slots(self, experts: Tensor, home: Tensor | None = None) -> Tensor:
         self.update(experts)
@@ -184,11 +186,11 @@ class PolledReplica(ReplicaChoice):
     ) -> None:
         hosted = slots >= 0
         share = np.ones(len(slots)) if load is None else np.asarray(load, np.float64)
-        share = share / hosted.sum(axis=1)
-        weights = 1 / np.maximum((share[:, None] * hosted).sum(axis=0), 1.0)
-        distance = np.where(hosted[:, None], local * _distance(topology), 3)  # [E, home, G]
-        nearest = distance == distance.min(axis=2, keepdims=True)
-        below = np.cumsum(nearest * weights, axis=2)
+        share = share / hosted.sum(axis=1)  # [E], expected tokens of one replica
+        weights = 1 / np.maximum((share[:, None] * hosted).sum(axis=0), 1.0)  # [G], 1 / expected load
+        distance = np.where(hosted[:, None], local * _distance(topology), 3)  # [E, home, G], 3: no replica
+        nearest = distance == distance.min(axis=2, keepdims=True)  # candidates for the tokens of each home
+        below = np.cumsum(nearest * weights, axis=2)  # cumulative weights of the candidates
         last = topology.ranks - 1 - nearest[..., ::-1].argmax(axis=2, keepdims=True)
         # The last candidate always wins, whatever the rounding.
         above = np.where(np.arange(topology.ranks) >= last, 2.0, below / below[..., -1:])
@@ -202,24 +204,6 @@ class PolledReplica(ReplicaChoice):
         draw = (position * _KNUTH & 0xFFFFFFFF).double() / 2**32
         rank = (draw[:, None, None] >= self._above[ids, home[:, None]]).sum(dim=2)
         return self._slots[ids, rank]
-
-
-def _polled(
-    row: ArrayLike, experts: int, topology: Topology, load: ArrayLike | None, *, local: bool
-) -> PolledReplica:
-    return PolledReplica(slots_by_rank(row, experts, topology.ranks), topology, load=load, local=local)
-
-
-_MAKE: dict[str, Callable[[ArrayLike, int, Topology, ArrayLike | None], ReplicaChoice]] = {
-    "none": lambda row, experts, topology, load: FirstReplica(row, experts),
-    "even": lambda row, experts, topology, load: EvenSpread(row, experts),
-    "metro": lambda row, experts, topology, load: Metro(slots_by_rank(row, experts, topology.ranks)),
-    "metro-paper": lambda row, experts, topology, load: Metro(
-        slots_by_rank(row, experts, topology.ranks), as_written=True
-    ),
-    "local": partial(_polled, local=True),
-    "weighted": partial(_polled, local=False),
-}
 
 
 def make_choice(
@@ -239,7 +223,14 @@ def make_choice(
     """
     if rule not in RULES:
         raise UserInputError(unknown_name("", rule, RULES, "replica choice"))
-    return _MAKE[rule](row, num_experts, topology, load)
+    if rule == "none":
+        return FirstReplica(row, num_experts)
+    if rule == "even":
+        return EvenSpread(row, num_experts)
+    slots = slots_by_rank(row, num_experts, topology.ranks)
+    if rule in ("local", "weighted"):
+        return PolledReplica(slots, topology, load=load, local=rule == "local")
+    return Metro(slots, as_written=rule == "metro-paper")
 
 
 def _distance(topology: Topology) -> Ints:

@@ -13,7 +13,7 @@ from benchmarks.lib.capture import CapturedRoutes
 from benchmarks.lib.engine_pool import EnginePool, TimesAndSteps
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import schedule as replay
-from benchmarks.lib.replay.command import chosen_arms
+from benchmarks.lib.replay.command import select_arms
 from benchmarks.lib.replay.engine import BLOCK, ReplayArrival, Steps, pad_to_blocks
 from benchmarks.lib.replay.rows import LAYERS
 from benchmarks.lib.replay.schedule import (
@@ -81,12 +81,12 @@ def test_the_batches_of_a_fit_sum_to_a_quarter_of_its_requests(requests: int, ba
 
 def test_a_replay_can_be_limited_to_some_arms() -> None:
     arms = [Arm(name, name) for name in ("round-robin", "shortest-queue", "marginal-cost")]
-    assert chosen_arms("all", arms) == arms
-    assert chosen_arms("marginal-cost,round-robin", arms) == [arms[2], arms[0]]
+    assert select_arms("all", arms) == arms
+    assert select_arms("marginal-cost,round-robin", arms) == [arms[2], arms[0]]
     with pytest.raises(
         UserInputError, match="'nearest'; there are round-robin, shortest-queue, marginal-cost"
     ):
-        chosen_arms("round-robin,nearest", arms)
+        select_arms("round-robin,nearest", arms)
 
 
 def test_a_gpu_engine_captures_graphs_of_the_given_batch_sizes() -> None:

@@ -58,7 +58,7 @@ def test_unusable_options_are_refused_in_one_sentence(point: str, tmp_path: Path
     assert "--point or --whole" in sentence(command(tail_price, **out))
     assert "ROUTES,COST,WORKERS,BATCH" in sentence(command(tail_price, point=point + ",9", **out))
     assert "no KEY=VALUE" in sentence(command(tail_price, point=point, policy="random,fast", **out))
-    assert "tail_power is 0" in sentence(
+    assert "tail_power must be" in sentence(
         command(tail_price, point=point, policy="marginal-cost,tail_power=0", **out)
     )
     assert "ROUTES,ARRIVALS,WORKERS" in sentence(command(tail_price, whole="routes.safetensors,4", **out))

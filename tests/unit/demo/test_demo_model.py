@@ -93,7 +93,7 @@ def test_widening_refuses_missing_models_and_unsupported_sizes(tmp_path: Path):
     for intermediate in (0, 31, 33, 100):
         with pytest.raises(UserInputError, match="multiple of 32"):
             widen.widen(WEIGHTS, intermediate, tmp_path / "wide")
-    with pytest.raises(UserInputError, match=r"--heads is 2: must be .* at least 3"):
+    with pytest.raises(UserInputError, match=r"--heads must be .* at least 3, got 2"):
         widen.widen(WEIGHTS, 32, tmp_path / "wide", heads=2)
     with pytest.raises(UserInputError, match="not a mixture-of-experts model"):
         widen.widen(tmp_path, 64, tmp_path / "wide")

@@ -100,5 +100,5 @@ def test_bad_points_are_refused() -> None:
     for bad in (np.ones(4), np.array([[np.nan, 1.0]])):
         with pytest.raises(ValueError, match="finite"):
             balanced_kmeans(bad, 1)
-    with pytest.raises(ValueError, match="starts is 0"):
+    with pytest.raises(ValueError, match="starts must be 1 or more, got 0"):
         balanced_kmeans(np.eye(3), 1, starts=0)

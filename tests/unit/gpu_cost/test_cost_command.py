@@ -57,10 +57,10 @@ def test_the_list_names_gpus_and_models() -> None:
         ({"model": "acme/Mo"}, "--model is 'acme/Mo'"),
         ({"gpu": "b300"}, "--gpu is 'b300'"),
         ({"dtype": "mxfp4"}, "were not measured"),
-        ({"context": "many"}, "--context is 'many': give whole numbers with commas"),
-        ({"batches": "0,8"}, "--batches is '0,8': each must be from 1"),
+        ({"context": "many"}, "--context must be whole numbers with commas, got 'many'"),
+        ({"batches": "0,8"}, "--batches must be numbers from 1 to "),
         ({"batches": "1"}, "do not show what an expert costs"),
-        ({"plot": "cost.doc"}, "--plot is cost.doc: the name must end in .png"),
+        ({"plot": "cost.doc"}, "--plot must end in .png"),
         ({"out": "no/such/folder/cost.json"}, "the folder no/such/folder does not exist"),
     ],
 )

@@ -244,7 +244,7 @@ def test_an_interrupted_run_restores_the_policy(
         ({"rate": float("nan")}, "--rate"),
         ({"rate": None, "host": "http://127.0.0.1:9"}, "cannot be reached"),
         ({"in_flight": 4}, "either --rate, .* or --in-flight"),
-        ({"rate": None, "in_flight": 0}, "--in-flight is 0"),
+        ({"rate": None, "in_flight": 0}, "--in-flight must be at least 1, got 0"),
         ({"rounds": 0}, "--rounds"),
         ({"trial_seconds": 0}, "--trial-seconds"),
         ({"warm_up_seconds": -1}, "--warm-up-seconds"),

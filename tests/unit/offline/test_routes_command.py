@@ -298,9 +298,9 @@ def test_bad_files_are_refused_in_one_sentence_and_nothing_is_written(
     [
         ({"model": "mixtral"}, "unknown model 'mixtral': there are deepseek-v2-lite, gpt-oss-20b"),
         ({"model": GPTOSS}, "line 1: decode_tokens of gpt-oss-20b is None"),
-        ({"prompt_share": 1.0}, "--prompt-share is 1: must be above 0 and below 1"),
+        ({"prompt_share": 1.0}, "--prompt-share must be above 0 and below 1, got 1"),
         ({"prompt_share": 0.5, "prompt_tokens": 9}, "give --prompt-share or --prompt-tokens, not both"),
-        ({"held_out": 1.0}, "--held-out is 1: must be at least 0 and below 1"),
+        ({"held_out": 1.0}, "--held-out must be at least 0 and below 1, got 1"),
         ({"output_tokens": 4, "min_output_tokens": 5}, "at most 4 output tokens are kept"),
         ({"prompt_tokens": 500}, "none of 80 samples is long enough"),
         ({"samples": 41}, "has 40 samples of domain 'intent' that are long enough, not 41: lower --samples"),

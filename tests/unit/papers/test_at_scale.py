@@ -153,8 +153,8 @@ def test_the_fewest_workers_are_found_with_few_runs(goal: int) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"seeds": "1,2,3"}, "--seeds is 1,2,3: give one number, or one for each of --workers"),
-        ({"routers": "1,2,4"}, "--routers is 1,2,4: give one number, or one for each of --workers"),
+        ({"seeds": "1,2,3"}, "--seeds must be one number, or one for each of --workers, got 1,2,3"),
+        ({"routers": "1,2,4"}, "--routers must be one number, or one for each of --workers, got 1,2,4"),
         ({"routers": "3"}, "--routers is 3: 3 cannot share 4 workers equally"),
         ({"policies": "marginal-cost,tail_power=0"}, "tail_power"),
     ],

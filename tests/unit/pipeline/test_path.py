@@ -316,7 +316,7 @@ async def test_a_request_that_waits_too_long_releases_its_blocks() -> None:
 
 def test_the_wait_for_a_worker_is_shorter_than_the_kv_lease() -> None:
     assert PathOptions(kv_lease_s=30.0, queue_timeout_s=23.9)
-    with pytest.raises(ValidationError, match="queue_timeout_s is 24 s: must be less than"):
+    with pytest.raises(ValidationError, match=r"queue_timeout_s must be less than .*, got 24 s"):
         PathOptions(kv_lease_s=30.0, queue_timeout_s=24.0)
 
 

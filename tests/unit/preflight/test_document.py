@@ -79,7 +79,7 @@ APPLICATION = "applications.0"
 WRONG: dict[str, tuple[Any, str]] = {
     "http_option": ({"port": 1}, "unknown key 'http_option': did you mean 'http_options'?"),
     "http_options.prot": (1, "http_options: unknown key 'prot': did you mean 'port'?"),
-    "http_options.port": ("x", "http_options.port is 'x': must be a whole number"),
+    "http_options.port": ("x", "http_options.port must be a whole number, got 'x'"),
     "proxy_location": ("HeadsOnly", "proxy_location is 'HeadsOnly': unknown, did you mean 'HeadOnly'?"),
     "logging_config.log_level": ("LOUD", "logging_config.log_level is 'LOUD'"),
     "applications": (MISSING, "applications is missing"),
@@ -88,10 +88,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "x",
         "applications.0: unknown key 'import_pth': did you mean 'import_path'?",
     ),
-    f"{APPLICATION}.route_prefix": ("v1", "applications.0.route_prefix is 'v1': must begin with /"),
+    f"{APPLICATION}.route_prefix": ("v1", "applications.0.route_prefix must begin with /"),
     f"{APPLICATION}.name": ("", "Application names must be nonempty"),
     f"{APPLICATION}.port": (9000, "Port 9000 is set in the config for application"),
-    f"{APPLICATION}.args": (3, "applications.0.args is 3: must be a mapping"),
+    f"{APPLICATION}.args": (3, "applications.0.args must be a mapping of names to values, got 3"),
     f"{APPLICATION}.runtime_env": ({"working_dir": "."}, "runtime_env"),
     f"{APPLICATION}.deployments": ([{"name": "EldrIngres"}], "'EldrIngres': unknown deployment, did"),
 }

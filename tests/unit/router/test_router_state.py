@@ -228,17 +228,17 @@ def test_measured_steps_replace_the_prior_cost() -> None:
 @pytest.mark.parametrize(
     ("cost", "words"),
     [
-        ({"per_expert_s": -1}, "cost.per_expert_s is -1: must be at least 0"),
+        ({"per_expert_s": -1}, "cost.per_expert_s must be at least 0, got -1"),
         ({"per_expert": 1}, "did you mean 'per_expert_s'"),
-        ({"batch_s": {1: 0, 8: -1}}, "cost.batch_s.8 is -1: must be at least 0"),
+        ({"batch_s": {1: 0, 8: -1}}, "cost.batch_s.8 must be at least 0, got -1"),
         ({"batch_s": {0: 0, 8: 1}}, "cost.batch_s.0"),
         ({"batch_s": {"few": 0, 8: 1}}, "cost.batch_s.few"),
         ({"batch_s": {2: 0.5, 8: 0.25}}, "must not fall, but it has 0.5 s for 2 requests and 0.25 for 8"),
-        ({"batch_s": {2: 0.5}}, "cost.batch_s: must have two batches or more"),
-        (3, "cost is 3: must be a mapping"),
+        ({"batch_s": {2: 0.5}}, "cost.batch_s must have two batches or more"),
+        (3, "cost must be a mapping of names to values, got 3"),
         ("none.json", "cost is 'none.json': it cannot be read"),
         ("short.json", "short.json is not a fitted step cost"),
-        ("negative.json", "negative.json is not a fitted step cost: cost.per_expert_s is -1: must be at "),
+        ("negative.json", "negative.json is not a fitted step cost: cost.per_expert_s must be at least 0"),
     ],
 )
 def test_a_prior_cost_that_cannot_be_used_is_refused_in_one_sentence(

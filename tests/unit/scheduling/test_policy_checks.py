@@ -94,7 +94,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
 @pytest.mark.parametrize(
     ("name", "parameters", "sentence"),
     [
-        ("their_rules:Nearest", {"start": 10}, "start is 10: must be a whole number from 0 to 9"),
+        ("their_rules:Nearest", {"start": 10}, "start must be a whole number from 0 to 9, got 10"),
         ("their_rules:Nearest", {"end": 1}, "unknown parameter 'end': there are start"),
         ("their_rules:Nobody", {}, "'their_rules:Nobody' cannot be imported (AttributeError: "),
         ("no_such_rules:X", {}, "cannot be imported (ModuleNotFoundError: No module named 'no_such_rules')"),
@@ -108,7 +108,7 @@ def test_a_policy_outside_the_repository_is_loaded_by_its_import_path(outside_mo
         (
             "their_rules:Between",
             {"low": 2, "high": 1},
-            "policy 'their_rules:Between': low is 2: must not exceed high",
+            "policy 'their_rules:Between': low must not exceed high, got 2",
         ),
         ("nearest", {}, "unknown policy"),
         ("random", {"seed": 1}, "unknown parameter 'seed'"),
@@ -160,7 +160,7 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_a_wrong_parameter_is_refused_in_one_sentence(name: str, parameter: str, values: Any) -> None:
     for value in values:
-        with pytest.raises(PolicyError, match=rf"\A{parameter} is .*\Z"):
+        with pytest.raises(PolicyError, match=rf"\A{parameter} (must|is) .*\Z"):
             make_policy(name, **{parameter: value})
 
 

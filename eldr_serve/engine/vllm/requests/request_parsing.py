@@ -111,7 +111,7 @@ def _check_neighbours(request: Any) -> None:
         # At each token vLLM's scheduler tries each size, which delays all other requests.
         size = detection.max_pattern_size
         raise RequestRefusedError(
-            f"repetition_detection.max_pattern_size is {size}: must be at most {_MAX_PATTERN_TOKENS}",
+            f"repetition_detection.max_pattern_size must be at most {_MAX_PATTERN_TOKENS}, got {size}",
             status=400,
         )
 
