@@ -20,7 +20,7 @@ import pytest
 
 from tests.support import tiny_model
 
-PROMPTS, OUTPUT = 8, 10
+PROMPTS, OUTPUT, REDUNDANT = 8, 10, 8
 Rank = int | None
 
 
@@ -97,7 +97,9 @@ class Session:
 
 async def main(model: str, expected: Path, ranks: int) -> None:
     alone = json.loads(expected.read_text())
-    session = Session(make_engine(model, ranks))
+    replicas = {"redundant_experts": REDUNDANT, "fill_redundant": True}
+    choices = {"replica_choice": "metro", "prefill_replica_choice": "even"}
+    session = Session(make_engine(model, ranks, additional_config={"eldr_experts": replicas | choices}))
     spread = await session.answers(lambda number: number % ranks)
     assert spread == alone, "each rank with requests of its own"
     await check_log(session, ranks)
