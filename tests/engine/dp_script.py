@@ -1,7 +1,8 @@
 """Run an engine of one process, or of data-parallel ranks with expert parallelism, as a script.
 
 One process writes its answers and counts. Ranks must answer and count the same, whichever rank runs a
-request, also if others are idle; if one rank dies, the engine must end.
+request, also if others are idle; if one rank dies, the engine must end. More than two ranks have replicas
+of experts, which METRO chooses in decode steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ import pytest
 from tests.support import tiny_model
 
 PROMPTS, OUTPUT = 8, 10
+METRO = {
+    "redundant_experts": 8,
+    "fill_redundant": True,
+    "replica_choice": "metro",
+    "prefill_replica_choice": "even",
+}
 Rank = int | None
 
 
@@ -97,7 +104,8 @@ class Session:
 
 async def main(model: str, expected: Path, ranks: int) -> None:
     alone = json.loads(expected.read_text())
-    session = Session(make_engine(model, ranks))
+    experts = METRO if ranks > 2 else {}
+    session = Session(make_engine(model, ranks, additional_config={"eldr_experts": experts}))
     spread = await session.answers(lambda number: number % ranks)
     assert spread == alone, "each rank with requests of its own"
     await check_log(session, ranks)

@@ -168,7 +168,8 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     from eldr_serve.experts.parallel.placement import ExpertPlacement
 
     alone = json.loads(expected.read_text())
-    config = {"placement": first, "replica_choice": "metro", "moves_per_slice": 24}
+    choices = {"replica_choice": "metro", "prefill_replica_choice": "even"}
+    config = {"placement": first, "moves_per_slice": 24} | choices
     session = Session(make_engine(model, 4, additional_config={"eldr_experts": config}))
     check_held(session, ExpertPlacement.load(first))
     assert session.answers() == alone

@@ -44,6 +44,8 @@ class CpuExpertsConfig(BaseModel):
         redundant_experts: slots of a layer beyond one per expert, over all ranks; None: the placement's.
         replica_choice: as in ExpertsConfig, where a token's own rank follows from its position in the batch;
             weighted: GRACE-MoE's polling by load; none: an expert's first replica.
+        prefill_replica_choice: the rule for steps with more tokens than the ranks can decode at once
+            (`max_num_seqs` each), so that a part of a prompt is among them; None: `replica_choice`.
         moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 
@@ -53,6 +55,7 @@ class CpuExpertsConfig(BaseModel):
     fill_redundant: bool = False
     redundant_experts: int | None = Field(default=None, ge=0)
     replica_choice: Rule = "even"
+    prefill_replica_choice: Rule | None = None
     moves_per_slice: int = Field(default=8, ge=1)
 
 

@@ -320,6 +320,31 @@ def test_the_tokens_that_a_rank_serves_are_recorded(tokens: int, sizes: list[int
         assert logged[1] == len(set(batch[here]))
 
 
+def test_large_batches_can_have_another_replica_choice() -> None:
+    """With METRO one rank serves all tokens of an expert; with the even spread both ranks serve some."""
+    experts = torch.zeros(8, 1, dtype=torch.int32)
+    for prefill_rule, num_ranks_with_work in (("even", 2), (None, 1)):
+        served = []
+        for rank in range(2):
+            layer = LayerExperts(
+                [torch.zeros(2, 1)],
+                slots=4,
+                num_experts=2,
+                topology=Topology(ranks=2),
+                rank=rank,
+                rule="metro",
+                prefill_rule=prefill_rule,
+                max_decode_tokens=4,
+            )
+            layer.set_placement(np.array([0, 1, 1, 0]))
+            served.append(
+                [(layer.route_and_log(experts[:tokens]) >= 0).sum().item() for tokens in (4, 5, 8)]
+            )
+        pairs = np.array(served)
+        assert pairs.sum(axis=0).tolist() == [4, 5, 8]
+        assert (pairs > 0).sum(axis=0).tolist() == [1, num_ranks_with_work, num_ranks_with_work]
+
+
 async def test_batches_are_reported_once_and_the_oldest_are_dropped(single_rank: None) -> None:
     experts = live_experts()
     await swap_placement(call_on(experts), placement_of(np.tile([0, 1, 2, 3, 4, 5, 0, 1], (LAYERS, 1))))

@@ -142,6 +142,7 @@ def _limit_to_own_slots(kernel: Any, vllm_config: VllmConfig) -> Any:
             super().process_weights_after_loading(layer)
             group = get_ep_group()
             names = vllm_config.compilation_config.static_all_moe_layers
+            sequences = vllm_config.scheduler_config.max_num_seqs
             self.layer_experts = start_layer(
                 [weight for name, weight in layer.named_parameters() if name.startswith(("w13_", "w2_"))],
                 _parse_config(vllm_config),
@@ -151,6 +152,7 @@ def _limit_to_own_slots(kernel: Any, vllm_config: VllmConfig) -> Any:
                 topology=Topology(ranks=group.world_size, nodes=get_node_count()),
                 rank=group.rank_in_group,
                 group=group.cpu_group,
+                max_decode_tokens=sequences * vllm_config.parallel_config.data_parallel_size,
             )
 
         def apply(

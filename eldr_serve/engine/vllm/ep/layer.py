@@ -29,6 +29,9 @@ class LayerExperts:
         topology: topology of the G ranks.
         rank: this rank.
         rule: name of the replica choice (`eldr_serve.experts.parallel.replica_choice`).
+        prefill_rule: name of the replica choice for batches of more than `max_decode_tokens` tokens; None: as
+            for other batches.
+        max_decode_tokens: the largest batch of all ranks in which every token is of another request.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class LayerExperts:
         topology: Topology,
         rank: int,
         rule: str,
+        prefill_rule: str | None = None,
+        max_decode_tokens: int = 0,
     ) -> None:
         self.weights, self.num_experts, self.topology, self.rank = weights, num_experts, topology, rank
         self.slots_per_rank = slots // topology.ranks
@@ -47,11 +52,12 @@ class LayerExperts:
         self.routed = torch.zeros(num_experts, dtype=torch.int64)  # tokens per expert since the start
         self.batches = 0
         self.load: ArrayLike | None = None  # float[E], expected tokens per expert, for rules that use it
-        self.rule = rule
+        self.rule, self._prefill_rule, self._max_decode_tokens = rule, prefill_rule, max_decode_tokens
         row = np.full((topology.ranks, self.slots_per_rank), -1, np.int64)
         row[:, : num_experts // topology.ranks] = np.arange(num_experts).reshape(topology.ranks, -1)
         self.row: Ints  # [P], experts in the slots of all ranks; -1: empty
         self._choice: ReplicaChoice
+        self._prefill_choice: ReplicaChoice | None = None
         self.set_placement(row.reshape(-1))
 
     def set_placement(self, row: Ints) -> None:
@@ -60,7 +66,12 @@ class LayerExperts:
         The caller has already moved the weights.
         """
         self.row = row
-        self._choice = make_choice(self.rule, row, self.num_experts, self.topology, load=self.load)
+        self._choice = self._make_choice(self.rule)
+        if self._prefill_rule is not None:
+            self._prefill_choice = self._make_choice(self._prefill_rule)
+
+    def _make_choice(self, rule: str) -> ReplicaChoice:
+        return make_choice(rule, self.row, self.num_experts, self.topology, load=self.load)
 
     def route_and_log(self, experts: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Log a batch, and return int64[T, k], this rank's slot for each pair; -1: another rank serves it.
@@ -76,7 +87,10 @@ class LayerExperts:
         else:
             home = torch.arange(ranks).repeat_interleave(torch.tensor(sizes))
             start, end = sum(sizes[: self.rank]), sum(sizes[: self.rank + 1])
-        slots, first = self._choice.slots(experts, home), self.rank * self.slots_per_rank
+        choice = self._choice
+        if self._prefill_choice is not None and tokens > self._max_decode_tokens:
+            choice = self._prefill_choice
+        slots, first = choice.slots(experts, home), self.rank * self.slots_per_rank
         load = torch.bincount(slots.reshape(-1), minlength=len(self.row))[first : first + self.slots_per_rank]
         local = slots - first
         is_local = (local >= 0) & (local < self.slots_per_rank)

@@ -85,6 +85,7 @@ def start_layer(
     topology: Topology,
     rank: int,
     group: Any,
+    max_decode_tokens: int,
 ) -> LayerExperts:
     """Move a layer's experts to the configured placement and return them; all ranks call this together.
 
@@ -96,6 +97,7 @@ def start_layer(
         topology: topology of the G ranks.
         rank: this rank.
         group: process group of the ranks.
+        max_decode_tokens: see LayerExperts.
 
     Raises:
         UnsupportedEngineError: the placement cannot be read, or does not fit the model and the engine.
@@ -114,6 +116,8 @@ def start_layer(
         topology=topology,
         rank=rank,
         rule=config.replica_choice,
+        prefill_rule=config.prefill_replica_choice,
+        max_decode_tokens=max_decode_tokens,
     )
     if placement is not None and placement.expected_tokens is not None:
         experts.load = placement.expected_tokens[layer]
