@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from starlette.applications import Starlette
@@ -23,8 +23,7 @@ from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES, Caller, Endpoint, Re
 
 
 def _replica() -> Replica:
-    replica: Replica = serve.get_replica_context().servable_object
-    return replica
+    return cast(Replica, serve.get_replica_context().servable_object)
 
 
 def _route(endpoint: Endpoint) -> Route:
