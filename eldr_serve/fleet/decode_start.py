@@ -37,7 +37,7 @@ class DecodeStartEstimator:
         else:  # start over; a worker that has gone is not full either
             self._waits.pop(call.worker, None)
 
-    def wait_s(self) -> float:
+    def estimate_wait_s(self) -> float:
         """Return the predicted wait of a new request for the first free slot of any worker, s."""
         workers = self._fleet.live_names
         if not all(map(self._is_full, workers)):  # most often the first worker has a slot

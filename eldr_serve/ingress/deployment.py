@@ -107,7 +107,11 @@ class EldrIngress:
         self._router_settings = router_settings
         self._tokenizer = PromptTokens(tokenizer)
         self._services = build_services(
-            fleets=fleets, router=router, counters=counters, options=path_options, tokenizer=self._tokenizer
+            fleets=fleets,
+            router_client=router,
+            counters=counters,
+            options=path_options,
+            tokenizer=self._tokenizer,
         )
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]

@@ -60,10 +60,10 @@ class IngressStatus:
             "prefill_in_flight": self._fleets.prefill.in_flight,
             "prefill_oldest_s": self._fleets.prefill.oldest_s,
             "stages": self._services.stage_latencies.summary(),
-            "prefill_wait_s": self._services.admission.predict_waits(),
+            "prefill_wait_s": self._services.prefill_admission.predict_waits(),
             "prefill_kv_usage": self._fleets.prefill.kv_usage,
             "decode_kv_usage": self._fleets.decode.kv_usage,
-            "objectives": self._services.latency_admission.status(),
+            "objectives": self._services.prediction_recorder.status(),
             "experts": self._fleets.decode.directory.experts,
         }
 

@@ -55,7 +55,7 @@ class Attempt:
                 await self._wait_for_decode()
                 self._check_slots()
                 await services.prefill.tokenise(context)
-                await services.latency_admission.admit(context)
+                context.admission = await services.latency_admission.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.record.stage("place") as placing:
                     context.lease = lease = await self._place()
@@ -64,7 +64,7 @@ class Attempt:
                     if payload:
                         yield payload
         finally:
-            services.router.release(context.request_id)  # no effect without a lease
+            services.router_client.release(context.request_id)  # no effect without a lease
             self._prompt.close(reader=self._call)
 
     # -- placement -------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Attempt:
         """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
         if self._context.is_retry:
             return
-        wait_s = self._services.decode_starts.wait_s()
+        wait_s = self._services.decode_starts.estimate_wait_s()
         bound_s = self._services.options.slot_wait_s
         if wait_s > bound_s:
             self._services.counters.count(IngressEvent.REFUSED_DECODE_BACKLOG)
@@ -115,7 +115,7 @@ class Attempt:
         # Only first attempts are queued.
         wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
         counts = self._prompt.expert_counts
-        return await services.router.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
+        return await services.router_client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
 
     def _workers_to_avoid(self) -> tuple[str, ...]:
         """Return the workers to avoid.
@@ -130,7 +130,7 @@ class Attempt:
         other_workers = (
             name for name in live_workers if name not in usable_workers or replica_of(name) in replicas
         )
-        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.late_workers)))
+        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.admission.late_workers)))
 
     def _blocks(self) -> PromptBlocks | None:
         """Return the prompt's blocks if the decode engine computes it."""
@@ -146,7 +146,7 @@ class Attempt:
         context = self._context
         is_resumed = context.answer.num_tokens > 0
         if is_resumed:
-            self._services.router.progress(context.request_id, context.answer.num_tokens)
+            self._services.router_client.progress(context.request_id, context.answer.num_tokens)
         stages = context.record.decode_stages(lease.worker)
         with stages:
             async with aclosing(self._decode(lease, stages)) as payloads:
@@ -189,7 +189,7 @@ class Attempt:
                 self._call = decode.send()
                 while (chunk := await decode.read()) is not None:
                     context.answer.append(chunk)
-                    services.router.progress(lease.request_id, context.answer.num_tokens)
+                    services.router_client.progress(lease.request_id, context.answer.num_tokens)
                     yield chunk.payload
                     if self._call.is_leaving and services.moves.begin(context, lease.worker):
                         return

@@ -40,7 +40,7 @@ class RequestPath:
         failures = context.failures
         answer = context.answer
         moves = self._services.moves
-        with context, moves.track(context.request_id), self._services.latency_admission.track(context):
+        with context, moves.track(context.request_id), self._services.prediction_recorder.track(context):
             while True:
                 try:
                     async with aclosing(Attempt(self._services, context).run()) as payloads:

@@ -107,7 +107,7 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
             return PreparedPrompt()
-        replicas = [name for name in replicas if name not in context.late_replicas] or replicas
+        replicas = [name for name in replicas if name not in context.admission.late_replicas] or replicas
         in_flight = self._fleet.in_flight
         replica = choose_prefill(
             prompt_head(context.request.fields),
