@@ -104,7 +104,7 @@ class LatencyPredictor:
         """
         if loads is None or loads.step.cost is None or not loads.workers.names:
             return {}
-        num_prefilling = sum(self._fleets.prefill.in_flight.values())
+        num_prefilling = sum(self._fleets.prefill.open_calls.values())
         # Whole replicas' requests in the decode queue are among those whose prompts have no worker.
         num_unplaced = max(self._queues.num_unplaced, num_prefilling + loads.waiting)
         workers = loads.workers

@@ -108,10 +108,10 @@ class SplitPrefill:
             self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
             return PreparedPrompt()
         replicas = [name for name in replicas if name not in context.admission.late_replicas] or replicas
-        in_flight = self._fleet.in_flight
+        open_calls = self._fleet.open_calls
         replica = choose_prefill(
             prompt_head(context.request.fields),
-            {name: in_flight[name] for name in replicas},
+            {name: open_calls[name] for name in replicas},
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )

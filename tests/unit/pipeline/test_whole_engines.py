@@ -139,7 +139,7 @@ async def test_requests_succeed_without_measured_counts(monkeypatch: pytest.Monk
     assert await pipeline.run(prompt=[5]) == b"x"
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d0", "d1", "d1"]
     assert not pipeline.router.counts
-    await wait_until(lambda: not any(pipeline.decode.in_flight.values()))  # no call waits any more
+    await wait_until(lambda: not any(pipeline.decode.open_calls.values()))  # no call waits any more
 
 
 async def test_a_disconnected_client_leaves_no_call_or_lease(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ async def test_a_disconnected_client_leaves_no_call_or_lease(monkeypatch: pytest
     stream = pipeline.path.generate(request_context(prompt=[1, 2]))
     await anext(stream)
     await stream.aclose()
-    await wait_until(lambda: not any(pipeline.decode.in_flight.values()))
+    await wait_until(lambda: not any(pipeline.decode.open_calls.values()))
     assert not pipeline.router.leases
 
 
