@@ -119,8 +119,6 @@ class EldrIngress:
         self._warmup = Warmup(fleets=fleets, handles=handles, router=router, model_id=model_id)
         self._status = IngressStatus(
             gate=self.gate,
-            router=router,
-            fleets=fleets,
             services=self._services,
             warmup=self._warmup,
             model_id=model_id,

@@ -8,10 +8,8 @@ from typing import Any
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
-from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.warmup import Warmup
-from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.worker_names import replica_of
 
 
@@ -29,15 +27,13 @@ class IngressStatus:
         self,
         *,
         gate: Gate,
-        router: RouterClient,
-        fleets: Fleets,
         services: Services,
         warmup: Warmup,
         model_id: str,
     ) -> None:
         self._gate = gate
-        self._router = router
-        self._fleets = fleets
+        self._router = services.router_client
+        self._fleets = services.fleets
         self._services = services
         self._warmup = warmup
         self.watch = LoopWatch("ingress")
