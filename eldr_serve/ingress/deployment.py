@@ -118,10 +118,7 @@ class EldrIngress:
         model_id = router_settings.model_id
         self._warmup = Warmup(fleets=fleets, handles=handles, router=router, model_id=model_id)
         self._status = IngressStatus(
-            gate=self.gate,
-            services=self._services,
-            warmup=self._warmup,
-            model_id=model_id,
+            gate=self.gate, services=self._services, warmup=self._warmup, model_id=model_id
         )
         self.openai = OpenAIEndpoints(
             path=RequestPath(self._services),

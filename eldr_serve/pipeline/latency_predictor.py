@@ -48,7 +48,6 @@ class LatencyPredictor:
 
     def __init__(
         self,
-        *,
         fleets: Fleets,
         queues: PrefillQueues,
         decode_starts: DecodeStartEstimator,

@@ -108,9 +108,7 @@ def build_services(
         )
     decode_starts = DecodeStartEstimator(fleets.decode)
     recorder = PredictionRecorder(_now)
-    predictor = LatencyPredictor(
-        fleets=fleets, queues=prefill_admission.queues, decode_starts=decode_starts, recorder=recorder
-    )
+    predictor = LatencyPredictor(fleets, prefill_admission.queues, decode_starts, recorder)
     return Services(
         fleets=fleets,
         router_client=router_client,
