@@ -45,7 +45,8 @@ class DecodeStartEstimator:
         if any(name not in self._waits for name in workers):
             return 0.0
         return min(
-            (self._waits[name].wait_s(self._due_times.num_waiting(name) + 1) for name in workers), default=0.0
+            (self._waits[name].estimate_wait_s(self._due_times.num_waiting(name) + 1) for name in workers),
+            default=0.0,
         )
 
     def postpone_if_full(self, call: QueuedCall) -> float:

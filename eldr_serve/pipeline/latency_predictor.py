@@ -71,7 +71,10 @@ class LatencyPredictor:
         compute_s = self._predict_compute_s(loads, num_tokens)
         other_s += self._decode_starts.estimate_wait_s()
         other_s += self._queues.unplaced_s([*compute_s])
-        ttft_s = {name: other_s + self._queues.wait_s(name) + seconds for name, seconds in compute_s.items()}
+        ttft_s = {
+            name: other_s + self._queues.estimate_wait_s(name) + seconds
+            for name, seconds in compute_s.items()
+        }
         batches = self._predict_batches(loads)
         tpot_s = {
             name: self._predict_step_s(loads, name, batch, num_tokens) for name, batch in batches.items()

@@ -40,11 +40,11 @@ class PredictionRecorder:
 
     def find_margins(self, load: float) -> tuple[float, float]:
         """Return what to add to a predicted TTFT and TPOT at this load, s; see PredictionError."""
-        return self._ttft.margin_s(load), self._tpot.margin_s(load)
+        return self._ttft.compute_margin_s(load), self._tpot.compute_margin_s(load)
 
     def estimate_ends_s(self, num_requests: float) -> float:
         """Estimate the time until so many running requests have ended, s; 0 if too few have ended so far."""
-        return self._ends.wait_s(num_requests)
+        return self._ends.estimate_wait_s(num_requests)
 
     @contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:

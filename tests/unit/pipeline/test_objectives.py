@@ -248,7 +248,7 @@ def test_a_request_may_retry_when_enough_others_will_have_ended() -> None:
         running = [asyncio.create_task(service.send(10, seed=n)) for n in range(8)]
         await asyncio.sleep(0.5)
         service.router.loads = loads(4, 4)
-        service.services.prediction_recorder._ends.wait_s = lambda ahead: 2.0 * ahead  # type: ignore[method-assign]
+        service.services.prediction_recorder._ends.estimate_wait_s = lambda ahead: 2.0 * ahead  # type: ignore[method-assign]
         assert await service.send(tpot_s=0.045) is None  # three requests of one worker, six of both
         assert await service.send(tpot_s=0.019, seed=1) is None  # alone it takes 20 ms
         for task in running:
