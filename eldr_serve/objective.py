@@ -10,7 +10,7 @@ from eldr_serve.errors import BadRequestError
 
 TTFT_HEADER, TPOT_HEADER = "x-eldr-ttft-ms", "x-eldr-tpot-ms"
 MAX_MS = 3_600_000.0  # one hour, longer than any answer may take
-_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+MILLISECONDS = r"[0-9]{1,9}(\.[0-9]{1,9})?"  # pattern of the values of these headers
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     value = headers.get(name)
     if value is None:
         return None
-    milliseconds = float(value) if _NUMBER.fullmatch(value) else 0.0
+    milliseconds = float(value) if re.fullmatch(MILLISECONDS, value) else 0.0
     if not 0 < milliseconds <= MAX_MS:
         raise BadRequestError(
             f"the header {name} is {value[:40]!r}: send a number of milliseconds above 0 and at most "

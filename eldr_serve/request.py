@@ -149,10 +149,10 @@ def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
     return str(prompt)[: 4 * prefix_tokens].encode(errors="surrogatepass")
 
 
-def max_new_tokens(request: Any) -> int:
+def max_new_tokens(fields: RequestFields) -> int:
     """Return the maximum number of tokens in the answer; 0 if the request has no limit."""
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    limit = next(filter(None, (getattr(request, name, None) for name in names)), None)
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # vLLM's requests lack some of them
+    limit = next(filter(None, (getattr(fields, name, None) for name in names)), None)
     return limit if isinstance(limit, int) else 0
 
 

@@ -34,7 +34,7 @@ class Address:
         return await Channel.connect(self.host, self.port, self.secret, on_change)
 
 
-async def open_channel(
+async def start_channel_server(
     handler: Handler,
     *,
     error_response: ErrorResponse,

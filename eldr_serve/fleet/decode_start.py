@@ -37,7 +37,7 @@ class DecodeStartEstimator:
         else:  # start over; a worker that has gone is not full either
             self._waits.pop(call.worker, None)
 
-    def wait_s(self) -> float:
+    def estimate_wait_s(self) -> float:
         """Return the predicted wait of a new request for the first free slot of any worker, s."""
         workers = self._fleet.live_names
         if not all(map(self._is_full, workers)):  # most often the first worker has a slot
@@ -45,7 +45,10 @@ class DecodeStartEstimator:
         if any(name not in self._waits for name in workers):
             return 0.0
         return min(
-            (self._waits[name].wait_s(self._prefilled_times.num_waiting(name) + 1) for name in workers),
+            (
+                self._waits[name].estimate_wait_s(self._prefilled_times.num_waiting(name) + 1)
+                for name in workers
+            ),
             default=0.0,
         )
 

@@ -73,7 +73,7 @@ class Fleet:
         return self._live_names
 
     @property
-    def in_flight(self) -> dict[str, int]:
+    def open_calls(self) -> dict[str, int]:
         """Return the number of this process's open calls to the replica of each live worker."""
         return {name: self._channels[replica_of(name)].in_flight for name in self._live_names}
 
@@ -85,7 +85,7 @@ class Fleet:
         return channel.in_flight_of(SLOT_METHODS, rank_of(name))
 
     @property
-    def oldest_s(self) -> dict[str, float]:
+    def oldest_call_ages_s(self) -> dict[str, float]:
         """Return the age of this process's oldest open call to the replica of each live worker, s."""
         return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live_names}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
 
@@ -24,7 +24,6 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
-_PUBLIC_PATHS = ("/openapi.json", "/health", "/ping", "/version", "/metrics")
 
 
 class Gate:
@@ -93,11 +92,13 @@ class Admission:
 
     Args:
         gate: returns the gate of the running ingress replica.
+        public_paths: paths that need no key.
     """
 
-    def __init__(self, app: ASGIApp, gate: Callable[[], Gate]) -> None:
+    def __init__(self, app: ASGIApp, gate: Callable[[], Gate], public_paths: Collection[str]) -> None:
         self._app = app
         self._gate = gate
+        self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,14 +109,13 @@ class Admission:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # which Serve's route_prefix is part of
         administrative = path.startswith("/eldr/")
         try:
-            if path in _PUBLIC_PATHS:
+            if administrative and scope["method"] not in _READ_METHODS:
+                await self._administer(gate, headers, scope, receive, send)
+            elif administrative or path in self._public_paths:  # routes for operators check the key
                 await self._app(scope, receive, send)
             elif scope["method"] in _READ_METHODS:
-                if not administrative:
-                    gate.tenants.find(_credentials(headers)).admit()
+                gate.tenants.find(_credentials(headers)).admit()
                 await self._app(scope, receive, send)
-            elif administrative:
-                await self._administer(gate, headers, scope, receive, send)
             else:
                 await self._serve(gate, headers, scope, receive, send)
         except RequestRefusedError as refused:

@@ -59,7 +59,7 @@ class EldrIngress:
 
     Attributes:
         gate: admits requests.
-        openai, admin: the endpoints, by which http_application finds them.
+        openai, admin: handle the requests to the endpoints in ROUTES.
 
     Args:
         prefill, decode: handles of the deployments, used only for their health and to discover their
@@ -107,19 +107,18 @@ class EldrIngress:
         self._router_settings = router_settings
         self._tokenizer = PromptTokens(tokenizer)
         self._services = build_services(
-            fleets=fleets, router=router, counters=counters, options=path_options, tokenizer=self._tokenizer
+            fleets=fleets,
+            router_client=router,
+            counters=counters,
+            options=path_options,
+            tokenizer=self._tokenizer,
         )
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
         self._warmup = Warmup(fleets=fleets, handles=handles, router=router, model_id=model_id)
         self._status = IngressStatus(
-            gate=self.gate,
-            router=router,
-            fleets=fleets,
-            services=self._services,
-            warmup=self._warmup,
-            model_id=model_id,
+            gate=self.gate, services=self._services, warmup=self._warmup, model_id=model_id
         )
         self.openai = OpenAIEndpoints(
             path=RequestPath(self._services),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from ray import serve
 from starlette.applications import Starlette
@@ -12,66 +12,34 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
-from eldr_serve.dashboard import SELF_CONTAINED, live_page
 from eldr_serve.errors import RequestRefusedError, one_line_message
-from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Admission
-from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
 from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
-
-_GROUPS: dict[str, type] = {"openai": OpenAIEndpoints, "admin": AdminEndpoints}
-
-
-def _replica() -> Any:  # an EldrIngress
-    return serve.get_replica_context().servable_object
+from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES, Caller, Endpoint, Replica
 
 
-_Endpoint = Callable[[Request], Awaitable[Response]]
+def _replica() -> Replica:
+    return cast(Replica, serve.get_replica_context().servable_object)
 
 
-def _endpoint(group: str, name: str, *args: str) -> _Endpoint:
-    """Return the endpoint that calls this method of the ingress replica in this process."""
+def _route(endpoint: Endpoint) -> Route:
+    """Return the route of an endpoint to the ingress replica that runs in this process.
 
+    A route for operators checks the admin key itself, whatever Admission made of the path.
+    """
+
+    @functools.wraps(endpoint.handle)
     async def handle(request: Request) -> Response:
-        response: Response = await getattr(getattr(_replica(), group), name)(*args, request)
-        return response
+        replica = _replica()
+        if endpoint.caller is Caller.OPERATORS:
+            replica.gate.check_key(request.headers)
+        return await endpoint.handle(replica, request)
 
-    handle.__doc__ = getattr(_GROUPS[group], name).__doc__  # shown in the API reference
-    return handle
-
-
-def _operators_only(name: str) -> _Endpoint:
-    """Return an endpoint that checks the admin key itself, whatever Admission made of the path."""
-    handle = _endpoint("admin", name)
-
-    @functools.wraps(handle)
-    async def check_key_and_handle(request: Request) -> Response:
-        _replica().gate.check_key(request.headers)
-        return await handle(request)
-
-    return check_key_and_handle
-
-
-async def _page(request: Request) -> Response:
-    return HTMLResponse(live_page(), headers={"Content-Security-Policy": SELF_CONTAINED})
-
-
-_POSTS = {
-    "/v1/chat/completions": _endpoint("openai", "generate", "chat"),
-    "/v1/completions": _endpoint("openai", "generate", "completions"),
-    "/v1/responses": _endpoint("openai", "generate", "responses"),
-    "/v1/messages": _endpoint("openai", "generate", "messages"),
-    "/v1/messages/count_tokens": _endpoint("openai", "forward", "count_tokens"),
-    "/v1/embeddings": _endpoint("openai", "forward", "embeddings"),
-    **dict.fromkeys(("/v1/score", "/score"), _endpoint("openai", "forward", "score")),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _endpoint("openai", "forward", "rerank")),
-    "/tokenize": _endpoint("openai", "forward", "tokenize"),
-    "/detokenize": _endpoint("openai", "forward", "detokenize"),
-}
+    return Route(endpoint.path, handle, methods=endpoint.methods)
 
 
 def application(cors_origins: Sequence[str] = ()) -> Starlette:
@@ -82,31 +50,10 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
     """
     cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     return Starlette(
-        routes=[
-            *(Route(path, handle, methods=["POST"]) for path, handle in _POSTS.items()),
-            Route("/v1/models", _endpoint("openai", "models")),
-            Route("/v1/models/{model:path}", _endpoint("openai", "model")),
-            Route("/openapi.json", _endpoint("openai", "openapi")),
-            Route("/health", _endpoint("admin", "health")),
-            Route("/ping", _endpoint("admin", "health"), methods=["GET", "POST"]),
-            Route("/version", _endpoint("admin", "version")),
-            Route("/metrics", _endpoint("admin", "metrics")),
-            Route("/eldr/status", _endpoint("admin", "status")),
-            Route("/eldr/ready", _endpoint("admin", "ready")),
-            Route("/eldr/policy", _operators_only("set_policy"), methods=["PUT"]),
-            Route("/eldr/shadow", _operators_only("set_shadow"), methods=["PUT", "DELETE"]),
-            Route("/eldr/", _page),
-            Route("/eldr/live", _operators_only("live")),
-            Route("/eldr/table", _operators_only("table"), methods=["GET", "PUT"]),
-            Route("/eldr/refit", _operators_only("refit"), methods=["PUT"]),
-            Route("/eldr/trace", _operators_only("trace")),
-            Route("/eldr/predictor", _operators_only("swap_predictor"), methods=["PUT"]),
-            Route("/eldr/experts", _operators_only("place_experts"), methods=["PUT"]),
-            Route("/eldr/drain", _operators_only("drain"), methods=["PUT"]),
-        ],
+        routes=[_route(endpoint) for endpoint in ROUTES],
         middleware=[
             *([cors] if cors_origins else []),
-            Middleware(Admission, gate=lambda: _replica().gate),
+            Middleware(Admission, gate=lambda: _replica().gate, public_paths=PUBLIC_PATHS),
         ],
         exception_handlers={
             RequestRefusedError: _refused,

@@ -83,7 +83,7 @@ class OpenAIEndpoints:
         count = num_sequences(fields)
         if count > self._max_sequences:
             raise BadRequestError(
-                f"{count} answers (prompts x n) are requested, at most {self._max_sequences} are allowed"
+                f"{count} answers (prompts x n) were requested; at most {self._max_sequences} are allowed"
             )
         reservation: TokenReservation = request.state.reservation
         prompt_tokens = len(body) // _BYTES_PER_TOKEN

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
 
-_PATHS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "count_tokens",
-    "/v1/embeddings": "embeddings",
-    "/v1/score": "score",
-    "/score": "score",
-    "/v1/rerank": "rerank",
-    "/v2/rerank": "rerank",
-    "/rerank": "rerank",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
+from eldr_serve.ingress.routes import ROUTES, Endpoint
 
 
 def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,32 +19,42 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
         requests: the engine's request types, by method.
     """
     app = FastAPI(title="eldr-serve")
-    for path, method in _PATHS.items():
-        app.post(path)(_endpoint(requests[method]))
-    for path in (
-        "/v1/models",
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
-        "/eldr/status",
-        "/eldr/ready",
-        "/eldr/live",
-        "/eldr/table",
-        "/eldr/trace",
-    ):
-        app.get(path)(_nothing)
-    for name in ("policy", "shadow", "table", "predictor", "refit", "experts", "drain"):
-        app.put(f"/eldr/{name}")(_nothing)
-    app.delete("/eldr/shadow")(_nothing)
+    for endpoint in ROUTES:
+        for method in endpoint.methods:  # one operation each, since they need different ids
+            app.add_api_route(
+                endpoint.documented_path,
+                _no_parameters if endpoint.body is None else _takes_body(requests[endpoint.body]),
+                methods=[method],
+                name=endpoint.handle.__name__,
+                description=f"{inspect.getdoc(endpoint.handle)}\n\n{endpoint.caller}",
+                openapi_extra={"parameters": _parameters(endpoint)},
+            )
     return app.openapi()
 
 
-def _endpoint(request: Any) -> Any:
+def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
+    """Return the parameters in the endpoint's path and headers, in OpenAPI's form."""
+    in_path: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", endpoint.documented_path)
+    ]
+    in_headers: list[dict[str, Any]] = [
+        {
+            "name": header.name,
+            "in": "header",
+            "description": header.about,
+            "schema": {"type": "string"} | ({"pattern": f"^{header.pattern}$"} if header.pattern else {}),
+        }
+        for header in endpoint.headers
+    ]
+    return in_path + in_headers
+
+
+def _takes_body(request: Any) -> Any:
     def endpoint(body: Any) -> None: ...
 
     endpoint.__annotations__["body"] = request
     return endpoint
 
 
-def _nothing() -> None: ...
+def _no_parameters() -> None: ...

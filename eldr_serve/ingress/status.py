@@ -8,10 +8,8 @@ from typing import Any
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
-from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.warmup import Warmup
-from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.worker_names import replica_of
 
 
@@ -29,15 +27,13 @@ class IngressStatus:
         self,
         *,
         gate: Gate,
-        router: RouterClient,
-        fleets: Fleets,
         services: Services,
         warmup: Warmup,
         model_id: str,
     ) -> None:
         self._gate = gate
-        self._router = router
-        self._fleets = fleets
+        self._router = services.router_client
+        self._fleets = services.fleets
         self._services = services
         self._warmup = warmup
         self.watch = LoopWatch("ingress")
@@ -57,13 +53,13 @@ class IngressStatus:
             "router_unreachable": self._router.router_unreachable,
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
-            "prefill_in_flight": self._fleets.prefill.in_flight,
-            "prefill_oldest_s": self._fleets.prefill.oldest_s,
+            "prefill_in_flight": self._fleets.prefill.open_calls,
+            "prefill_oldest_s": self._fleets.prefill.oldest_call_ages_s,
             "stages": self._services.stage_latencies.summary(),
-            "prefill_wait_s": self._services.admission.predict_waits(),
+            "prefill_wait_s": self._services.prefill_admission.predict_waits(),
             "prefill_kv_usage": self._fleets.prefill.kv_usage,
             "decode_kv_usage": self._fleets.decode.kv_usage,
-            "objectives": self._services.latency_admission.status(),
+            "objectives": self._services.prediction_recorder.status(),
             "experts": self._fleets.decode.directory.experts,
         }
 

@@ -75,7 +75,7 @@ class ConcurrencyLimiter:
 
     async def _wait(self, tenant: Tenant) -> None:
         ahead = self._permits_ahead(tenant)
-        if self._waits.wait_s(ahead) > self._max_wait_s:
+        if self._waits.estimate_wait_s(ahead) > self._max_wait_s:
             raise self._overloaded(ahead)
         permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(permit)

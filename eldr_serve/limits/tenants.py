@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import RateLimitedError, RequestRefusedError
 from eldr_serve.limits.keys import Keys, KeysError, Limits, bearer_key, digest, read_keys
 
@@ -44,7 +43,7 @@ class Bucket:
         self._refill()
         self.per_minute = per_minute
 
-    def wait_s(self) -> float:
+    def compute_wait_s(self) -> float:
         """Return the time until one unit is available, s."""
         if self.per_minute is None:
             return 0.0
@@ -98,7 +97,7 @@ class Tenant:
 
     def check(self, bucket: Bucket, what: str) -> None:
         """Raise RateLimitedError if nothing is left."""
-        wait_s = bucket.wait_s()
+        wait_s = bucket.compute_wait_s()
         if wait_s:
             raise RateLimitedError(
                 f"tenant {self.name!r} has used up its {bucket.per_minute:g} {what} per minute",
@@ -178,13 +177,14 @@ class Tenants:
         """Share usage with the other ingress replicas, until cancelled.
 
         Args:
-            exchange: sends this replica's usage, and returns that of each other replica.
+            exchange: sends this replica's usage, and returns that of each other replica; raises
+                ConnectionError if it cannot.
         """
         while self._path is not None:
             await asyncio.sleep(_SHARE_PERIOD_S)
             try:
                 self.add_remote_usage(await exchange(self.local_usage()))
-            except ACTOR_UNAVAILABLE:  # each replica counts alone until the router is back
+            except ConnectionError:  # each replica counts alone until the router is back
                 continue
 
     def local_usage(self) -> Usage:

@@ -55,16 +55,15 @@ class Attempt:
                 await self._wait_for_decode()
                 self._check_slots()
                 await services.prefill.tokenise(context)
-                await services.latency_admission.admit(context)
+                context.admission = await services.latency_admission.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.record.stage("place") as placing:
                     context.lease = lease = await self._place()
-            async with aclosing(self._decode_timed(lease, placing)) as payloads:
+            async with aclosing(self._decode(lease, placing)) as payloads:
                 async for payload in payloads:
-                    if payload:
-                        yield payload
+                    yield payload
         finally:
-            services.router.release(context.request_id)  # no effect without a lease
+            services.router_client.release(context.request_id)  # no effect without a lease
             self._prompt.close(reader=self._call)
 
     # -- placement -------------------------------------------------------------------------------
@@ -73,18 +72,21 @@ class Attempt:
         """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
         fleet = self._services.fleets.decode
         clock = asyncio.get_running_loop().time
-        until_s = clock() + self._services.options.prefill_wait_s
+        wait_s = self._services.options.prefill_wait_s
+        until_s = clock() + wait_s
         with fleet.waiters.turn() as wait_until:
             while not fleet.live_names:
                 if clock() >= until_s:
-                    raise OverloadedError("no decode replica can be reached")
+                    raise OverloadedError(
+                        f"no decode replica could be reached for {wait_s:g} s; see `eldr status`"
+                    )
                 await wait_until(until_s)
 
     def _check_slots(self) -> None:
         """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
         if self._context.is_retry:
             return
-        wait_s = self._services.decode_starts.wait_s()
+        wait_s = self._services.decode_starts.estimate_wait_s()
         bound_s = self._services.options.slot_wait_s
         if wait_s > bound_s:
             self._services.counters.count(IngressEvent.REFUSED_DECODE_BACKLOG)
@@ -115,7 +117,7 @@ class Attempt:
         # Only first attempts are queued.
         wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
         counts = self._prompt.expert_counts
-        return await services.router.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
+        return await services.router_client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
 
     def _workers_to_avoid(self) -> tuple[str, ...]:
         """Return the workers to avoid.
@@ -130,7 +132,7 @@ class Attempt:
         other_workers = (
             name for name in live_workers if name not in usable_workers or replica_of(name) in replicas
         )
-        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.late_workers)))
+        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.admission.late_workers)))
 
     def _blocks(self) -> PromptBlocks | None:
         """Return the prompt's blocks if the decode engine computes it."""
@@ -141,41 +143,8 @@ class Attempt:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    async def _decode_timed(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of the decode call's chunks, and time its stages."""
-        context = self._context
-        is_resumed = context.answer.num_tokens > 0
-        if is_resumed:
-            self._services.router.progress(context.request_id, context.answer.num_tokens)
-        stages = context.record.decode_stages(lease.worker)
-        with stages:
-            async with aclosing(self._decode(lease, stages)) as payloads:
-                async for payload in payloads:
-                    if stages.first_s is None:
-                        self._record_first_chunk(placing, stages)
-                        if is_resumed:
-                            has_moved = self._services.moves.end(context.request_id)
-                            event = IngressEvent.MOVED if has_moved else IngressEvent.RESUMED
-                            self._services.counters.count(event)
-                    yield payload
-
-    def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
-        record = self._context.record
-        stages.first_s = now = time.monotonic()
-        if record.first_token_s is None:
-            record.first_token_s = now
-        if self._context.request.fields.stream:
-            record.status = 200
-        if self._prompt.prefilled_at_s is not None:
-            record.handover_s = now - self._prompt.prefilled_at_s
-            self._services.stage_latencies.record(
-                place=placing.seconds,
-                first_token=now - stages.start_s,
-                handover=record.handover_s,
-            )
-
-    async def _decode(self, lease: Lease, stages: DecodeStages) -> AsyncGenerator[bytes, None]:
-        """Yield the engine's bytes as they arrive; empty bytes if only tokens have arrived.
+    async def _decode(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
+        """Yield the engine's bytes as they arrive, and time the stages.
 
         Raises:
             DecodeFailedError: the answer is not complete.
@@ -184,13 +153,23 @@ class Attempt:
         context = self._context
         services = self._services
         is_resumed = context.answer.num_tokens > 0
-        with DecodeCall(services, context, self._prompt, lease) as decode:
+        if is_resumed:
+            services.router_client.progress(context.request_id, context.answer.num_tokens)
+        with (
+            context.record.decode_stages(lease.worker) as stages,
+            DecodeCall(services, context, self._prompt, lease) as decode,
+        ):
             try:
                 self._call = decode.send()
                 while (chunk := await decode.read()) is not None:
                     context.answer.append(chunk)
-                    services.router.progress(lease.request_id, context.answer.num_tokens)
-                    yield chunk.payload
+                    services.router_client.progress(lease.request_id, context.answer.num_tokens)
+                    if stages.first_s is None:
+                        self._record_first_chunk(placing, stages)
+                        if is_resumed:
+                            self._count_resumption()
+                    if chunk.payload:  # else only tokens have arrived
+                        yield chunk.payload
                     if self._call.is_leaving and services.moves.begin(context, lease.worker):
                         return
             except ChannelLostError as error:
@@ -214,6 +193,26 @@ class Attempt:
                 if not decode.begun:
                     raise self._decode_failure("the answer was empty", decode, suspects_prefill=True)
                 services.outliers.record_success(lease.worker)
+
+    def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
+        record = self._context.record
+        stages.first_s = now = time.monotonic()
+        if record.first_token_s is None:
+            record.first_token_s = now
+        if self._context.request.fields.stream:
+            record.status = 200
+        if self._prompt.prefilled_at_s is not None:
+            record.handover_s = now - self._prompt.prefilled_at_s
+            self._services.stage_latencies.record(
+                place=placing.seconds,
+                first_token=now - stages.start_s,
+                handover=record.handover_s,
+            )
+
+    def _count_resumption(self) -> None:
+        """Count an answer that goes on at this engine, and end its move if it has moved."""
+        has_moved = self._services.moves.end(self._context.request_id)
+        self._services.counters.count(IngressEvent.MOVED if has_moved else IngressEvent.RESUMED)
 
     def _count_cached_tokens(self, lease: Lease) -> None:
         """Count predicted and measured tokens in the prefix cache, if the router has predicted them."""

@@ -111,6 +111,6 @@ class DecodeCall:
         prompt_ids = self._prompt.ids_to_compute
         if prompt_ids is None or self._context.answer.num_tokens:
             return None
-        set_counts = partial(services.router.set_measured_counts, request_id, prompt_ids)
+        set_counts = partial(services.router_client.set_measured_counts, request_id, prompt_ids)
         request = EngineRequest(id=request_id)
         return MeasuredCounts(services.fleets.decode.call(self.worker, WAIT_FOR_COUNTS, request), set_counts)

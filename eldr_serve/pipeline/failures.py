@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from eldr_serve.errors import one_line_message
+
 
 class PrefillFailedError(Exception):
     """A prefill call has failed through no fault of the request.
@@ -61,7 +63,7 @@ class Failures:
 
     def add_prefill(self, error: PrefillFailedError) -> None:
         """Add a failed prefill call; the next attempt uses another prefill replica."""
-        self.messages.append(f"{error}")
+        self.messages.append(one_line_message(error))
         self.prefills += 1
         self.prefill_replicas.append(error.replica)
 
@@ -71,7 +73,7 @@ class Failures:
         Args:
             sent: the client has received part of the answer.
         """
-        self.messages.append(f"decode worker {error.worker} failed: {error}")
+        self.messages.append(f"decode worker {error.worker} failed: {one_line_message(error)}")
         self.decode_workers.append(error.worker)
         if error.suspect_replica:
             self.prefill_replicas.append(error.suspect_replica)

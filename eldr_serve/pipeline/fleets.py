@@ -25,7 +25,7 @@ class Fleets:
     def known_pairs(self) -> list[tuple[str | None, str]]:
         """Return the pairs of prefill replica and decode worker that Serve knows.
 
-        A whole engine has None in place of a prefill replica.
+        A whole replica has None in place of a prefill replica.
         """
         prefills: tuple[str | None, ...] = (None,) if self.whole else self.prefill.directory.known_workers
         return [(prefill, decode) for prefill in prefills for decode in self.decode.directory.known_workers]

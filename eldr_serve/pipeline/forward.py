@@ -18,10 +18,10 @@ async def forward(services: Services, request: EngineRequest) -> bytes:
         CallFailedError, ChannelLostError: see Call.read.
     """
     fleet = services.fleets.decode
-    in_flight = fleet.in_flight
-    if not in_flight:
+    open_calls = fleet.open_calls
+    if not open_calls:
         raise OverloadedError("no decode replica can be reached")
-    worker = min(services.outliers.usable_names, key=lambda name: (in_flight[name], random.random()))
+    worker = min(services.outliers.usable_names, key=lambda name: (open_calls[name], random.random()))
     timeout_s = services.options.first_token_timeout_s
     call = fleet.call(worker, request.method, request)
     call.expect(timeout_s, timeout_s)  # from now: the call needs no slot, so it waits for no other request

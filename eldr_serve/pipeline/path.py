@@ -20,7 +20,7 @@ from eldr_serve.pipeline.forward import forward
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 
-_LOST_BECAUSE = "the decode engine was lost while it generated; send the request again"
+_LOST_BECAUSE = "the decode engine was lost while generating this answer; send the request again"
 
 
 class RequestPath:
@@ -40,7 +40,7 @@ class RequestPath:
         failures = context.failures
         answer = context.answer
         moves = self._services.moves
-        with context, moves.track(context.request_id), self._services.latency_admission.track(context):
+        with context, moves.track(context.request_id), self._services.prediction_recorder.track(context):
             while True:
                 try:
                     async with aclosing(Attempt(self._services, context).run()) as payloads:
@@ -49,7 +49,7 @@ class RequestPath:
                     if not moves.is_moving(context.request_id):
                         return
                 except (PrefillFailedError, DecodeFailedError) as failure:
-                    if not self._may_retry(context, failure):
+                    if not self._handle_failure(context, failure):
                         break
                 except (RequestRefusedError, CallFailedError) as error:
                     if not answer.sent:
@@ -66,7 +66,9 @@ class RequestPath:
         """Return a decode engine's answer to a request that generates nothing; see forward.forward."""
         return await forward(self._services, request)
 
-    def _may_retry(self, context: RequestContext, failure: PrefillFailedError | DecodeFailedError) -> bool:
+    def _handle_failure(
+        self, context: RequestContext, failure: PrefillFailedError | DecodeFailedError
+    ) -> bool:
         """Record the failure of an attempt; return whether another attempt may follow."""
         failures = context.failures
         answer = context.answer
@@ -96,5 +98,6 @@ class RequestPath:
             )
         decodes = len(failures.decode_workers)
         return OverloadedError(
-            f"{failures.prefills} prefill and {decodes} decode attempts of this request failed"
+            f"{failures.prefills} prefill and {decodes} decode attempts of this request failed; the last "
+            f"failure: {failures.messages[-1]}"
         )

@@ -42,7 +42,7 @@ class PrefillAdmission:
     def predict_waits(self) -> dict[str, float]:
         """Return the predicted wait for prefill at each live worker, s; discard the queues of others."""
         self.queues.keep(self._fleet.live_names)
-        return {name: round(self.queues.wait_s(name), 3) for name in self._fleet.live_names}
+        return {name: round(self.queues.estimate_wait_s(name), 3) for name in self._fleet.live_names}
 
     def estimate_tokens(self, context: RequestContext) -> float:
         """Estimate the number of tokens to compute: the prompt and the tokens generated so far."""
@@ -81,7 +81,7 @@ class PrefillAdmission:
             admitting = self.queues.workers_with_room(names, context.retry_key)
         if names and not admitting:
             self._counters.count(IngressEvent.REFUSED_PREFILL_BACKLOG)
-            wait_s = min(map(self.queues.wait_s, names))
+            wait_s = min(map(self.queues.estimate_wait_s, names))
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {self._bound_s:g} s are allowed"
             raise self.make_refusal(why, names, num_tokens, context.retry_key)
         return admitting

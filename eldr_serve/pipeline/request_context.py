@@ -22,6 +22,21 @@ from eldr_serve.request import Request, has_exact_ids
 from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
 
 
+@dataclass(frozen=True)
+class AdmissionResult:
+    """The result of an admission by predicted latency.
+
+    Attributes:
+        prediction: predicted latencies; None for a request without an objective, and for a retry.
+        late_replicas: prefill replicas on which the request would miss its objective.
+        late_workers: whole replicas' workers on which it would miss it.
+    """
+
+    prediction: LatencyPrediction | None = None
+    late_replicas: tuple[str, ...] = ()
+    late_workers: tuple[str, ...] = ()
+
+
 @dataclass(eq=False)
 class RequestContext:
     """State of one request, and a context manager for the work on it.
@@ -43,9 +58,7 @@ class RequestContext:
         tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
         answer: the answer so far.
 
-        prediction: predicted latencies, if the request has an objective.
-        late_replicas: prefill replicas on which the request would miss its objective.
-        late_workers: whole engines' workers on which it would miss it.
+        admission: result of the newest attempt's admission by predicted latency.
     """
 
     request: Request
@@ -63,10 +76,7 @@ class RequestContext:
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None
     answer: PartialAnswer = field(init=False)
-    # See LatencyAdmission.
-    prediction: LatencyPrediction | None = None
-    late_replicas: tuple[str, ...] = ()
-    late_workers: tuple[str, ...] = ()
+    admission: AdmissionResult = field(default_factory=AdmissionResult)
 
     def __post_init__(self) -> None:
         self.answer = PartialAnswer(stream=bool(self.request.fields.stream))

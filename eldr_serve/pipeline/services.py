@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +12,10 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.latency_admission import LatencyAdmission
+from eldr_serve.pipeline.latency_predictor import LatencyPredictor
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import Prompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
@@ -39,28 +42,34 @@ class Services:
     """Objects that all requests of one ingress share.
 
     Attributes:
+        fleets: the prefill and decode replicas.
+        router_client: places requests and releases their leases.
         counters: counters of the ingress.
-        admission: admits prompts to the queues of the replicas that prefill.
+        options: limits and timeouts of the request path.
+        prefill_admission: admits prompts to the queues of the replicas that prefill.
         kv_release: releases KV blocks on the prefill engines.
+        prefill: computes prompts before their placement, or leaves them to the decode engines.
         retries: limits how many failed requests are tried again at once.
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode workers start on waiting calls.
         latency_admission: admits requests by predicted latency.
+        prediction_recorder: measures the accuracy of these predictions.
         moves: limits how many answers leave their decode replicas at once.
         stage_latencies: durations of the stages before the first token.
     """
 
     fleets: Fleets
-    router: RouterClient
+    router_client: RouterClient
     counters: IngressCounters
     options: PathOptions
-    admission: PrefillAdmission
+    prefill_admission: PrefillAdmission
     kv_release: KvRelease
     prefill: Prefill
     retries: RetryLimiter
     outliers: OutlierDetector
     decode_starts: DecodeStartEstimator
     latency_admission: LatencyAdmission
+    prediction_recorder: PredictionRecorder
     moves: MoveLimiter
     stage_latencies: StageLatencies
 
@@ -68,7 +77,7 @@ class Services:
 def build_services(
     *,
     fleets: Fleets,
-    router: RouterClient,
+    router_client: RouterClient,
     counters: IngressCounters,
     options: PathOptions,
     tokenizer: PromptTokens | None = None,
@@ -81,14 +90,16 @@ def build_services(
     stage_latencies = StageLatencies()
     kv_release = KvRelease(fleets.prefill)
     outliers = OutlierDetector(fleets.decode, counters)
-    admission = PrefillAdmission(fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters)
+    prefill_admission = PrefillAdmission(
+        fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters
+    )
     prefill: Prefill
     if fleets.whole:
-        prefill = WholePrefill(outliers, admission, tokenizer)
+        prefill = WholePrefill(outliers, prefill_admission, tokenizer)
     else:
         prefill = SplitPrefill(
             fleets=fleets,
-            admission=admission,
+            admission=prefill_admission,
             options=options,
             counters=counters,
             kv_release=kv_release,
@@ -96,20 +107,33 @@ def build_services(
             tokenizer=tokenizer,
         )
     decode_starts = DecodeStartEstimator(fleets.decode)
+    recorder = PredictionRecorder(_now)
+    predictor = LatencyPredictor(fleets, prefill_admission.queues, decode_starts, recorder)
     return Services(
         fleets=fleets,
-        router=router,
+        router_client=router_client,
         counters=counters,
         options=options,
-        admission=admission,
+        prefill_admission=prefill_admission,
         kv_release=kv_release,
         prefill=prefill,
         retries=RetryLimiter(options),
         outliers=outliers,
         decode_starts=decode_starts,
         latency_admission=LatencyAdmission(
-            fleets=fleets, router=router, counters=counters, admission=admission, decode_starts=decode_starts
+            fleets=fleets,
+            router_client=router_client,
+            counters=counters,
+            prefill_admission=prefill_admission,
+            predictor=predictor,
+            recorder=recorder,
+            clock=_now,
         ),
+        prediction_recorder=recorder,
         moves=MoveLimiter(fleets.decode, decode_starts, options.moves_at_once),
         stage_latencies=stage_latencies,
     )
+
+
+def _now() -> float:
+    return time.monotonic()  # the clock of RequestRecord

@@ -107,11 +107,11 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
             return UncomputedPrompt()
-        replicas = [name for name in replicas if name not in context.late_replicas] or replicas
-        in_flight = self._fleet.in_flight
+        replicas = [name for name in replicas if name not in context.admission.late_replicas] or replicas
+        open_calls = self._fleet.open_calls
         replica = choose_prefill(
             prompt_head(context.request.fields),
-            {name: in_flight[name] for name in replicas},
+            {name: open_calls[name] for name in replicas},
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )

@@ -48,8 +48,9 @@ class DecodeStages:
         self.transport_s: float | None = None
         self.first_s: float | None = None
 
-    def __enter__(self) -> None:
-        """Do nothing: the constructor has started the clock."""
+    def __enter__(self) -> DecodeStages:
+        """Return the stages, whose clock the constructor has started."""
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

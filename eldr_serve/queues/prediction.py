@@ -23,7 +23,7 @@ class LatencyPrediction:
         ttft_s: time to the first token, s, by each worker that may prefill the prompt; empty if unknown.
         tpot_s: time between tokens at the decode worker where it is shortest, s; None if unknown.
         load: requests that the least loaded decode worker would have with this one.
-        ttft_margin_s, tpot_margin_s: what is added to the predictions, s (see PredictionAccuracy.margin_s).
+        ttft_margin_s, tpot_margin_s: what is added to the predictions, s (see PredictionAccuracy).
     """
 
     ttft_s: dict[str, float] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class PredictionAccuracy:
         self.error_s += abs(measured_s - predicted_s)
         self._errors.append((self._clock(), load, measured_s - predicted_s))
 
-    def margin_s(self, load: float) -> float:
+    def compute_margin_s(self, load: float) -> float:
         """Return what to add to a prediction at this load to cover 95 % of recent requests, s.
 
         It is negative if nearly all predictions were too long, and 0 with few recent requests.

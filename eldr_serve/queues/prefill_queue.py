@@ -150,7 +150,7 @@ class PrefillQueues:
         """Return whether the rate of any of these workers is known."""
         return any(queue.rate for queue in self._refresh(workers))
 
-    def wait_s(self, worker: str) -> float:
+    def estimate_wait_s(self, worker: str) -> float:
         """Predict how long a prompt that arrives now would wait for its prefill, s."""
         (queue,) = self._refresh([worker])
         return queue.tokens / queue.known_rate

@@ -31,7 +31,7 @@ class WaitEstimator:
         else:
             self._departures.append(self._clock())
 
-    def wait_s(self, ahead: float) -> float:
+    def estimate_wait_s(self, ahead: float) -> float:
         """Return the predicted time until `ahead` requests have left, s; 0 if too few have left so far."""
         num_departures = len(self._departures)
         if num_departures < _MIN_DEPARTURES:
@@ -40,4 +40,4 @@ class WaitEstimator:
 
     def retry_after_s(self, ahead: float) -> int:
         """Return the Retry-After for a request that is refused with `ahead` requests before it, s."""
-        return max(1, math.ceil(self.wait_s(ahead)))
+        return max(1, math.ceil(self.estimate_wait_s(ahead)))

@@ -54,7 +54,7 @@ class EngineWatch:
 
     def __init__(self, engine: HasLifeCycle, channel: ChannelServer, role: str, timeout_s: float) -> None:
         self._engine = engine
-        self._channel = channel
+        self._channel_server = channel
         self._role = role
         self._timeout_s = timeout_s
         self._metrics = ReplicaMetrics()
@@ -80,7 +80,7 @@ class EngineWatch:
                         self._mark_recovered()
                     ping = None
                 if ping is None:
-                    if self.lost_reason or self._channel.in_flight:
+                    if self.lost_reason or self._channel_server.in_flight:
                         ping = loop.create_task(self._ping())
                     else:
                         silent_s = 0.0
@@ -129,17 +129,17 @@ class EngineWatch:
 
     def _mark_lost(self, why: str) -> None:
         if self.lost_reason is None:
-            calls = self._channel.in_flight
+            calls = self._channel_server.in_flight
             logger.error("the engine is lost, and so are %d calls: %s", calls, why)
             self._metrics.count_loss(self._role)
         self.lost_reason = why
-        self._channel.suspend(why)
+        self._channel_server.suspend(why)
 
     def _mark_recovered(self) -> None:
         if self.lost_reason is not None:
             logger.warning("the engine answers again and takes calls")
             self.lost_reason = None
-            self._channel.resume()
+            self._channel_server.resume()
 
 
 def _stopped_child() -> int | None:

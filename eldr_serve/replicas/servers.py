@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import CallFailedError, Reply
 from eldr_serve.channel.actors import find_actor
-from eldr_serve.channel.address import MAX_CALLS, open_channel
+from eldr_serve.channel.address import MAX_CALLS, start_channel_server
 from eldr_serve.engine.calls import WARM, PrefillReply
 from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import (
@@ -86,14 +86,14 @@ class EngineServer:
             self._engine = await start_engine(llm_config)
         self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
         max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
-        self._address, self._channel = await open_channel(
+        self._address, self._channel_server = await start_channel_server(
             self._on_call,
             error_response=self._error_response,
             max_calls=max_calls,
             limited_methods=SLOT_METHODS,
             report=self.report,
         )
-        self._engine_watch = EngineWatch(self._engine, self._channel, self._role, stall_timeout_s)
+        self._engine_watch = EngineWatch(self._engine, self._channel_server, self._role, stall_timeout_s)
         self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
 
     async def _on_call(self, method: str, header: dict[str, Any], _body: bytes, reply: Reply) -> None:
@@ -130,18 +130,18 @@ class EngineServer:
         Serve's routing stats are not used: the controller would poll a dead replica every period until the
         next health check and log a traceback for each failure.
         """
-        calls, number = self._channel.in_flight_of(SLOT_METHODS), next(self._report_numbers)
+        calls, number = self._channel_server.in_flight_of(SLOT_METHODS), next(self._report_numbers)
         values = self._report_load(number, self._meter, calls, self._engine.kv_usage())
         experts = self._engine.expert_status()
         return values if experts is None else values | {EXPERTS: experts}
 
     def _report_load(self, number: int, meter: Meter, calls: int, kv_usage: float) -> dict[str, Any]:
-        queue = meter.report(number, callers=self._channel.num_peers, calls=calls)
+        queue = meter.report(number, callers=self._channel_server.num_peers, calls=calls)
         return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: queue}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return loads that Serve cannot count itself; called by Serve."""
-        in_flight = float(self._channel.in_flight_of(SLOT_METHODS))
+        in_flight = float(self._channel_server.in_flight_of(SLOT_METHODS))
         return {IN_FLIGHT: in_flight, KV_IN_USE: self._engine.kv_usage()}
 
     async def check_health(self) -> None:
@@ -152,7 +152,7 @@ class EngineServer:
 
     async def shut_down(self) -> None:
         """Drain the streams, then stop the engine."""
-        channel, engine = getattr(self, "_channel", None), getattr(self, "_engine", None)
+        channel, engine = getattr(self, "_channel_server", None), getattr(self, "_engine", None)
         if channel is not None:
             await channel.drain()
         for task in getattr(self, "_tasks", []):
@@ -262,8 +262,8 @@ class DecodeServer(EngineServer):
         elif method == PLACE_EXPERTS:
             reply.send(await place_experts(self._engine, request.body), 0)
         elif method == DRAIN:
-            self._channel.leave()
-            reply.send(msgspec.msgpack.encode(self._channel.in_flight_of(SLOT_METHODS)))
+            self._channel_server.leave()
+            reply.send(msgspec.msgpack.encode(self._channel_server.in_flight_of(SLOT_METHODS)))
         else:
             await super().handle_call(method, request, reply)
 
@@ -295,7 +295,7 @@ class DecodeServer(EngineServer):
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = [unreported + self._engine.take_steps(rank) for rank, unreported in enumerate(sums)]
-            if not (self._channel.in_flight or any(rank.steps or rank.prompts.any() for rank in sums)):
+            if not (self._channel_server.in_flight or any(rank.steps or rank.prompts.any() for rank in sums)):
                 self._queued = 0.0  # requests only wait if engines are busy
                 continue
             try:

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 
 from eldr_serve.channel import ChannelServer, Reply
 from eldr_serve.channel.actors import start_actor
-from eldr_serve.channel.address import Address, open_channel
+from eldr_serve.channel.address import Address, start_channel_server
 from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Usage
@@ -50,7 +50,7 @@ class DecodeRouter:
         self._connected_at = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
-        self._channel: asyncio.Future[tuple[Address, ChannelServer]] | None = None
+        self._channel_server: asyncio.Future[tuple[Address, ChannelServer]] | None = None
         self._methods = self._bind_methods()
         self._tasks = [
             start_supervised(name, run)
@@ -64,12 +64,14 @@ class DecodeRouter:
 
     async def address(self) -> Address:
         """Return the address of the channel server for ingresses (see RouterCalls)."""
-        if self._channel is None or (self._channel.done() and self._channel.exception() is not None):
-            self._channel = asyncio.ensure_future(self._open())
-        return (await asyncio.shield(self._channel))[0]
+        if self._channel_server is None or (
+            self._channel_server.done() and self._channel_server.exception() is not None
+        ):
+            self._channel_server = asyncio.ensure_future(self._open())
+        return (await asyncio.shield(self._channel_server))[0]
 
     async def _open(self) -> tuple[Address, ChannelServer]:
-        return await open_channel(
+        return await start_channel_server(
             self._handle_call, error_response=_error_response, open_methods=self._sessions.open_methods
         )
 

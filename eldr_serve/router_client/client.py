@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.channel import CallFailedError, OpenCall
+from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.monitoring.supervision import start_supervised
@@ -132,7 +133,11 @@ class RouterClient:
         await self._link.send_shape()
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        return await self._link.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
+        """Exchange tenants' usage with the other ingresses; raise ConnectionError if the router cannot."""
+        try:
+            return await self._link.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
+        except ACTOR_UNAVAILABLE as error:
+            raise ConnectionError(f"the router does not answer: {error!r}") from error
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         """Return the loads of all decode workers; see DecodeRouter.decode_loads."""

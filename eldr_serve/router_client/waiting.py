@@ -53,7 +53,7 @@ class WaitingRequests:
     @property
     def queue_wait_s(self) -> float:
         """Return the predicted wait of a new request in the decode queue, s; 0 if none waits there."""
-        return self._estimator.wait_s(self._in_queue + 1) if self._in_queue else 0.0
+        return self._estimator.estimate_wait_s(self._in_queue + 1) if self._in_queue else 0.0
 
     async def wait(self, lease: Lease) -> None:
         """Return when `resume` is called for the request.
@@ -94,7 +94,7 @@ class WaitingRequests:
         if entry is None or entry.expiry is not None:  # released, or queued again by another router
             return
         loop, deadline_s = asyncio.get_running_loop(), entry.lease.deadline_s
-        if loop.time() + self._estimator.wait_s(self._in_queue + 1) > deadline_s:
+        if loop.time() + self._estimator.estimate_wait_s(self._in_queue + 1) > deadline_s:
             self._expire(entry)
         else:
             entry.expiry = loop.call_at(deadline_s, self._expire, entry)

@@ -108,10 +108,10 @@ class Remote:
         return answer.result()
 
 
-async def open_channel_without_ray(
+async def start_channel_server_without_ray(
     handler: Any, *, max_calls: int = 10**6, **options: Any
 ) -> tuple[Address, ChannelServer]:
-    """Open a channel as address.open_channel does, but without Ray."""
+    """Start a channel server as address.start_channel_server does, but without Ray."""
     host = current().name
     server = ChannelServer("secret", handler, max_calls=max_calls, full_error=RuntimeError, **options)
     return Address(host, await server.start(host), "secret"), server

@@ -104,9 +104,9 @@ def find_leftovers(world: World) -> list[str]:
             f"{process} ended streams to report": len(ingress._router._ended_streams),
             f"{process} local fallback": len(ingress._router._fallback._ledger),
             f"{process} background": services.kv_release.num_pending,
-            f"{process} prompts that wait for prefill": services.admission.queues.outstanding,
-            f"{process} open calls": sum(ingress._fleets.prefill.in_flight.values())
-            + sum(ingress._fleets.decode.in_flight.values()),
+            f"{process} prompts that wait for prefill": services.prefill_admission.queues.outstanding,
+            f"{process} open calls": sum(ingress._fleets.prefill.open_calls.values())
+            + sum(ingress._fleets.decode.open_calls.values()),
         }
     state = router_state(world)
     sessions = world.router().servable_object._sessions  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def find_leftovers(world: World) -> list[str]:
         if engine.process.alive:
             held_items[f"{name} blocks in use"] = engine.blocks.in_use
             held_items[f"{name} running"] = engine.running
-            held_items[f"{name} calls"] = world.servers[name]._channel.in_flight
+            held_items[f"{name} calls"] = world.servers[name]._channel_server.in_flight
             if isinstance(engine, PrefillEngine):
                 held_items[f"{name} prompts held"] = engine.held_blocks
     return [f"{what}: {number}" for what, number in held_items.items() if number]

@@ -44,7 +44,7 @@ MUTATIONS = (
     Mutation(
         "a lease is not released",
         "eldr_serve.pipeline.attempt",
-        "services.router.release(context.request_id)",
+        "services.router_client.release(context.request_id)",
     ),
     Mutation(
         "a retry decodes from blocks that were read before",

@@ -50,9 +50,9 @@ from tests.faults.fake_ray import (
     FakePromptTokens,
     NoMetrics,
     Remote,
-    open_channel_without_ray,
     predictor,
     read_fake_keys,
+    start_channel_server_without_ray,
     table,
 )
 from tests.faults.greedy_model import MODEL
@@ -348,8 +348,8 @@ def patch_serving_code(loop: VirtualLoop, world: World, rng: random.Random) -> I
             (tenants, "_stamp", lambda path: 0),
             (servers, "find_actor", find),
             (servers, "serve", SimpleNamespace(get_replica_context=context)),
-            (decode_router, "open_channel", open_channel_without_ray),
-            (servers, "open_channel", open_channel_without_ray),
+            (decode_router, "start_channel_server", start_channel_server_without_ray),
+            (servers, "start_channel_server", start_channel_server_without_ray),
             (decode_router, "RouterMetrics", NoMetrics),
             (ingress, "IngressMetrics", NoMetrics),
             (loop_watch, "LoopMetrics", NoMetrics),

@@ -75,15 +75,15 @@ class FakeFleet(Fleet):
         return [sent for sent in self.sent if sent.running is not None and not sent.running.done()]
 
     @property
-    def in_flight(self) -> dict[str, int]:
-        open_calls = Counter(sent.replica for sent in self._open)
-        return {name: open_calls[name] for name in self.live_names}
+    def open_calls(self) -> dict[str, int]:
+        counts = Counter(sent.replica for sent in self._open)
+        return {name: counts[name] for name in self.live_names}
 
     def slot_calls_of(self, name: str) -> int:
         return sum(sent.replica == name and sent.method in SLOT_METHODS for sent in self._open)
 
     @property
-    def oldest_s(self) -> dict[str, float]:
+    def oldest_call_ages_s(self) -> dict[str, float]:
         return {name: 0.0 for name in self.live_names}
 
     @property

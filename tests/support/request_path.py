@@ -134,7 +134,7 @@ class Pipeline:
         tokenizer: Any = PromptTokens("") if whole else None
         self.services = build_services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
-            router=self.router,
+            router_client=self.router,
             counters=self.counters,
             options=path_options,
             tokenizer=tokenizer,

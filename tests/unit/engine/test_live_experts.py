@@ -337,9 +337,7 @@ def test_large_batches_can_have_another_replica_choice() -> None:
                 max_decode_tokens=4,
             )
             layer.set_placement(np.array([0, 1, 1, 0]))
-            served.append(
-                [(layer.route_and_log(experts[:tokens]) >= 0).sum().item() for tokens in (4, 5, 8)]
-            )
+            served.append([(layer.route_and_log(experts[:tokens]) >= 0).sum().item() for tokens in (4, 5, 8)])
         pairs = np.array(served)
         assert pairs.sum(axis=0).tolist() == [4, 5, 8]
         assert (pairs > 0).sum(axis=0).tolist() == [1, num_ranks_with_work, num_ranks_with_work]

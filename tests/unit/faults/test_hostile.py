@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eldr_serve.ingress.openapi import _PATHS
+from eldr_serve.ingress.routes import ROUTES
 from tests.fuzz.__main__ import _read, hostile, send, send_all
 from tests.fuzz.cases import FuzzCase, by_hand, case, known_cases
 from tests.fuzz.connections import occupy, slow_request
@@ -86,8 +86,9 @@ def test_cases_are_numerous_and_distinct_and_repeat_by_seed() -> None:
 
 def test_each_endpoint_has_hundreds_of_written_cases_and_its_share_of_mutations() -> None:
     path_of: dict[str, str] = {}
-    for path, method in _PATHS.items():
-        path_of.setdefault(method, path)  # the others are aliases
+    for endpoint in ROUTES:
+        if endpoint.body is not None:
+            path_of.setdefault(endpoint.body, endpoint.path)  # the others are aliases
     written, mutated = (
         Counter(path for c in cases for path in re.findall(rb"^POST (\S+)", c.raw))
         for cases in (by_hand("m", None), mutations("m", 400, 0))

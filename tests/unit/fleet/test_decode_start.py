@@ -47,13 +47,13 @@ async def leave(decode: DecodeStartEstimator, *calls: WaitingCall) -> None:
 
 def test_the_wait_for_a_slot_is_that_of_the_replica_with_the_shortest() -> None:
     async def main(replicas: Replicas, decode: DecodeStartEstimator) -> None:
-        assert decode.wait_s() == 0.0  # no departure yet
+        assert decode.estimate_wait_s() == 0.0  # no departure yet
         await leave(decode, *[decode.enter("a") for _ in range(10)][:4])
         await leave(decode, *[decode.enter("b") for _ in range(5)][:4])
         # At b one call waits, and four have left in 3 s; at a six wait.
-        assert decode.wait_s() == pytest.approx(2 * 3 / 4)
+        assert decode.estimate_wait_s() == pytest.approx(2 * 3 / 4)
         replicas.calls["a"] = 2  # a slot is free
-        assert decode.wait_s() == 0.0
+        assert decode.estimate_wait_s() == 0.0
 
     run(main, a=12, b=12)
 
@@ -87,10 +87,10 @@ def test_the_estimate_of_a_replica_that_has_gone_is_dropped() -> None:
     async def main(replicas: Replicas, decode: DecodeStartEstimator) -> None:
         calls = [decode.enter("a") for _ in range(7)]
         await leave(decode, *calls[:5])
-        assert decode.wait_s() > 0.0
+        assert decode.estimate_wait_s() > 0.0
         del replicas.metadata["a"]
         decode.leave(calls[5], answered=False)
         replicas.metadata["a"] = {SLOTS: 2}
-        assert decode.wait_s() == 0.0  # nothing is known of its successor
+        assert decode.estimate_wait_s() == 0.0  # nothing is known of its successor
 
     run(main, a=12)

@@ -118,7 +118,7 @@ async def test_a_drain_takes_all_ranks_of_a_replica(named: str) -> None:
 
 async def test_the_ranks_of_a_lost_replica_leave_together() -> None:
     async with engines("a", "b") as (fleet, running):
-        running["a"]._channel.suspend("its core is dead")
+        running["a"]._channel_server.suspend("its core is dead")
         await wait_until(lambda: fleet.live_names == ("b/0", "b/1"))
         with pytest.raises(ChannelLostError):
             fleet.call("a/1", "generate", EngineRequest())
@@ -180,7 +180,9 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
         prefix_cache=lambda: (32, 960),
         take_prefix_changes=lambda *, full: None,
     )
-    server: Any = SimpleNamespace(_router_name="r", _engine=engine, _channel=SimpleNamespace(in_flight=0))
+    server: Any = SimpleNamespace(
+        _router_name="r", _engine=engine, _channel_server=SimpleNamespace(in_flight=0)
+    )
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
     await wait_until(lambda: observe.await_count >= 2)
     task.cancel()

@@ -25,6 +25,7 @@ from eldr_serve.ingress import body as request_body
 from eldr_serve.ingress.admission import Admission, Gate
 from eldr_serve.ingress.body import BodyShare, parse_json
 from eldr_serve.ingress.options import IngressOptions
+from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES
 from tests.support.fake_fleet import answer_with
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app
@@ -186,8 +187,11 @@ async def test_unknown_adapters_are_refused_without_an_engine_call() -> None:
 async def test_the_openapi_document_is_served() -> None:
     async with running_app() as app:
         paths = (await app.client.get("/openapi.json")).json()["paths"]
-        assert {COMPLETIONS, CHAT, "/tokenize", "/eldr/policy", "/eldr/predictor"} <= paths.keys()
-        assert paths["/eldr/shadow"].keys() == {"put", "delete"}
+    assert paths.keys() == {endpoint.documented_path for endpoint in ROUTES}
+    assert paths["/eldr/shadow"].keys() == {"put", "delete"}
+    assert [parameter["name"] for parameter in paths["/v1/models/{model}"]["get"]["parameters"]] == ["model"]
+    headers = [parameter["name"] for parameter in paths[COMPLETIONS]["post"]["parameters"]]
+    assert headers == ["x-eldr-ttft-ms", "x-eldr-tpot-ms", "x-eldr-domain", "traceparent"]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP"])
@@ -280,7 +284,7 @@ class Upload:
                 await asyncio.Event().wait()
 
     async def status(self) -> int:
-        transport = httpx.ASGITransport(Admission(self._app, lambda: self.gate))
+        transport = httpx.ASGITransport(Admission(self._app, lambda: self.gate, PUBLIC_PATHS))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             method, path, headers = self.head
             pending_bytes = self.gate.bodies.used
@@ -343,7 +347,7 @@ async def test_a_body_is_received_once_and_then_the_disconnection_is_awaited() -
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
-    answering = asyncio.create_task(Admission(app, lambda: upload.gate)(scope, receive, Mock()))
+    answering = asyncio.create_task(Admission(app, lambda: upload.gate, PUBLIC_PATHS)(scope, receive, Mock()))
     await wait_until(lambda: received and received[0].done())
     assert received[0].result()["body"] == b"x"
     await asyncio.sleep(0.01)

@@ -39,7 +39,7 @@ async def test_a_stream_whose_engine_is_lost_ends_with_an_error_event() -> None:
     start = b"event: message_start\ndata: {}\n\n"
     async with running_app(decode=answer_with(start, ChannelLostError("dead"))) as app:
         answer = (await app.post(PATH, HI | {"stream": True})).content
-    message = "the decode engine was lost while it generated; send the request again"
+    message = "the decode engine was lost while generating this answer; send the request again"
     assert answer == start + error_event("engine_lost", message, "messages")
 
 

@@ -37,7 +37,7 @@ async def test_a_request_that_would_miss_its_objective_is_refused_before_prefill
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "60"
         assert refused.json()["error"]["type"] == "overloaded"
-        assert "a token every 100.1 ms (50 asked)" in refused.json()["error"]["message"]
+        assert "a token every 100.1 ms (objective: 50 ms)" in refused.json()["error"]["message"]
         assert len(app.prefill.requests) == 1
         assert (await app.post(COMPLETIONS, body, **{TPOT_HEADER: "500"})).status_code == 200
         assert (await app.status())["ingress"]["objectives"]["ttft"]["requests"] == 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eldr_serve.engine.calls import STEERING_HEADERS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
+from eldr_serve.ingress.routes import ROUTES, Caller
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
 from tests.support.fake_fleet import answer_with
@@ -34,30 +35,24 @@ async def with_tenants(folder: Path, limits: dict[str, dict[str, float]], **opti
         yield app
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "GET /v1/models",
-        "GET /v1/models/m",
-        f"POST {COMPLETIONS}",
-        f"POST {CHAT}",
-        "POST /v1/messages",
-        "POST /v1/responses",
-        "POST /v1/embeddings",
-        "POST /v1/score",
-        "POST /v1/rerank",
-        "POST /tokenize",
-        "POST /detokenize",
-    ],
-)
-async def test_endpoints_need_a_tenants_key(tmp_path: Path, endpoint: str) -> None:
+@pytest.mark.parametrize("caller", Caller)
+async def test_endpoints_need_the_key_of_their_callers(tmp_path: Path, caller: Caller) -> None:
+    keys_of_others: dict[Caller, tuple[str, ...]] = {
+        Caller.ANYONE: (),
+        Caller.TENANTS: ("", "Bearer no", "a", f"Bearer {KEY}"),
+        Caller.OPERATORS: ("", "Bearer no", KEY, "Bearer a"),
+    }
+    endpoints = [endpoint for endpoint in ROUTES if endpoint.caller is caller]
+    calls = [(method, endpoint.documented_path) for endpoint in endpoints for method in endpoint.methods]
     async with with_tenants(tmp_path, {"a": {}}) as app:
-        for authorization in ("", "Bearer no", "a", f"Bearer {KEY}"):  # nor with the admin key
-            headers = {"authorization": authorization}
-            answer = await app.client.request(*endpoint.split(), json=HELLO, headers=headers)
-            assert answer.status_code == answer.json()["error"]["code"] == 401
+        for method, path in calls:
+            for authorization in keys_of_others[caller]:
+                headers = {"authorization": authorization}
+                answer = await app.client.request(method, path, json=HELLO, headers=headers)
+                assert answer.status_code == answer.json()["error"]["code"] == 401
+            if caller is Caller.ANYONE:
+                assert (await app.client.request(method, path)).status_code in (200, 503), path
         assert not app.prefill.sent + app.decode.sent
-        assert (await app.client.get("/eldr/status")).status_code == 200
 
 
 @pytest.mark.parametrize(

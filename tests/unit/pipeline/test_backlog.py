@@ -63,7 +63,7 @@ class Backlog:
         fleets: Any = self.prefill, self.decode
         self.services = build_services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
-            router=self.router,
+            router_client=self.router,
             counters=self.counters,
             options=PathOptions(),
         )
@@ -123,7 +123,7 @@ def test_each_prompt_is_answered_or_refused_at_once_with_a_retry_time(before: in
 def test_a_wait_behind_other_prompts_is_no_failure_of_an_engine() -> None:
     """Prompts wait longer than the limit if the engine is slower than the rate that admitted them."""
     backlog = Backlog()
-    backlog.services.admission.queues._bound_s = 10**6
+    backlog.services.prefill_admission.queues._bound_s = 10**6
     backlog.send_all(range(700))  # 117 s
     assert backlog.statuses == {200: 700}
     assert len(backlog.prefill.requests) == 700
@@ -178,7 +178,7 @@ def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
             await anext(backlog.path.generate(request_context(stream=True)))
         assert time() == pytest.approx(wait_s)
         backlog.decode.lost = {"d0", "d1", "d2"}
-        with pytest.raises(OverloadedError, match="no decode replica can be reached"):
+        with pytest.raises(OverloadedError, match=f"no decode replica could be reached for {wait_s:g} s"):
             await anext(backlog.path.generate(request_context(stream=True)))
         assert time() == pytest.approx(2 * wait_s)
 

@@ -59,7 +59,7 @@ class Service:
         tokenizer: Any = PromptTokens("") if whole else None
         self.services = build_services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
-            router=self.router,
+            router_client=self.router,
             counters=self.counters,
             options=PathOptions(retry_backoff_s=0.0, **options),
             tokenizer=tokenizer,
@@ -113,7 +113,7 @@ class Service:
 def run(service: Service, main: Any) -> None:
     async def to_the_end() -> None:
         await main()
-        service.latencies = service.services.latency_admission.status()
+        service.latencies = service.services.prediction_recorder.status()
 
     on_virtual_time(to_the_end)
 
@@ -136,7 +136,7 @@ def test_a_request_that_would_wait_too_long_is_refused_until_it_would_not() -> N
 
     run(service, main)
     assert retry_after_s(service) == [4, 4, 60]  # 3.1 s and 3.2 s
-    assert "first token after 5100 ms (2000 asked)" in str(service.refusals[0])
+    assert "first token after 5100 ms (objective: 2000 ms)" in str(service.refusals[0])
     assert {error.status for error in service.refusals} == {503}
     assert service.counters.events.count("refused_objective") == 3
 
@@ -173,7 +173,7 @@ def test_without_an_objective_or_measurements_nothing_is_refused_or_asked() -> N
         num_calls = len(service.router.blocks)
         context = await service.send()
         assert context is not None
-        assert context.prediction is None
+        assert context.admission.prediction is None
         assert len(service.router.blocks) == num_calls
 
     run(service, main)
@@ -248,7 +248,7 @@ def test_a_request_may_retry_when_enough_others_will_have_ended() -> None:
         running = [asyncio.create_task(service.send(10, seed=n)) for n in range(8)]
         await asyncio.sleep(0.5)
         service.router.loads = loads(4, 4)
-        service.services.latency_admission._ends.wait_s = lambda ahead: 2.0 * ahead  # type: ignore[method-assign]
+        service.services.prediction_recorder._ends.estimate_wait_s = lambda ahead: 2.0 * ahead  # type: ignore[method-assign]
         assert await service.send(tpot_s=0.045) is None  # three requests of one worker, six of both
         assert await service.send(tpot_s=0.019, seed=1) is None  # alone it takes 20 ms
         for task in running:
@@ -256,7 +256,7 @@ def test_a_request_may_retry_when_enough_others_will_have_ended() -> None:
 
     run(service, main)
     assert retry_after_s(service) == [8, 60]
-    assert "a token every 60.0 ms (45 asked)" in str(service.refusals[0])
+    assert "a token every 60.0 ms (objective: 45 ms)" in str(service.refusals[0])
 
 
 def test_an_unreachable_objective_is_tried_again_once_a_window() -> None:
@@ -325,7 +325,7 @@ def test_cached_tokens_of_a_whole_engine_take_no_time() -> None:
         context = await service.send(2000, ttft_s=1.0)
         assert context is not None
         # The rate is that of prompts that are half cached.
-        assert context.prediction.ttft_s == pytest.approx({"d0": 4.0, "d1": 0.2})
+        assert context.admission.prediction.ttft_s == pytest.approx({"d0": 4.0, "d1": 0.2})
         assert len(service.router.blocks[-1].hashes) == 2000 // 16 - 1
         assert service.router.placements[-1][0].exclude == ("d0",)
 

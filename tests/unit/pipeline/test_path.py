@@ -165,7 +165,10 @@ async def test_prefill_attempts_are_counted_over_the_whole_request() -> None:
     prefill = in_turn(*[DEAD, answer_with(prefill_result())] * 9)
     attempts: dict[str, Any] = {"prefill_attempts": 3, "decode_attempts": 9}
     pipeline = Pipeline(prefill=prefill, decode=DEAD, **attempts, max_lost_engines=9)
-    with pytest.raises(OverloadedError, match="3 prefill and 2 decode attempts of this request failed"):
+    with pytest.raises(
+        OverloadedError,
+        match="3 prefill and 2 decode attempts of this request failed; the last failure: prefill replica",
+    ):
         await pipeline.run()
     assert len(pipeline.prefill.requests) == 5
 

@@ -239,6 +239,8 @@ async def test_the_prefill_of_a_resumed_answer_counts_the_generated_tokens(
 ) -> None:
     pipeline = Pipeline(decode=Engines((5, LOST)))
     finished: list[int] = []
-    monkeypatch.setattr(pipeline.services.admission, "finish", lambda ticket, tokens: finished.append(tokens))
+    monkeypatch.setattr(
+        pipeline.services.prefill_admission, "finish", lambda ticket, tokens: finished.append(tokens)
+    )
     assert await pipeline.run(stream=True) == WHOLE + END
     assert finished == [len(TOKEN_IDS) // 4, len(TOKEN_IDS) // 4 + 5]

@@ -139,7 +139,7 @@ async def test_requests_succeed_without_measured_counts(monkeypatch: pytest.Monk
     assert await pipeline.run(prompt=[5]) == b"x"
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d0", "d1", "d1"]
     assert not pipeline.router.counts
-    await wait_until(lambda: not any(pipeline.decode.in_flight.values()))  # no call waits any more
+    await wait_until(lambda: not any(pipeline.decode.open_calls.values()))  # no call waits any more
 
 
 async def test_a_disconnected_client_leaves_no_call_or_lease(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +148,13 @@ async def test_a_disconnected_client_leaves_no_call_or_lease(monkeypatch: pytest
     stream = pipeline.path.generate(request_context(prompt=[1, 2]))
     await anext(stream)
     await stream.aclose()
-    await wait_until(lambda: not any(pipeline.decode.in_flight.values()))
+    await wait_until(lambda: not any(pipeline.decode.open_calls.values()))
     assert not pipeline.router.leases
 
 
 async def test_ejected_engines_have_no_room_for_a_prompt() -> None:
     pipeline = Pipeline(decode=whole_engine, whole=True, prefill_queue_s=1.0)
-    admission, outliers = pipeline.services.admission, pipeline.services.outliers
+    admission, outliers = pipeline.services.prefill_admission, pipeline.services.outliers
     for replica in ("d1", "d2"):
         admission.queues.enter(replica, 10 * DEFAULT_RATE, key=replica)
     assert await pipeline.run(prompt=[5]) == b"ab"  # d0 is idle
@@ -172,7 +172,7 @@ async def test_prompt_sizes_are_learnt_from_true_counts_and_not_from_estimates(
 
     monkeypatch.setattr(PromptTokens, "tokenise", tokenise)
     pipeline, text, other = Pipeline(decode=whole_engine, whole=True), "x" * 90, "y" * 90
-    estimate = partial(pipeline.services.admission.estimate_tokens, request_context(prompt=other))
+    estimate = partial(pipeline.services.prefill_admission.estimate_tokens, request_context(prompt=other))
     for _ in range(3):
         await pipeline.run(prompt=other)  # its tokens stay unknown
     assert estimate() == 90 / 4
@@ -193,6 +193,8 @@ async def test_the_prompt_of_a_resumed_answer_includes_its_tokens(monkeypatch: p
 
     pipeline = Pipeline(decode=lost_once, whole=True)
     finished: list[int] = []
-    monkeypatch.setattr(pipeline.services.admission, "finish", lambda ticket, tokens: finished.append(tokens))
+    monkeypatch.setattr(
+        pipeline.services.prefill_admission, "finish", lambda ticket, tokens: finished.append(tokens)
+    )
     assert await pipeline.run(prompt=[5, 6, 7], stream=True) == b"ab"
     assert finished == [3, 5]

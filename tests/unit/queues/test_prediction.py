@@ -29,7 +29,7 @@ def test_prediction_and_margin_cover_95_percent(bias: float) -> None:
     covered = 0
     for number in range(2000):
         measured = 3.0 + bias + rng.gauss(0, 0.2)
-        covered += number >= 200 and measured <= 3.0 + accuracy.margin_s(1.0)
+        covered += number >= 200 and measured <= 3.0 + accuracy.compute_margin_s(1.0)
         accuracy.record(3.0, measured, 3.0, load=1.0)
     assert 0.93 < covered / 1800 < 0.98
 
@@ -38,11 +38,11 @@ def test_old_errors_and_few_errors_do_not_count() -> None:
     accuracy = PredictionAccuracy(clock := Clock())
     for _ in range(7):
         accuracy.record(1.0, 9.0, 1.0, load=1.0)
-    assert accuracy.margin_s(1.0) == 0.0
+    assert accuracy.compute_margin_s(1.0) == 0.0
     accuracy.record(1.0, 9.0, 1.0, load=1.0)
-    assert accuracy.margin_s(1.0) == 8.0
+    assert accuracy.compute_margin_s(1.0) == 8.0
     clock.now = WINDOW_S + 1
-    assert accuracy.margin_s(1.0) == 0.0
+    assert accuracy.compute_margin_s(1.0) == 0.0
     assert accuracy.num_measured == 8
 
 
@@ -51,9 +51,9 @@ def test_errors_at_a_high_load_do_not_refuse_requests_at_a_low_one() -> None:
     for _ in range(100):
         accuracy.record(1.0, 1.1, 1.0, load=1.0)
         accuracy.record(1.0, 5.0, 1.0, load=4.0)
-    assert accuracy.margin_s(1.2) == pytest.approx(0.1)
-    assert accuracy.margin_s(4.0) == pytest.approx(4.0)
-    assert accuracy.margin_s(3.0) == pytest.approx(3.0)
+    assert accuracy.compute_margin_s(1.2) == pytest.approx(0.1)
+    assert accuracy.compute_margin_s(4.0) == pytest.approx(4.0)
+    assert accuracy.compute_margin_s(3.0) == pytest.approx(3.0)
 
 
 def test_the_newest_of_equally_near_errors_count() -> None:
@@ -61,15 +61,15 @@ def test_the_newest_of_equally_near_errors_count() -> None:
     for measured in (9.0, 2.0):
         for _ in range(100):
             accuracy.record(1.0, measured, 1.0, load=2.0)
-    assert accuracy.margin_s(2.0) == pytest.approx(1.0)
+    assert accuracy.compute_margin_s(2.0) == pytest.approx(1.0)
 
 
 def test_after_a_burst_an_idle_service_admits_again() -> None:
     accuracy = PredictionAccuracy(Clock())
     for _ in range(50):
         accuracy.record(1.0, 13.0, 2.0, load=12.0)
-    assert accuracy.margin_s(12.0) == pytest.approx(12.0)
-    assert accuracy.margin_s(1.0) == pytest.approx(1.0)
+    assert accuracy.compute_margin_s(12.0) == pytest.approx(12.0)
+    assert accuracy.compute_margin_s(1.0) == pytest.approx(1.0)
 
 
 def test_mean_concurrency_over_the_time_of_a_request() -> None:

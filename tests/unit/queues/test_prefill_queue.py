@@ -116,7 +116,7 @@ def test_predicted_waits_are_accurate(rate: float, load: list[tuple[int, float]]
     errors = []
     for key, (tokens, gap_s) in enumerate(load):
         server.run(clock.now + gap_s * 2000 / rate)
-        predicted_s, sent_s = ingress.queues.wait_s("p"), clock.now
+        predicted_s, sent_s = ingress.queues.estimate_wait_s("p"), clock.now
 
         def began(at_s: float, sent_s: float = sent_s, predicted_s: float = predicted_s) -> None:
             errors.append((predicted_s - (at_s - sent_s), at_s - sent_s))
@@ -219,9 +219,9 @@ def test_cancelled_prompts_do_not_count_as_computed() -> None:
     clock.now = 1.0
     queues.leave(first)
     queues.leave(first)  # has no effect
-    assert queues.wait_s("p") == 3000 / DEFAULT_RATE
+    assert queues.estimate_wait_s("p") == 3000 / DEFAULT_RATE
     queues.leave(second, 3000)
-    assert queues.wait_s("p") == 0.0
+    assert queues.estimate_wait_s("p") == 0.0
 
 
 def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
@@ -231,10 +231,10 @@ def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
         tickets.append(queues.enter(None, 1000, 0))
     assert len(tickets) == 2 * 10 + 1
     queues.assign(tickets[0], "a")
-    assert queues.wait_s("a") == 1000 / DEFAULT_RATE
+    assert queues.estimate_wait_s("a") == 1000 / DEFAULT_RATE
     for ticket in tickets:
         queues.leave(ticket)
-    assert queues.wait_s("a") == 0.0
+    assert queues.estimate_wait_s("a") == 0.0
     assert queues.workers_with_room(["a", "b"], 0) == ["a", "b"]
 
 

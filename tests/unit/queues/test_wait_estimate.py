@@ -12,13 +12,13 @@ def test_the_predicted_wait_is_the_mean_interval_times_the_number_ahead() -> Non
     for _ in range(3):
         clock.now += 2.0
         estimate.record_departure(empty=False)
-    assert estimate.wait_s(5) == 0.0  # too few departures
+    assert estimate.estimate_wait_s(5) == 0.0  # too few departures
     assert estimate.retry_after_s(5) == 1
     clock.now += 2.0
     estimate.record_departure(empty=False)
-    assert estimate.wait_s(5) == pytest.approx(5 * 6.0 / 4)
+    assert estimate.estimate_wait_s(5) == pytest.approx(5 * 6.0 / 4)
     assert estimate.retry_after_s(5) == 8
     clock.now += 100.0  # a queue that does not move waits longer
-    assert estimate.wait_s(5) > 100.0
+    assert estimate.estimate_wait_s(5) > 100.0
     estimate.record_departure(empty=True)
-    assert estimate.wait_s(5) == 0.0
+    assert estimate.estimate_wait_s(5) == 0.0

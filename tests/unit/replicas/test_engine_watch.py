@@ -95,7 +95,7 @@ async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
             await call.read()
     assert loop.time() - sent_s >= LIMIT_S
     assert not channel.is_open
-    await wait_until(lambda: not server._channel.in_flight)  # the engine has ended them
+    await wait_until(lambda: not server._channel_server.in_flight)  # the engine has ended them
     with pytest.raises(ChannelLostError):
         await server._address.connect()
     with pytest.raises(RuntimeError, match="answered nothing"):
@@ -159,7 +159,7 @@ async def test_a_core_that_dies_is_lost_at_once_and_permanently(
     server, channel = replica
     server._engine.runs.clear()
     call = generate(channel)
-    await wait_until(lambda: server._channel.in_flight == 1)
+    await wait_until(lambda: server._channel_server.in_flight == 1)
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 3600.0)
     await asyncio.sleep(0.05)  # the check that was due
     server._engine.kill()
@@ -211,7 +211,7 @@ async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: 
 async def test_an_idle_engine_is_not_pinged(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
     assert await read_all(generate(channel))
-    await wait_until(lambda: not server._channel.in_flight)
+    await wait_until(lambda: not server._channel_server.in_flight)
     await asyncio.sleep(0.05)
     pings = server._engine.pings
     await asyncio.sleep(0.1)

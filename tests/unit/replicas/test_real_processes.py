@@ -97,9 +97,9 @@ async def test_no_answer_is_lost_if_an_engine_is_killed_before_its_first_token(
             fleet = getattr(service.ingress._fleets, role)
             # All requests but those at the victim have their answers.
             waiting = lambda: sum(not task.done() for task in requests)  # noqa: E731
-            await wait_until(lambda: waiting() == fleet.in_flight["victim"] > 0, 30)
+            await wait_until(lambda: waiting() == fleet.open_calls["victim"] > 0, 30)
             async with asyncio.timeout(30):
-                while len(await victim.running()) < fleet.in_flight["victim"]:
+                while len(await victim.running()) < fleet.open_calls["victim"]:
                     await asyncio.sleep(0.01)
             victim.process.kill()
             answers = await asyncio.gather(*requests)
@@ -126,7 +126,7 @@ async def test_a_killed_ingress_frees_its_requests_in_the_engines() -> None:
             killed.kill()
             killed.wait()
             await wait_until(lambda: not decodes._engine.running, 10 * 2)
-        assert not decodes._channel.in_flight
+        assert not decodes._channel_server.in_flight
         for task in requests:
             with pytest.raises(httpx.TransportError):
                 await task

@@ -54,7 +54,7 @@ async def report(
         take_prefix_changes=lambda *, full: BlockChanges(full=full),
     )
     channel = SimpleNamespace(in_flight=in_flight)
-    server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel=channel)
+    server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel_server=channel)
     task = asyncio.create_task(servers.DecodeServer._report_steps(server))
     await wait_until(until)
     task.cancel()
@@ -155,7 +155,7 @@ async def test_only_calls_that_need_a_slot_count_as_load(monkeypatch: pytest.Mon
         counts = [channel.call(WAIT_FOR_COUNTS, {"id": name}) for name in ("a", "b")]
         answers = [generate(channel, name, tokens=10**6) for name in ("a", "b")]
         await asyncio.gather(*(answer.read() for answer in answers))  # neither is refused
-        assert (server._channel.in_flight, channel.in_flight) == (4, 4)
+        assert (server._channel_server.in_flight, channel.in_flight) == (4, 4)
         assert channel.in_flight_of(SLOT_METHODS) == 2
         assert (await server.record_autoscaling_stats())["in_flight"] == 2.0
         assert server.report()[QUEUE]["calls"] == 2
@@ -164,7 +164,7 @@ async def test_only_calls_that_need_a_slot_count_as_load(monkeypatch: pytest.Mon
         for call in (*counts, *answers):
             call.cancel()
             await call.wait_until_ended()
-        assert channel.in_flight_of(SLOT_METHODS) == server._channel.in_flight == 0
+        assert channel.in_flight_of(SLOT_METHODS) == server._channel_server.in_flight == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

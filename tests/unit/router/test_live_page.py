@@ -144,7 +144,7 @@ async def test_charts_do_not_connect_points_across_idle_minutes() -> None:
 async def test_stuck_prefills_are_shown_in_red_with_number_and_age() -> None:
     go_on, ages = asyncio.Event(), {"r0": 4.9, "r1": 43.2}
     async with open_page(busy_actor(), prefill=answer_with(go_on)) as (app, page):
-        with patch.object(type(app.prefill), "oldest_s", ages):
+        with patch.object(type(app.prefill), "oldest_call_ages_s", ages):
             posts = [
                 asyncio.create_task(app.post("/v1/completions", {"model": "m", "prompt": f"p{n}"}))
                 for n in range(7)
@@ -152,8 +152,8 @@ async def test_stuck_prefills_are_shown_in_red_with_number_and_age() -> None:
             await wait_for_status(page)
             await until(page, "document.getElementById('path').innerText.includes('oldest')")
             text = await page.evaluate("document.getElementById('path').innerText")
-            assert min(app.prefill.in_flight.values()) > 0
-            for name, number in app.prefill.in_flight.items():
+            assert min(app.prefill.open_calls.values()) > 0
+            for name, number in app.prefill.open_calls.items():
                 assert f"{number} request{'s' * (number > 1)}, oldest {ages[name]} s" in text
             red = await page.evaluate("document.querySelector('#path .bad').innerText")
             assert red.endswith("oldest 43.2 s")

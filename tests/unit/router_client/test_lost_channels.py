@@ -2,8 +2,12 @@
 
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
+import pytest
+from ray.exceptions import RayError
+
+from eldr_serve.channel import CallFailedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.messages import Place, Restore, encode
 from tests.support.fake_router import FakeActor, connected_client, router_and_client, wait_until
@@ -99,3 +103,10 @@ async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_
         assert (await client.place(request("b"), None)).worker == "r1"
         directory.publish({"r2": {}})
         await wait_until(lambda: actor.state.positions.workers == ["r2"])
+
+
+@pytest.mark.parametrize("error", [RayError("dead"), TimeoutError(), CallFailedError(500, b"{}")])
+async def test_tenants_get_one_error_if_the_router_does_not_answer(error: Exception) -> None:
+    async with connected_client(FakeActor()) as client:
+        with patch.object(client._link, "call", side_effect=error), pytest.raises(ConnectionError):
+            await client.share_limits("a", {})

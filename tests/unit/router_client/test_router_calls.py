@@ -47,8 +47,8 @@ class Cluster:
     async def end(self) -> None:
         for task in self.router._tasks:
             task.cancel()
-        if self.router._channel is not None:
-            await (await self.router._channel)[1].stop()
+        if self.router._channel_server is not None:
+            await (await self.router._channel_server)[1].stop()
 
     async def restart(self) -> None:
         await self.end()
