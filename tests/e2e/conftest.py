@@ -13,6 +13,7 @@ import yaml
 
 from tests.e2e.collector import Collector
 from tests.e2e.service import (
+    AGENT_PORT,
     ENGINE_ENV,
     PROMPTS,
     QUEUE_TIMEOUT_S,
@@ -21,6 +22,7 @@ from tests.e2e.service import (
     Background,
     Demo,
     Service,
+    is_free,
     run,
     submit_job,
     wait_for,
@@ -120,6 +122,8 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     STRANGER.write_text(_POLICY)
     paths = [str(ROOT), str(STRANGER.parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # The agent of a cluster that lived for seconds stays for a minute; without the port, Ray accepts no jobs.
+    wait_for(lambda: is_free(AGENT_PORT), "the port of Ray's job agent is free", 180)
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, *(f"--{name}={value}" for name, value in options.items())],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -234,6 +235,15 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) 
     pytest.fail(f"not within {timeout_s} s: {what}")
 
 
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on the port."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
     """Wait like wait_for, in a test whose own event loop runs requests."""
     await asyncio.to_thread(wait_for, condition, what, timeout_s)
@@ -262,6 +272,9 @@ def core_of(replica: str) -> int:
         if "EngineCore" in " ".join(child.cmdline())
     )
     return core.pid
+
+
+AGENT_PORT = 52365  # of Ray's job agent; no argument of ray.init changes it
 
 
 def submit_job(dashboard: str, command: list[str], output: Path) -> Background:
