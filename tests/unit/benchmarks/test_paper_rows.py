@@ -21,7 +21,13 @@ from tests.support.shipped import PACKAGES, ROOT
 
 STATES = ("exact", "selectable", "ours, better", "ours, worse", "ours, not compared", "rerun", "not here")
 PLACES = {"service", "CPU engines", "GPU code, never run", "offline", "simulator", "test bed", "-"}
-CHOICES = {"--method": METHODS, "--transform": TRANSFORMS, "policy": POLICIES, "replica_choice": RULES}
+CHOICES = {
+    "--method": METHODS,
+    "--transform": TRANSFORMS,
+    "policy": POLICIES,
+    "replica_choice": RULES,
+    "prefill_replica_choice": RULES,
+}
 WORDS = {*POLICIES, *RULES, *TRANSFORMS, *METHODS, *LENGTH_PREDICTORS}
 ROWS = [(paper, line) for paper, part in PAPERS.items() for line in part["lines"]]
 
