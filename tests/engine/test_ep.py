@@ -159,6 +159,7 @@ def test_an_initial_placement_that_does_not_fit_is_refused(
             topology=Topology(ranks=2),
             rank=0,
             group=None,
+            max_decode_tokens=8,
         )
 
 
