@@ -377,7 +377,7 @@ def _publish(
         inputs=settings.inputs() | {"trials": {key: trial | divisors[key] for key, trial in trials.items()}},
         seed=settings.seed,
         out=settings.out,
-        notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
+        notes="closed loop, greedy; two sets of four whole replicas, of which one has requests at a time, "
         "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
     )
 

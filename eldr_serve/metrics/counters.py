@@ -38,7 +38,7 @@ class RouterEvent(_Event):
         "requests",
         "placed by their ingress and reported to the router later",
     )
-    PREFILL_TOKENS = "prefill_tokens", "tokens", "prompt tokens of requests on whole engines"
+    PREFILL_TOKENS = "prefill_tokens", "tokens", "prompt tokens of requests on whole replicas"
     PREFILL_TOKENS_CACHED = (
         "prefill_tokens_cached",
         "tokens",

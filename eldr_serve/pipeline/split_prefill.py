@@ -24,7 +24,7 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
-from eldr_serve.request import needs_whole_engine, prompt_head
+from eldr_serve.request import needs_whole_replica, prompt_head
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
@@ -82,7 +82,7 @@ class SplitPrefill:
             CallFailedError: the request is at fault.
         """
         prompt: Prompt = UncomputedPrompt()
-        if needs_whole_engine(context.request.method, context.request.fields) is None:
+        if needs_whole_replica(context.request.method, context.request.fields) is None:
             try:
                 prompt = await self.prefill(context)
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:

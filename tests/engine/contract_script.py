@@ -1,7 +1,7 @@
 """Run the checks of `engine_contract` on vLLM engines that start like replicas, and on one for calibration.
 
 vLLM starts once per process, so there are three processes. The first has an engine that prefills. The second
-has a whole engine, which also counts prompts, and reads the first engine's blocks. The third has an engine
+has a whole replica, which also counts prompts, and reads the first engine's blocks. The third has an engine
 for calibration. There is no Ray: replicas use it only for the port and the host of NIXL's side channel.
 """
 

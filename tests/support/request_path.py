@@ -114,7 +114,7 @@ class RecordedCounters(IngressCounters):
 
 
 class Pipeline:
-    """The path over engines that answer by `prefill` and `decode`, or over whole engines."""
+    """The path over engines that answer by `prefill` and `decode`, or over whole replicas."""
 
     def __init__(
         self,

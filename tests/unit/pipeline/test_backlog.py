@@ -52,7 +52,7 @@ class Engine:
 
 
 class Backlog:
-    """The request path with one prefill engine, or with whole engines."""
+    """The request path with one prefill engine, or with whole replicas."""
 
     def __init__(self, prefill: Any = None, decode: Any = good_decode, *, whole: bool = False) -> None:
         names = () if whole else ("p0",)
@@ -238,7 +238,7 @@ def test_a_decode_call_waits_for_a_slot(reported: int) -> None:
     assert "ejected" not in backlog.counters.events
 
 
-def test_whole_engines_bound_their_waiting_prompts_too() -> None:
+def test_whole_replicas_bound_their_waiting_prompts_too() -> None:
     backlog = Backlog(decode=Engine(b"data: [DONE]\n\n"), whole=True)
     backlog.decode.directory.publish({"d0": {}})
     backlog.send_all(range(600))
