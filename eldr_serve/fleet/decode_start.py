@@ -7,7 +7,7 @@ import math
 
 from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.fleet import Fleet
-from eldr_serve.queues.prefilled_time import PrefilledTimeEstimator, WaitingCall
+from eldr_serve.queues.call_start import PrefilledTimeEstimator, WaitingCall
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.scheduling.worker_names import replica_of

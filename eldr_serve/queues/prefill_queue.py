@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eldr_serve.queues.prefilled_time import PrefilledTimeEstimator, WaitingCall
+from eldr_serve.queues.call_start import PrefilledTimeEstimator, WaitingCall
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput

@@ -8,7 +8,7 @@ import pytest
 
 from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
-from eldr_serve.queues.prefilled_time import WaitingCall
+from eldr_serve.queues.call_start import WaitingCall
 from eldr_serve.queues.reports import QueueReport
 from tests.support.request_path import on_virtual_time
 

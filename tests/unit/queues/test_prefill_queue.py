@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.queues.prefill_queue import PrefillQueues
-from eldr_serve.queues.prefilled_time import PrefilledTimeEstimator
+from eldr_serve.queues.call_start import PrefilledTimeEstimator
 from eldr_serve.queues.prompt_sizes import PromptSizes
 from eldr_serve.queues.reports import Meter, QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
