@@ -89,7 +89,7 @@ class SplitPrefill:
                 if not context.answer.num_tokens:
                     raise
                 context.failures.messages.append(f"continues on a decode engine without prefill: {error}")
-                self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
+                self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
         if self._tokenizer is not None:
             await self._tokenizer.add_to(context)
         return prompt
@@ -105,7 +105,7 @@ class SplitPrefill:
         num_tokens = self._admission.estimate_tokens(context)
         replicas = await self._eligible_replicas(context, num_tokens)
         if not replicas:
-            self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
+            self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
         replicas = [name for name in replicas if name not in context.admission.late_replicas] or replicas
         open_calls = self._fleet.open_calls
