@@ -141,7 +141,7 @@ class SplitPrefill:
             with context.record.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", engine_request)
                 timeout_s = self._options.prefill_timeout_s
-                call.expect(timeout_s, timeout_s, since=lambda: waiting_call.expected_start_s)
+                call.set_timeouts(timeout_s, timeout_s, since=lambda: waiting_call.expected_start_s)
                 reply = await read_prefill_reply(call)
         except CallFailedError as error:
             if error.status < 500:

@@ -216,7 +216,7 @@ class World:
 
     # -- what Ray does -----------------------------------------------------------------------------
 
-    def directory(self, name: str) -> ReplicaDirectory:
+    def get_directory(self, name: str) -> ReplicaDirectory:
         """Return the current process's directory of a deployment."""
         role = name.rpartition("/")[2]
         directory = ReplicaDirectory()
@@ -341,7 +341,7 @@ def patch_serving_code(loop: VirtualLoop, world: World, rng: random.Random) -> I
     with ExitStack() as patches:
         for owner, name, substitute in (
             (ingress, "connect", connect),
-            (ingress, "directory", world.directory),
+            (ingress, "get_directory", world.get_directory),
             (http_application, "serve", SimpleNamespace(get_replica_context=current)),
             (ingress, "PromptTokens", FakePromptTokens),
             (tenants, "read_keys", read_fake_keys),

@@ -9,7 +9,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.request_router import ReplicaID, RequestRouter
 
 from eldr_serve.engine.calls import REPLICA
-from eldr_serve.fleet.directory import directory
+from eldr_serve.fleet.directory import get_directory
 from eldr_serve.fleet.replica_publisher import ReplicaPublisher
 from eldr_serve.integrations.decode_request_router import DecodeRequestRouter
 
@@ -110,7 +110,7 @@ async def test_a_retried_call_reads_no_blocks() -> None:
 
 def test_a_process_learns_its_live_replicas_and_their_metadata() -> None:
     routing = router(ReplicaPublisher)
-    live = directory("test-ReplicaPublisher")
+    live = get_directory("test-ReplicaPublisher")
     changes = []
     live.watch(lambda: changes.append(live.known_workers))
     b = replica("b")

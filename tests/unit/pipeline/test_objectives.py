@@ -94,7 +94,7 @@ class Service:
         reports = {
             name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live_names
         }
-        fleet.directory.sample(reports)
+        fleet.directory.update_reports(reports)
 
     async def send(self, tokens: int = 100, *, seed: int = 0, **objective: float) -> RequestContext | None:
         """Send a stream of a prompt of so many tokens, and return its context, or None if it is refused."""
