@@ -38,7 +38,7 @@ class DecodeStartEstimator:
             self._waits.pop(call.worker, None)
 
     def estimate_wait_s(self) -> float:
-        """Return the predicted wait of a new request for the first free slot of any worker, s."""
+        """Estimate the wait of a new request for the first free slot of any worker, s."""
         workers = self._fleet.live_names
         if not all(map(self._is_full, workers)):  # most often the first worker has a slot
             return 0.0

@@ -1,8 +1,8 @@
-"""Queues of prompts that wait for prefill in engines, with predicted waiting times.
+"""Queues of prompts that wait for prefill in engines, with estimated waiting times.
 
 An engine computes prompts in order of arrival. Each ingress knows its own prompts. Each worker measures its
 throughput in tokens/s and reports it to the ingresses, with the number of tokens in its queue.
-Decision 12 (docs/decisions) gives the reasons for this prediction and its constants.
+Decision 12 (docs/decisions) gives the reasons for this estimate and its constants.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class PrefillQueues:
         num_unplaced: number of prompts for which no worker has been chosen yet.
 
     Args:
-        bound_s: maximum predicted wait, s; a prompt that would wait longer is refused.
+        bound_s: maximum estimated wait, s; a prompt that would wait longer is refused.
         reports: returns the newest report of each worker, if there is one.
         clock: returns the time, s.
     """
@@ -139,7 +139,7 @@ class PrefillQueues:
         self._unplaced = 0.0  # tokens of prompts for which no worker has been chosen yet
         self.num_unplaced = 0  # number of these prompts
 
-    # -- predictions -------------------------------------------------------------------------------
+    # -- estimates ---------------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
@@ -151,7 +151,7 @@ class PrefillQueues:
         return any(queue.rate for queue in self._refresh(workers))
 
     def estimate_wait_s(self, worker: str) -> float:
-        """Predict how long a prompt that arrives now would wait for its prefill, s."""
+        """Estimate how long a prompt that arrives now would wait for its prefill, s."""
         (queue,) = self._refresh([worker])
         return queue.tokens / queue.known_rate
 
@@ -164,7 +164,7 @@ class PrefillQueues:
         return sum(queue.known_rate for queue in self._refresh(workers)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
-        """Predict the time until a prompt has been computed, s; 0 without a ticket."""
+        """Estimate the time until a prompt has been computed, s; 0 without a ticket."""
         if ticket is None or ticket.waiting_call is None:
             return 0.0
         return ticket.waiting_call.expected_start_s - self._clock()
@@ -188,7 +188,7 @@ class PrefillQueues:
     # -- admission ---------------------------------------------------------------------------------
 
     def workers_with_room(self, workers: Sequence[str], key: Hashable) -> list[str]:
-        """Return the workers at which the predicted wait is within the bound.
+        """Return the workers at which the estimated wait is within the bound.
 
         Args:
             key: identifies the request, to recognise the retry of a refused request.
