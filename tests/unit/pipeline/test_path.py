@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError, SlowReaderError
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
@@ -52,7 +52,7 @@ async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     (prefill,), (decode,) = pipeline.prefill.requests, pipeline.decode.requests
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
     assert decode.kv["do_remote_prefill"]
-    assert EXPERT_COUNTS not in decode.kv
+    assert EXPERT_COUNTS_KEY not in decode.kv
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not pipeline.prefill.released
@@ -73,7 +73,7 @@ async def test_the_handover_of_a_split_request_is_timed(fields: dict[str, int], 
     assert not timed or 0.05 <= context.record.handover_s < 1
 
 
-@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS_KEY: "AAAA"}])
 async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(params: dict[str, Any]) -> None:
     pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
     assert await pipeline.run() == b"abc"
