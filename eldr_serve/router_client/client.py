@@ -38,10 +38,10 @@ from eldr_serve.router.messages import (
     encode,
 )
 from eldr_serve.router_client.calls import RouterCalls
-from eldr_serve.router_client.link import RouterLink
 from eldr_serve.router_client.local_fallback import LocalFallback
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_client.subscription import RouterLink
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
 

@@ -9,7 +9,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router import methods
 from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router.methods import Arguments, RouterMethod
-from eldr_serve.router_client.link import RouterLink
+from eldr_serve.router_client.subscription import RouterLink
 
 
 class OperatorCalls:
