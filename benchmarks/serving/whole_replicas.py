@@ -64,7 +64,7 @@ from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
 from loadgen.traces import TraceRequest, read_trace
-from loadgen.workload import Prompt, balanced_sample, read_prompts
+from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 
 WORKLOADS = ("many domains", "sessions", "system prompts")
@@ -263,7 +263,7 @@ class _Comparison:
     settings: ComparisonSettings
     engines: Engines
     policies: dict[str, list[str]]
-    prompts: list[Prompt]
+    prompts: list[WorkloadPrompt]
     records: list[TraceRequest]
 
     def measure(self, cases: list[tuple[str, str]]) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
