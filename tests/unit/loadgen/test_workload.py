@@ -89,8 +89,8 @@ def test_a_sample_of_traffic_keeps_its_mix() -> None:
 
 
 def test_a_balanced_sample_gives_each_domain_its_share() -> None:
-    sizes = {"a": 100, "b": 100, "c": 5}
-    prompts = [WorkloadPrompt(f"{d}{n}", d, "") for d, size in sizes.items() for n in range(size)]
+    domain_sizes = {"a": 100, "b": 100, "c": 5}
+    prompts = [WorkloadPrompt(f"{d}{n}", d, "") for d, size in domain_sizes.items() for n in range(size)]
     sample = balanced_sample(prompts, 45, seed=1)
     assert len(sample) == len({p.id for p in sample}) == 45
     sizes = {d: sum(p.domain == d for p in sample) for d in "abc"}
