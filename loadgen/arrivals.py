@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from eldr_serve.errors import UserInputError
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Arrival:
 
     number: int  # index in the whole stream, from 0
     due_s: float | None  # from the start of the load, s; None: as soon as a user is free
-    prompt: Prompt
+    prompt: WorkloadPrompt
     max_tokens: int  # output tokens, at most
 
 
@@ -57,7 +57,7 @@ def output_lengths(max_tokens: int, *, min_tokens: int | None = None, seed: int 
 
 
 def open_loop(
-    prompts: list[Prompt],
+    prompts: list[WorkloadPrompt],
     rate: float,
     *,
     max_tokens: int,
@@ -80,7 +80,12 @@ def open_loop(
 
 
 def closed_loop(
-    prompts: list[Prompt], *, max_tokens: int, min_tokens: int | None = None, seed: int = 0, workers: int = 1
+    prompts: list[WorkloadPrompt],
+    *,
+    max_tokens: int,
+    min_tokens: int | None = None,
+    seed: int = 0,
+    workers: int = 1,
 ) -> Iterator[Arrival]:
     """Return the shuffled prompts, each due when a user is free. See open_loop for the arguments."""
     pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
@@ -97,8 +102,8 @@ def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
 
 
 def _prompts_and_lengths(
-    prompts: list[Prompt], max_tokens: int, min_tokens: int | None, seed: int, workers: int
-) -> Iterator[tuple[Prompt, int]]:
+    prompts: list[WorkloadPrompt], max_tokens: int, min_tokens: int | None, seed: int, workers: int
+) -> Iterator[tuple[WorkloadPrompt, int]]:
     """Return pairs of prompt and output tokens."""
     lengths = output_lengths(max_tokens, min_tokens=min_tokens, seed=seed)
     return (
@@ -107,7 +112,7 @@ def _prompts_and_lengths(
     )
 
 
-def _cycle(prompts: list[Prompt], seed: int, workers: int) -> Iterator[Prompt]:
+def _cycle(prompts: list[WorkloadPrompt], seed: int, workers: int) -> Iterator[WorkloadPrompt]:
     if len(prompts) < workers:
         raise UserInputError(f"{len(prompts)} prompts are too few for {workers} workers")
     order = list(prompts)

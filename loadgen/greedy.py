@@ -9,14 +9,14 @@ import httpx
 from eldr_serve.commands.client import OperatorClient
 from eldr_serve.errors import UserInputError
 from loadgen.trial import parse_policy
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 
 GREEDY_TOKENS = 24  # default length of the compared answers
 ANSWER_TIMEOUT_S = 120.0
 
 
 def greedy_answers(
-    service: OperatorClient, model: str, prompts: Sequence[Prompt], max_tokens: int
+    service: OperatorClient, model: str, prompts: Sequence[WorkloadPrompt], max_tokens: int
 ) -> list[str]:
     """Return answers at temperature 0, one request at a time, since engines are not batch-invariant."""
     with httpx.Client(base_url=service.url, timeout=ANSWER_TIMEOUT_S) as http:
@@ -27,7 +27,7 @@ def differing_answers(
     service: OperatorClient,
     model: str,
     policies: Sequence[str],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[WorkloadPrompt],
     *,
     max_tokens: int = GREEDY_TOKENS,
 ) -> dict[str, list[str]]:
@@ -59,7 +59,7 @@ def greedy_sentence(differing: dict[str, list[str]], prompts: int) -> str:
     return f"GREEDY ANSWERS DIFFER from those under {next(iter(differing))} ({listed})."
 
 
-def _answer(http: httpx.Client, model: str, prompt: Prompt, max_tokens: int) -> str:
+def _answer(http: httpx.Client, model: str, prompt: WorkloadPrompt, max_tokens: int) -> str:
     body = {"model": model, "messages": prompt.chat, "max_tokens": max_tokens, "temperature": 0}
     try:
         answer = http.post("/v1/chat/completions", json=body)

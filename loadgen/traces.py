@@ -17,7 +17,7 @@ from pathlib import Path
 from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival
 from loadgen.text_files import numbered_lines
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 
 BLOCK_TOKENS = 512  # prompt tokens per hash id of a Mooncake trace
 _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
@@ -54,7 +54,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 def replay(
     trace: list[TraceRequest],
-    prompts: list[Prompt],
+    prompts: list[WorkloadPrompt],
     *,
     speed: float = 1.0,
     max_prompt_tokens: int | None = None,
@@ -96,7 +96,7 @@ def replay(
 class _Text:
     """Prompts of given lengths. A block has its predecessor's domain, so a conversation has one domain."""
 
-    def __init__(self, prompts: list[Prompt], chars_per_token: float, seed: int) -> None:
+    def __init__(self, prompts: list[WorkloadPrompt], chars_per_token: float, seed: int) -> None:
         self._by_domain: dict[str, list[str]] = {}
         for prompt in prompts:
             self._by_domain.setdefault(prompt.domain, []).append(prompt.text)
@@ -105,11 +105,11 @@ class _Text:
         self._seed = seed
         self._domains: dict[int, str] = {}  # by hash id
 
-    def prompt(self, number: int, request: TraceRequest) -> Prompt:
+    def prompt(self, number: int, request: TraceRequest) -> WorkloadPrompt:
         length = max(1, round(request.prompt_tokens * self._chars_per_token))
         if not request.hash_ids:
             domain = random.Random(f"{self._seed}/domain/{number}").choice(self._choices)
-            return Prompt(f"trace-{number}", domain, self._words(f"n{number}", domain, length))
+            return WorkloadPrompt(f"trace-{number}", domain, self._words(f"n{number}", domain, length))
         parent: str | None = None
         ends = [round((i + 1) * BLOCK_TOKENS * self._chars_per_token) for i in range(len(request.hash_ids))]
         parts = []
@@ -120,7 +120,7 @@ class _Text:
                 self._domains[hash_id] = parent if parent and place > 1 else rng.choice(self._choices)
             parent = self._domains[hash_id]
             parts.append(self._words(f"b{hash_id}", parent, end - start))
-        return Prompt(f"trace-{number}", parent or "", "".join(parts)[:length])
+        return WorkloadPrompt(f"trace-{number}", parent or "", "".join(parts)[:length])
 
     def _words(self, key: str, domain: str, length: int) -> str:
         """Return `length` characters that begin with the key, so that no two keys share a prefix."""

@@ -17,7 +17,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class WorkloadPrompt:
     """One record of a workload file.
 
     Attributes:
@@ -38,7 +38,7 @@ class Prompt:
         return list(self.messages) or [{"role": "user", "content": self.text}]
 
 
-def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
+def read_prompts(paths: Iterable[Path]) -> list[WorkloadPrompt]:
     """Read all prompts of the files, or of the .jsonl and .jsonl.gz files of the folders.
 
     A line is {"id", "domain", "prompt"}, the body of an OpenAI request, with `messages` or `prompt`, or a
@@ -53,7 +53,7 @@ def read_prompts(paths: Iterable[Path]) -> list[Prompt]:
     return prompts
 
 
-def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+def write_prompts(path: Path, prompts: Iterable[WorkloadPrompt]) -> None:
     """Write a file that read_prompts reads, atomically."""
     records = (
         {"id": p.id, "domain": p.domain}
@@ -64,23 +64,23 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
-def traffic_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
+def traffic_sample(prompts: list[WorkloadPrompt], count: int, seed: int = 0) -> list[WorkloadPrompt]:
     """Return `count` random prompts, in random order, so that domains have their shares of the traffic."""
     return random.Random(seed).sample(prompts, min(count, len(prompts)))
 
 
-def balanced_sample(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
+def balanced_sample(prompts: list[WorkloadPrompt], count: int, seed: int = 0) -> list[WorkloadPrompt]:
     """Return `count` prompts in random order, as evenly over the domains as possible.
 
     Rare domains are used up first. The rest is shared among the others.
     """
     rng = random.Random(seed)
-    by_domain: dict[str, list[Prompt]] = {}
+    by_domain: dict[str, list[WorkloadPrompt]] = {}
     for prompt in prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt)
     for members in by_domain.values():
         rng.shuffle(members)
-    chosen: list[Prompt] = []
+    chosen: list[WorkloadPrompt] = []
     for domains_left, members in zip(
         range(len(by_domain), 0, -1), sorted(by_domain.values(), key=len), strict=True
     ):
@@ -100,7 +100,7 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def _read(path: Path) -> Iterator[Prompt]:
+def _read(path: Path) -> Iterator[WorkloadPrompt]:
     for number, line in numbered_lines(path):
         if not line.strip():
             continue
@@ -110,7 +110,7 @@ def _read(path: Path) -> Iterator[Prompt]:
             raise UserInputError(f"{path}, line {number}: not a prompt record ({error})") from error
 
 
-def _prompt(record: dict[str, Any], place: str) -> Prompt:
+def _prompt(record: dict[str, Any], place: str) -> WorkloadPrompt:
     name, domain = record.get("custom_id") or record.get("id", place), str(record.get("domain", ""))
     body = record.get("body", record)
     requested = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -118,12 +118,12 @@ def _prompt(record: dict[str, Any], place: str) -> Prompt:
     if "messages" not in body:
         if not isinstance(body["prompt"], str):
             raise ValueError("`prompt` must be one text")
-        return Prompt(str(name), domain, body["prompt"], max_tokens=max_tokens)
+        return WorkloadPrompt(str(name), domain, body["prompt"], max_tokens=max_tokens)
     messages = tuple(body["messages"])
     if not messages:
         raise ValueError("`messages` is empty")
     texts = [text for message in messages for text in _texts(message["role"], message.get("content"))]
-    return Prompt(str(name), domain, "\n\n".join(texts), messages, max_tokens)
+    return WorkloadPrompt(str(name), domain, "\n\n".join(texts), messages, max_tokens)
 
 
 def _texts(role: str, content: Any) -> list[str]:

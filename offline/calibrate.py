@@ -38,7 +38,7 @@ from eldr_serve.files import require_folders
 from eldr_serve.signatures.window import SampleWindow, trace_of
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
-from loadgen.workload import Prompt, balanced_sample, read_prompts, traffic_sample
+from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts, traffic_sample
 
 _FIRST_PORT = 25600  # the first of NIXL's side channels; each engine has a range with a port per rank
 _BATCH = 16  # prompts in a call of an actor; a resumed run repeats at most one call of each actor
@@ -50,13 +50,13 @@ class EngineActor:
     def __init__(self, kwargs: dict[str, Any], port: int) -> None:
         self._engine = BACKEND.start_calibration(kwargs, port)
 
-    def trace(self, prompts: list[Prompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
+    def trace(self, prompts: list[WorkloadPrompt], sampling: Sampling, chat: bool) -> list[dict[str, Any]]:
         """Return the records of prompts from this engine. See trace_texts."""
         return trace_texts(self._engine, prompts, sampling, chat)
 
 
 def trace_texts(
-    engine: CalibrationEngine, prompts: Sequence[Prompt], sampling: Sampling, chat: bool
+    engine: CalibrationEngine, prompts: Sequence[WorkloadPrompt], sampling: Sampling, chat: bool
 ) -> list[dict[str, Any]]:
     """Return one record per prompt; prompts that exceed the context are cut at their end.
 
@@ -75,7 +75,7 @@ def trace_texts(
 
 def trace_tokens(
     engine: CalibrationEngine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[WorkloadPrompt],
     tokens: Sequence[list[int]],
     sampling: Sequence[Sampling],
 ) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ def calibrate(
 
 
 def _run_pool(
-    todo: list[Prompt],
+    todo: list[WorkloadPrompt],
     kwargs: dict[str, Any],
     environment: dict[str, str],
     resources: dict[str, float],

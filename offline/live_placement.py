@@ -30,9 +30,9 @@ from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
 from eldr_serve.router.actor import actor_name
-from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement, renewed_placement
-from offline.placement.forecast import decode_correction, workload_by_rank
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.director import director_placement, renewed_placement
+from offline.expert_placement.forecast import decode_correction, workload_by_rank
 
 _CHECKS_PER_CORRECTION = 10  # checks between two fetches of the sampled traffic
 

@@ -23,11 +23,11 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import require_folders, write_all
 from eldr_serve.validation import unknown_name
 from loadgen.results import print_table
-from offline.placement.cost import LayerCost
-from offline.placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
-from offline.placement.grace import slots_per_rank
-from offline.placement.locality import local_rule
-from offline.placement.methods import METHODS, Problem, Report
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
+from offline.expert_placement.grace import slots_per_rank
+from offline.expert_placement.locality import local_rule
+from offline.expert_placement.methods import METHODS, Problem, Report
 from offline.scenario import read_observed
 
 BATCHES = 64  # held-out decode steps that evaluate a placement

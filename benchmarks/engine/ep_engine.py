@@ -45,13 +45,13 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, publish
-from offline.placement.affinity import co_activation
-from offline.placement.alignment import minimise_moves
-from offline.placement.cost import LayerCost
-from offline.placement.director import renewed_placement
-from offline.placement.eplb import eplb_placement
-from offline.placement.forecast import workload_by_rank
-from offline.placement.grace import grace_placement
+from offline.expert_placement.affinity import co_activation
+from offline.expert_placement.alignment import minimise_moves
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.director import renewed_placement
+from offline.expert_placement.eplb import eplb_placement
+from offline.expert_placement.forecast import workload_by_rank
+from offline.expert_placement.grace import grace_placement
 
 _CHOICE_NOTES = (
     "one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "

@@ -29,8 +29,8 @@ from eldr_serve.errors import UserInputError
 from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
-from offline.placement.cost import LayerCost, LayerFit, LayerWork
-from offline.placement.eplb import eplb_placement
+from offline.expert_placement.cost import LayerCost, LayerFit, LayerWork
+from offline.expert_placement.eplb import eplb_placement
 
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))

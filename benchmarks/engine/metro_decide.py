@@ -26,7 +26,7 @@ from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of
 from loadgen.results import p50_p99_us, publish, time_calls
-from offline.placement.eplb import eplb_placement
+from offline.expert_placement.eplb import eplb_placement
 
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
 LAYERS = 48

@@ -39,22 +39,22 @@ def _share(rows: Rows) -> str:
     return "gain of prefill signatures as share of that of true decode activations: " + ", ".join(shares)
 
 
-def _with_active_experts(run: Replayed) -> None:
+def _with_active_experts(replay: Replayed) -> None:
     """Report the policies against the load balancers, and active experts by batch size (Figure 13)."""
-    against(BASELINES, _share)(run)
+    against(BASELINES, _share)(replay)
     labels = [
         label
         for label in ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
-        if label in run.cases[0].outcomes
+        if label in replay.cases[0].outcomes
     ]
-    steps = [row for case in run.cases for row in experts_by_batch(case, labels)]
+    steps = [row for case in replay.cases for row in experts_by_batch(case, labels)]
     path = publish(
         "active_experts",
         steps,
-        inputs=run.inputs,
-        seed=run.seed,
+        inputs=replay.inputs,
+        seed=replay.seed,
         notes="the steps of decode_replay: mean distinct experts of an MoE layer by batch size (Figure 13)",
-        out=run.out and run.out.with_name(f"{run.out.stem}_active_experts.json"),
+        out=replay.out and replay.out.with_name(f"{replay.out.stem}_active_experts.json"),
     )
     lines(steps, "batch_from", [f"{label}: active_experts" for label in labels], path.with_suffix(".png"))
 

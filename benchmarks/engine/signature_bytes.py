@@ -37,7 +37,7 @@ def draw_counts(tokens: int, taste: float, rng: np.random.Generator) -> NDArray[
     return counts
 
 
-def row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[str, Any]:
+def summary_row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[str, Any]:
     """Return a table row from each prompt's counts."""
     packed = np.array([len(pack_counts(counts)) for counts in prompts])
     used = np.mean([(counts > 0).mean() for counts in prompts])
@@ -58,7 +58,7 @@ def signature_bytes(
     """Measure the packed counts of prompts by length and kind of routing."""
     rng = np.random.default_rng(seed)
     rows = [
-        row(name, tokens, [draw_counts(tokens, taste, rng) for _ in range(prompts)])
+        summary_row(name, tokens, [draw_counts(tokens, taste, rng) for _ in range(prompts)])
         for tokens in _LENGTHS
         for name, taste in (("even", 0.0), ("tastes", 2.0))
     ]
@@ -67,7 +67,7 @@ def signature_bytes(
         counts = read_trace_of_routes(gptoss, "gpt-oss-20b", **cut).prefill_counts
         counts = counts[rng.permutation(len(counts))[: 8 * prompts]]
         beside = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
-        rows.append(row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
+        rows.append(summary_row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
     publish(
         "signature_bytes",
         rows,

@@ -33,7 +33,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_atomically
 from examples.demo_model import WEIGHTS
-from loadgen.workload import Prompt, balanced_sample, read_prompts
+from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts
 from offline.calibrate import build_trace, prompt_tokens, trace_tokens
 
 TASKS = ("code", "math", "medical", "legal")
@@ -118,7 +118,7 @@ def capture(
     from eldr_serve.engine.vllm.calibration_engine import VllmCalibrationEngine
     from eldr_serve.engine.vllm.config import engine_kwargs
 
-    parts: dict[bool, list[Prompt]] = {True: [], False: []}
+    parts: dict[bool, list[WorkloadPrompt]] = {True: [], False: []}
     for prompt in read_prompts([prompts]):
         parts[prompt.domain in TASKS].append(prompt)
     chosen = [prompt for part in parts.values() for prompt in balanced_sample(part, requests // 2, seed)]

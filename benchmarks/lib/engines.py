@@ -64,7 +64,7 @@ def weights_name() -> str:
 
 
 def engine_roles(arguments: dict[str, Any]) -> list[str]:
-    """Return the keys of the engines' settings in a deployment's `args`. Whole engines have only one."""
+    """Return the keys of the engines' settings in a deployment's `args`. Whole replicas have only one."""
     return [role for role in ("prefill_config", "decode_config") if role in arguments]
 
 
@@ -144,7 +144,7 @@ def vllm_servers(
 ) -> Iterator[dict[str, list[str]]]:
     """Start equal engines as plain vLLM OpenAI servers, one process group each.
 
-    Yields {"prefill": urls, "decode": urls}. Whole engines are all under "decode", as in a deployment.
+    Yields {"prefill": urls, "decode": urls}. Whole replicas are all under "decode", as in a deployment.
     """
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:

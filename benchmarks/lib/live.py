@@ -30,7 +30,7 @@ from loadgen.figures import BASELINES, policy_rows
 from loadgen.journal import Journal
 from loadgen.statistics import LatencyObjective
 from loadgen.trial import read_trials
-from loadgen.workload import Prompt, read_prompts
+from loadgen.workload import WorkloadPrompt, read_prompts
 
 KEY = "live"
 _KV_BYTES = 2**28  # for each engine; wide experts take the rest of the memory
@@ -63,7 +63,7 @@ def wide_arguments(
     return arguments
 
 
-def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[Prompt]:
+def select_prompts(prompts: Path, ids: Iterable[str], max_tokens: int) -> list[WorkloadPrompt]:
     """Return the prompts with these ids, except those that are too long."""
     wanted_ids = set(ids)
     return no_longer_than((p for p in read_prompts([prompts]) if p.id in wanted_ids), max_tokens, chat=True)

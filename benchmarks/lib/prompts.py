@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo_model import WEIGHTS
-from loadgen.workload import Prompt, read_prompts
+from loadgen.workload import WorkloadPrompt, read_prompts
 from offline.calibrate import prompt_tokens
 
 MODEL = "eldr-demo"
 
 
-def no_longer_than(prompts: Iterable[Prompt], tokens: int, *, chat: bool) -> list[Prompt]:
+def no_longer_than(prompts: Iterable[WorkloadPrompt], tokens: int, *, chat: bool) -> list[WorkloadPrompt]:
     """Return the prompts of at most `tokens` tokens, which include the chat template's with `chat`."""
     from transformers import AutoTokenizer
 

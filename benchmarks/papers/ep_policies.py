@@ -42,7 +42,7 @@ from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, S
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
-from offline.placement.eplb import activation_placement
+from offline.expert_placement.eplb import activation_placement
 
 BASE = ("shortest-queue", "linear")
 ARMS = (

@@ -18,7 +18,7 @@ from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.moves import parse_pair
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.cost import Seconds
+from offline.expert_placement.cost import Seconds
 
 
 class Links(BaseModel):

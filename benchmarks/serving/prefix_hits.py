@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.prefix_hits --trace mooncake_conversation.jsonl.gz
 
-Users have conversations with two whole engines whose caches are too small for all conversations. A turn's
+Users have conversations with two whole replicas whose caches are too small for all conversations. A turn's
 prompt is the previous prompt, its answer as the engine generated it, and new tokens. Lengths and prefixes
 that conversations share are those of the trace, divided by SHRINK of benchmarks/lib/whole/workloads.py.
 
@@ -120,7 +120,7 @@ def prefix_hits(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Compare predicted and measured prefix hits of two whole engines."""
+    """Compare predicted and measured prefix hits of two whole replicas."""
     unwind_on_sigterm()
     for name in (names := maps.split(",")):
         if name not in MAPS:
@@ -145,7 +145,7 @@ def prefix_hits(
     inputs = {"policy": policy, "sessions": len(chosen), "in_flight": in_flight, "blocks": blocks}
     inputs |= {"think_s": think_seconds, "deployment": deployment.stem, "trace": trace.name}
     notes = (
-        "two whole engines; hit rates: cached tokens of all prompt tokens; error: predicted against measured"
+        "two whole replicas; hit rates: cached tokens of all prompt tokens; error: predicted against measured"
     )
     publish("prefix_hits", rows, inputs=inputs, seed=seed, out=out, notes=notes)
 

@@ -64,7 +64,7 @@ from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
 from loadgen.traces import TraceRequest, read_trace
-from loadgen.workload import Prompt, balanced_sample, read_prompts
+from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 
 WORKLOADS = ("many domains", "sessions", "system prompts")
@@ -263,7 +263,7 @@ class _Comparison:
     settings: ComparisonSettings
     engines: Engines
     policies: dict[str, list[str]]
-    prompts: list[Prompt]
+    prompts: list[WorkloadPrompt]
     records: list[TraceRequest]
 
     def measure(self, cases: list[tuple[str, str]]) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
@@ -377,7 +377,7 @@ def _publish(
         inputs=settings.inputs() | {"trials": {key: trial | divisors[key] for key, trial in trials.items()}},
         seed=settings.seed,
         out=settings.out,
-        notes="closed loop, greedy; two sets of four whole engines, of which one has requests at a time, "
+        notes="closed loop, greedy; two sets of four whole replicas, of which one has requests at a time, "
         "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
     )
 

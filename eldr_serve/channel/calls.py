@@ -59,7 +59,7 @@ class Call:
             CallFailedError: the engine reports a failure.
             ChannelLostError: the connection was lost; the state of the call is unknown.
             SlowReaderError: `read` was called too rarely.
-            CallTimeoutError: see `expect`.
+            CallTimeoutError: see `set_timeouts`.
         """
         while not self._unread:
             if self._error is not None and (self._finished or self._timed_out):
@@ -72,7 +72,7 @@ class Call:
         self._unread, self._ids, self._unread_bytes, self._tokens = [], [], 0, 0
         return chunk
 
-    def expect(self, first_s: float, gap_s: float, since: Callable[[], float] | None = None) -> None:
+    def set_timeouts(self, first_s: float, gap_s: float, since: Callable[[], float] | None = None) -> None:
         """Fail the call if no part arrives for `first_s`, or no further part for `gap_s`.
 
         The limits are checked periodically, not with each part of the reply.

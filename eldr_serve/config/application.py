@@ -33,7 +33,7 @@ class EldrArgs(BaseModel):
 
     `prefill_config` and `decode_config` are Ray Serve LLM's `LLMConfig`. `build_app` fills in the KV
     connector, the scheduler and the request routers. Without `prefill_config`, the engines of
-    `decode_config` are whole engines, which also prefill.
+    `decode_config` are whole replicas, which also prefill.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from eldr_serve.experts.signature import unpack_counts
 
 # Keys that our connector reads or writes in `kv_transfer_params`.
-EXPERT_COUNTS = "eldr_expert_counts"  # in the reply to a prefill call: packed expert counts of the prompt
-REQUEST = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
-CREATED = "eldr_created_cache_tokens"  # in the same reply: prompt tokens written to the prefix cache
-CALIBRATE = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
-ROUTES = "eldr_routes"  # with CALIBRATE: request the routes too
+EXPERT_COUNTS_KEY = "eldr_expert_counts"  # in the reply to a prefill call: packed expert counts of the prompt
+REQUEST_KEY = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
+CREATED_TOKENS_KEY = "eldr_created_cache_tokens"  # in the same reply: prompt tokens added to the prefix cache
+CALIBRATE_KEY = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
+ROUTES_KEY = "eldr_routes"  # with CALIBRATE_KEY: request the routes too
 # Key that engines ignore: the replica that a call through a Serve handle must go to.
-REPLICA = "eldr_replica"
+REPLICA_KEY = "eldr_replica"
 # Headers that steer an engine. The ingress drops those that a client sends.
 STEERING_HEADERS = frozenset({"x-vllm-priority"})
 # Keys in the engine's report at the end of a `generate` call: seconds from the call to its first step; number
 # of tokens in the prefix cache, of the prompt and of an answer that the call continues.
 TRANSPORT_S = "transport_s"
 CACHED_TOKENS = "cached_tokens"
-WARM = "warm-"  # prefix of the ids of warm-up calls
+WARM_UP_ID_PREFIX = "warm-"  # prefix of the ids of warm-up calls
 
 _LAST_EVENTS = (b"event: message_stop\n", b"event: response.completed\n")
 _CREATED = re.compile(rb'"created":(\d+)')
@@ -55,7 +55,7 @@ def kv_transfer_params_of(request: Any) -> dict[str, Any]:
 
 def expert_counts_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
     """Return the prompt's expert counts, uint32[L,E]; None if they are missing or malformed."""
-    packed = params.get(EXPERT_COUNTS)
+    packed = params.get(EXPERT_COUNTS_KEY)
     if not isinstance(packed, str):
         return None
     try:
@@ -71,7 +71,7 @@ def split_expert_counts(params: dict[str, Any] | None) -> tuple[dict[str, Any], 
     core does not.
     """
     params = dict(params or {})
-    return params, params.pop(EXPERT_COUNTS, None) or ""
+    return params, params.pop(EXPERT_COUNTS_KEY, None) or ""
 
 
 def created_at(chunk: bytes) -> int | None:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_serve.engine.calls import EXPERT_COUNTS, TRANSPORT_S
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, TRANSPORT_S
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
@@ -116,7 +116,7 @@ class FakeEngine(InProcess):
             await asyncio.sleep(self._config.prefill_s)
         self.held_prompts.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
-        return Prefilled(ids, {"held": request.id, EXPERT_COUNTS: next(self._packed)})
+        return Prefilled(ids, {"held": request.id, EXPERT_COUNTS_KEY: next(self._packed)})
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send an answer; no blocks are transferred."""

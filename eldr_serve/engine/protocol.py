@@ -86,7 +86,7 @@ class Prefilled:
     Attributes:
         token_ids: uint32[T], without tokens that a lost engine had generated.
         kv_transfer_params: location of the blocks, for `generate` of the other engine. Callers read only the
-            entry `calls.EXPERT_COUNTS`: the prompt's expert counts uint32[L,E], see `signature.pack_counts`.
+            entry `calls.EXPERT_COUNTS_KEY`: the prompt's expert counts uint32[L,E] (`signature.pack_counts`).
     """
 
     token_ids: NDArray[np.uint32]

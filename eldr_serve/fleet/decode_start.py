@@ -7,7 +7,7 @@ import math
 
 from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.fleet import Fleet
-from eldr_serve.queues.prefilled_time import PrefilledTimeEstimator, WaitingCall
+from eldr_serve.queues.call_start import CallStartEstimator, WaitingCall
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.scheduling.worker_names import replica_of
@@ -18,18 +18,18 @@ class DecodeStartEstimator:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._prefilled_times = PrefilledTimeEstimator(clock=_now)
+        self._call_starts = CallStartEstimator(clock=_now)
         self._waits: dict[str, WaitEstimator] = {}  # of workers with more calls than slots
 
     def enter(self, worker: str, expected_s: float = 0.0) -> WaitingCall:
         """Add a call whose prompt is expected to be computed after `expected_s` seconds."""
-        return self._prefilled_times.enter(worker, expected_s)
+        return self._call_starts.enter(worker, expected_s)
 
     def leave(self, call: WaitingCall, *, answered: bool) -> None:
         """Remove a call that has its first token or ended; `answered` tells whether its worker began it."""
-        num_before = self._prefilled_times.num_waiting(call.worker)
-        self._prefilled_times.leave(call, answered=answered)
-        num_waiting = self._prefilled_times.num_waiting(call.worker)
+        num_before = self._call_starts.num_waiting(call.worker)
+        self._call_starts.leave(call, answered=answered)
+        num_waiting = self._call_starts.num_waiting(call.worker)
         if num_waiting == num_before:
             return
         if num_waiting and self._is_full(call.worker):
@@ -38,17 +38,14 @@ class DecodeStartEstimator:
             self._waits.pop(call.worker, None)
 
     def estimate_wait_s(self) -> float:
-        """Return the predicted wait of a new request for the first free slot of any worker, s."""
+        """Estimate the wait of a new request for the first free slot of any worker, s."""
         workers = self._fleet.live_names
         if not all(map(self._is_full, workers)):  # most often the first worker has a slot
             return 0.0
         if any(name not in self._waits for name in workers):
             return 0.0
         return min(
-            (
-                self._waits[name].estimate_wait_s(self._prefilled_times.num_waiting(name) + 1)
-                for name in workers
-            ),
+            (self._waits[name].estimate_wait_s(self._call_starts.num_waiting(name) + 1) for name in workers),
             default=0.0,
         )
 
@@ -59,9 +56,9 @@ class DecodeStartEstimator:
         have a time limit. If no call has a token yet, only first tokens and ends of calls postpone the start.
         """
         worker = call.worker
-        if self._is_full(worker) and self._calls(worker) > self._prefilled_times.num_waiting(worker):
-            call.expected_prefilled_s = _now()
-        return call.expected_prefilled_s
+        if self._is_full(worker) and self._calls(worker) > self._call_starts.num_waiting(worker):
+            call.expected_start_s = _now()
+        return call.expected_start_s
 
     def free_slots(self, worker: str) -> float:
         """Return how many further calls a live worker could start on now; inf if its slots are unknown."""

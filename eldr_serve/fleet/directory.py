@@ -51,14 +51,14 @@ class ReplicaDirectory:
         """Return the tokens in a block of the replicas' prefix caches; 0 without one or if unknown yet."""
         return max((metadata.get(BLOCK_TOKENS, 0) for metadata in self._metadata.values()), default=0)
 
-    def sample(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+    def update_reports(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live replicas, by name."""
-        by_worker = dict(_by_worker(stats))
+        by_worker = dict(_by_worker(reports))
         self.kv_usage.update(by_worker)
         self.reports = {
             name: QueueReport.parse(report[QUEUE]) for name, report in by_worker.items() if QUEUE in report
         }
-        self.experts = {name: report[EXPERTS] for name, report in stats.items() if EXPERTS in report}
+        self.experts = {name: report[EXPERTS] for name, report in reports.items() if EXPERTS in report}
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Register a callback for changes of the set; it is called from any thread."""
@@ -80,9 +80,9 @@ def workers_of(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [worker for name in replicas for worker in worker_names(name, replicas[name].get(RANKS, 1))]
 
 
-def _by_worker(stats: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _by_worker(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the report of each worker, taken from the report of its replica."""
-    for name, report in stats.items():
+    for name, report in reports.items():
         by_rank = report.get(RANKS, [report])
         yield from zip(worker_names(name, len(by_rank)), by_rank, strict=True)
 
@@ -91,7 +91,7 @@ _directories: dict[str, ReplicaDirectory] = {}
 _directories_lock = threading.Lock()
 
 
-def directory(name: str) -> ReplicaDirectory:
+def get_directory(name: str) -> ReplicaDirectory:
     """Return this process's directory with the name that the request router was given; create it if new."""
     with _directories_lock:
         return _directories.setdefault(name, ReplicaDirectory())

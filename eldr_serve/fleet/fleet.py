@@ -167,7 +167,7 @@ class Fleet:
         self._sample_timer = None
         metadata = self.directory.metadata
         self._reports = {name: report for name, report in self._reports.items() if name in metadata}
-        self.directory.sample({name: self._reports.get(name, {}) for name in metadata})
+        self.directory.update_reports({name: self._reports.get(name, {}) for name in metadata})
         self.waiters.wake()
 
     def _update(self) -> None:

@@ -35,11 +35,11 @@ class KvUsage:
         self._clock = clock
         self._newest: dict[str, _Report] = {}
 
-    def update(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
+    def update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live workers, by name."""
         now = self._clock()
         before, self._newest = self._newest, {}
-        for name, report in stats.items():
+        for name, report in reports.items():
             number, usage = report.get(REPORT_NUMBER), report.get(KV_USAGE)
             last = before.get(name)
             if number is not None and usage is not None and (last is None or last.number != number):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from eldr_serve.fleet.directory import ReplicaDirectory, directory
+from eldr_serve.fleet.directory import ReplicaDirectory, get_directory
 
 
 class ReplicaPublisher(RequestRouter):
@@ -19,7 +19,7 @@ class ReplicaPublisher(RequestRouter):
     directory: ReplicaDirectory
 
     def initialize_state(self, *, directory_name: str, **kwargs: Any) -> None:
-        self.directory = directory(directory_name)
+        self.directory = get_directory(directory_name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

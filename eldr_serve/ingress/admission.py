@@ -1,4 +1,4 @@
-"""Request admission: authentication, size, JSON syntax and the concurrency limit."""
+"""Request admission: keys, limits of tenants, size of the body, and the concurrency limit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Gate:
             event = IngressEvent.REFUSED_LIMITS if refused.kind else IngressEvent.REFUSED_OVERLOAD
             self._counters.count(event)
 
-    def check_key(self, headers: Headers) -> None:
+    def require_admin_key(self, headers: Headers) -> None:
         """Raise RequestRefusedError unless the headers carry the admin key."""
         if self._admin_key_sha256 is None:
             raise RequestRefusedError(
@@ -78,7 +78,7 @@ class Gate:
         return key is not None and hmac.compare_digest(digest(key), self._admin_key_sha256 or "")
 
 
-class Admission:
+class AdmissionMiddleware:
     """ASGI middleware around all endpoints. Refused requests do not reach the endpoints.
 
     Every POST may reach an engine; it counts towards the concurrency limit until its answer has ended.
@@ -148,7 +148,7 @@ class Admission:
     ) -> None:
         record = Audit(scope, headers)
         try:
-            gate.check_key(headers)
+            gate.require_admin_key(headers)
             body = await read_body(headers, receive, _MAX_ARTIFACT_BYTES, gate.options.body_timeout_s)
             record.record_request(headers, body)
             recorded_send = record.capture_status(send)

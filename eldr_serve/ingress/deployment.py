@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
-from eldr_serve.fleet.directory import directory
+from eldr_serve.fleet.directory import get_directory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Gate
@@ -243,8 +243,8 @@ class EldrIngress:
 
 
 def _fleets(application: str, options: PrefillRouterOptions, *, whole: bool) -> Fleets:
-    prefill = Fleet(directory(prefill_directory(application)), max_kv_usage=options.max_kv_usage)
-    return Fleets(prefill, Fleet(directory(decode_directory(application))), options, whole=whole)
+    prefill = Fleet(get_directory(prefill_directory(application)), max_kv_usage=options.max_kv_usage)
+    return Fleets(prefill, Fleet(get_directory(decode_directory(application))), options, whole=whole)
 
 
 def _tracing(options: TracingOptions | None) -> Tracing | None:

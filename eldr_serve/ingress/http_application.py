@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.errors import RequestRefusedError, one_line_message
-from eldr_serve.ingress.admission import Admission
+from eldr_serve.ingress.admission import AdmissionMiddleware
 from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
 from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES, Caller, Endpoint, Replica
 
@@ -29,14 +29,14 @@ def _replica() -> Replica:
 def _route(endpoint: Endpoint) -> Route:
     """Return the route of an endpoint to the ingress replica that runs in this process.
 
-    A route for operators checks the admin key itself, whatever Admission made of the path.
+    A route for operators checks the admin key itself, whatever AdmissionMiddleware made of the path.
     """
 
     @functools.wraps(endpoint.handle)
     async def handle(request: Request) -> Response:
         replica = _replica()
         if endpoint.caller is Caller.OPERATORS:
-            replica.gate.check_key(request.headers)
+            replica.gate.require_admin_key(request.headers)
         return await endpoint.handle(replica, request)
 
     return Route(endpoint.path, handle, methods=endpoint.methods)
@@ -53,7 +53,7 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
         routes=[_route(endpoint) for endpoint in ROUTES],
         middleware=[
             *([cors] if cors_origins else []),
-            Middleware(Admission, gate=lambda: _replica().gate, public_paths=PUBLIC_PATHS),
+            Middleware(AdmissionMiddleware, gate=lambda: _replica().gate, public_paths=PUBLIC_PATHS),
         ],
         exception_handlers={
             RequestRefusedError: _refused,

@@ -46,6 +46,7 @@ class IngressStatus:
 
     def own(self) -> dict[str, Any]:
         """Return the part `ingress` of the status."""
+        self._services.prefill_admission.discard_dead_queues()
         return {
             "in_flight": self._gate.in_flight,
             "waiting": self._gate.limiter.num_waiting,
@@ -56,7 +57,7 @@ class IngressStatus:
             "prefill_in_flight": self._fleets.prefill.open_calls,
             "prefill_oldest_s": self._fleets.prefill.oldest_call_ages_s,
             "stages": self._services.stage_latencies.summary(),
-            "prefill_wait_s": self._services.prefill_admission.predict_waits(),
+            "prefill_wait_s": self._services.prefill_admission.estimate_waits(),
             "prefill_kv_usage": self._fleets.prefill.kv_usage,
             "decode_kv_usage": self._fleets.decode.kv_usage,
             "objectives": self._services.prediction_recorder.status(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from eldr_serve.engine.calls import REPLICA, expert_counts_of, kv_transfer_params_of
+from eldr_serve.engine.calls import REPLICA_KEY, expert_counts_of, kv_transfer_params_of
 from eldr_serve.fleet.replica_publisher import ReplicaPublisher
 from eldr_serve.request import domain_of, max_new_tokens
 from eldr_serve.router.actor import connect
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class DecodeRequestRouter(ReplicaPublisher):
     """A request router that leases a replica for each call, by the expert counts in `kv_transfer_params`.
 
-    A call that names a live replica (calls.REPLICA) goes there. A call without parameters, or whose leased
-    replica is gone, goes to the least loaded replica. No call waits in the decode queue, since it would
+    A call that names a live replica (calls.REPLICA_KEY) goes there. A call without parameters, or with a lost
+    leased replica, goes to the least loaded replica. No call waits in the decode queue, since it would
     block later ones. A policy gets the domain from the headers in the call's second argument, where Ray's
     ingress passes its RawRequestInfo.
 
@@ -133,7 +133,7 @@ class DecodeRequestRouter(ReplicaPublisher):
             domain=_domain(pending),
         )
         lease = await self._client.place(request, expert_counts_of(params))
-        return _named_replica(candidates, {REPLICA: lease.worker})
+        return _named_replica(candidates, {REPLICA_KEY: lease.worker})
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         with self._lock:
@@ -151,5 +151,5 @@ def _domain(pending: PendingRequest) -> str | None:
 
 
 def _named_replica(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:
-    name = params.get(REPLICA)
+    name = params.get(REPLICA_KEY)
     return next((r for r in candidates if r.replica_id.unique_id == name), None)

@@ -30,7 +30,7 @@ class RouterEvent(_Event):
     """Events that the router counts."""
 
     PLACED = "placed", "requests", "leases of a decode worker"
-    BEST_WORKER = "best_worker", "requests", "placed on the worker with the most similar centroid"
+    MOST_SIMILAR_WORKER = "best_worker", "requests", "placed on the worker with the most similar centroid"
     REROUTED = "rerouted", "requests", "placed again after a failure"
     QUEUED = "queued", "requests", "waited in the decode queue"
     PLACED_BY_INGRESS = (
@@ -38,7 +38,7 @@ class RouterEvent(_Event):
         "requests",
         "placed by their ingress and reported to the router later",
     )
-    PREFILL_TOKENS = "prefill_tokens", "tokens", "prompt tokens of requests on whole engines"
+    PREFILL_TOKENS = "prefill_tokens", "tokens", "prompt tokens of requests on whole replicas"
     PREFILL_TOKENS_CACHED = (
         "prefill_tokens_cached",
         "tokens",
@@ -95,10 +95,10 @@ class IngressEvent(_Event):
         "tokens of these prompts that were in the prefix cache",
     )
     PREFILL_RETRIES = "prefill_retries", "calls", "prefill calls that failed and were retried"
-    WHOLE_WITHOUT_PREFILL = (
+    PREFILLED_BY_DECODE = (
         "whole_without_prefill",
         "requests",
-        "run entirely on a decode engine: no prefill engine was reachable",
+        "prefilled by a decode engine: no prefill engine was reachable, or one failed or was full mid-answer",
     )
     RESUMED = "resumed", "answers", "continued on another engine after theirs was lost"
     MOVED = "moved", "answers", "continued on another engine because theirs leaves"

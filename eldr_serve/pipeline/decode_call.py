@@ -62,7 +62,7 @@ class DecodeCall:
         if request.fields.stream or self._prompt.kv_transfer_params is not None:
             options = services.options
             since = partial(services.decode_starts.postpone_if_full, self._queued)
-            self.call.expect(options.first_token_timeout_s, options.next_token_timeout_s, since=since)
+            self.call.set_timeouts(options.first_token_timeout_s, options.next_token_timeout_s, since=since)
         return self.call
 
     async def read(self) -> Chunk | None:

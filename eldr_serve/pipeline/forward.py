@@ -24,7 +24,7 @@ async def forward(services: Services, request: EngineRequest) -> bytes:
     worker = min(services.outliers.usable_names, key=lambda name: (open_calls[name], random.random()))
     timeout_s = services.options.first_token_timeout_s
     call = fleet.call(worker, request.method, request)
-    call.expect(timeout_s, timeout_s)  # from now: the call needs no slot, so it waits for no other request
+    call.set_timeouts(timeout_s, timeout_s)  # from now: it needs no slot, so it waits for no other call
     try:
         answer = await call.read()
     except CallTimeoutError as error:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prediction import Concurrency, PredictionAccuracy
 from eldr_serve.queues.wait_estimate import WaitEstimator
-from eldr_serve.request import needs_whole_engine
+from eldr_serve.request import needs_whole_replica
 
 
 class PredictionRecorder:
@@ -71,7 +71,7 @@ class PredictionRecorder:
             return
         if context.failures.attempts or context.drained_workers:
             return
-        if needs_whole_engine(request.method, request.fields) is not None:
+        if needs_whole_replica(request.method, request.fields) is not None:
             return
         assert context.lease is not None
         worker = record.prefill_replica or context.lease.worker

@@ -1,4 +1,4 @@
-"""Admission of prompts to the prefill queues, which are bounded in predicted waiting time."""
+"""Admission of prompts to the prefill queues, which are bounded in estimated waiting time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PrefillAdmission:
 
     Args:
         fleet: the engines that prefill.
-        bound_s: maximum predicted wait, s.
+        bound_s: maximum estimated wait, s.
 
     Attributes:
         queues: the prompts that each engine has yet to compute, as far as this ingress knows.
@@ -39,9 +39,12 @@ class PrefillAdmission:
             clock=lambda: asyncio.get_running_loop().time(),
         )
 
-    def predict_waits(self) -> dict[str, float]:
-        """Return the predicted wait for prefill at each live worker, s; discard the queues of others."""
+    def discard_dead_queues(self) -> None:
+        """Discard the empty queues of workers that are not live."""
         self.queues.keep(self._fleet.live_names)
+
+    def estimate_waits(self) -> dict[str, float]:
+        """Estimate the wait for prefill at each live worker, s."""
         return {name: round(self.queues.estimate_wait_s(name), 3) for name in self._fleet.live_names}
 
     def estimate_tokens(self, context: RequestContext) -> float:
@@ -63,7 +66,7 @@ class PrefillAdmission:
     ) -> list[str]:
         """Return the workers whose queue the prompt may join.
 
-        Before the first measurement the prompt waits for it briefly, since no retry time can be predicted
+        Before the first measurement the prompt waits for it briefly, since no retry time can be estimated
         until then.
 
         Raises:
@@ -87,7 +90,7 @@ class PrefillAdmission:
         return admitting
 
     def make_refusal(self, why: str, workers: list[str], num_tokens: float, key: bytes) -> OverloadedError:
-        """Return the error of a refused request, with the predicted time until there is room."""
+        """Return the error of a refused request, with the estimated time until there is room."""
         return OverloadedError(why, retry_after_s=self.queues.retry_s(workers, num_tokens, key))
 
     def finish(self, ticket: Ticket, num_tokens: int) -> None:

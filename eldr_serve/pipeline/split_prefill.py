@@ -24,7 +24,7 @@ from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
-from eldr_serve.request import needs_whole_engine, prompt_head
+from eldr_serve.request import needs_whole_replica, prompt_head
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
@@ -82,14 +82,14 @@ class SplitPrefill:
             CallFailedError: the request is at fault.
         """
         prompt: Prompt = UncomputedPrompt()
-        if needs_whole_engine(context.request.method, context.request.fields) is None:
+        if needs_whole_replica(context.request.method, context.request.fields) is None:
             try:
                 prompt = await self.prefill(context)
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:
                 if not context.answer.num_tokens:
                     raise
                 context.failures.messages.append(f"continues on a decode engine without prefill: {error}")
-                self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
+                self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
         if self._tokenizer is not None:
             await self._tokenizer.add_to(context)
         return prompt
@@ -105,7 +105,7 @@ class SplitPrefill:
         num_tokens = self._admission.estimate_tokens(context)
         replicas = await self._eligible_replicas(context, num_tokens)
         if not replicas:
-            self._counters.count(IngressEvent.WHOLE_WITHOUT_PREFILL)
+            self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
         replicas = [name for name in replicas if name not in context.admission.late_replicas] or replicas
         open_calls = self._fleet.open_calls
@@ -141,7 +141,7 @@ class SplitPrefill:
             with context.record.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", engine_request)
                 timeout_s = self._options.prefill_timeout_s
-                call.expect(timeout_s, timeout_s, since=lambda: waiting_call.expected_prefilled_s)
+                call.set_timeouts(timeout_s, timeout_s, since=lambda: waiting_call.expected_start_s)
                 reply = await read_prefill_reply(call)
         except CallFailedError as error:
             if error.status < 500:

@@ -17,7 +17,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
-from eldr_serve.engine.calls import WARM, expert_counts_of, split_expert_counts, warm_up_body
+from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, expert_counts_of, split_expert_counts, warm_up_body
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.measured_counts import MeasuredCounts
@@ -101,7 +101,7 @@ class Warmup:
             logger.warning("pair %s-%s is not warm yet: %s", prefill or "whole", decode, error)
 
     async def _warm_pair(self, prefill: str, decode: str) -> None:
-        request_id = f"{WARM}{uuid.uuid4().hex}"
+        request_id = f"{WARM_UP_ID_PREFIX}{uuid.uuid4().hex}"
         request = EngineRequest("completions", warm_up_body(self._model_id), f"{request_id}-p")
         call = self._fleets.prefill.call(prefill, "prefill", request)
         reader: Call | None = None
@@ -124,7 +124,7 @@ class Warmup:
         await self._router.expect_counts(*counts.shape)
 
     async def _warm_whole(self, decode: str) -> None:
-        request_id = f"{WARM}{uuid.uuid4().hex}"
+        request_id = f"{WARM_UP_ID_PREFIX}{uuid.uuid4().hex}"
         shapes: list[tuple[int, ...]] = []
         call = self._fleets.decode.call(decode, WAIT_FOR_COUNTS, EngineRequest(id=request_id))
         measured_counts = MeasuredCounts(call, lambda counts, tokens: shapes.append(counts.shape))

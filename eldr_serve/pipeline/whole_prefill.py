@@ -7,7 +7,7 @@ from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import Prompt, TicketedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.request import needs_whole_engine
+from eldr_serve.request import needs_whole_replica
 
 
 class WholePrefill:
@@ -43,7 +43,7 @@ class WholePrefill:
             self._admission.learn_size(context, len(context.tokenised_ids))
         fields = context.request.fields
         num_tokens = 0.0
-        if fields.stream or needs_whole_engine(context.request.method, fields) is None:
+        if fields.stream or needs_whole_replica(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
                 await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)

@@ -77,7 +77,7 @@ class Deployment:
 
     Attributes:
         args: arguments of the eldr-serve application.
-        engines: the prefill and decode deployments, or one of whole engines.
+        engines: the prefill and decode deployments, or one of whole replicas.
         ingress: replicas of the ingress.
         proxy: host and port of Serve's own HTTP proxy; None where there is none.
         document: the content of the file, as `serve deploy` reads it.

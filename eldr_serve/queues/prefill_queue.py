@@ -1,8 +1,8 @@
-"""Queues of prompts that wait for prefill in engines, with predicted waiting times.
+"""Queues of prompts that wait for prefill in engines, with estimated waiting times.
 
 An engine computes prompts in order of arrival. Each ingress knows its own prompts. Each worker measures its
 throughput in tokens/s and reports it to the ingresses, with the number of tokens in its queue.
-Decision 12 (docs/decisions) gives the reasons for this prediction and its constants.
+Decision 12 (docs/decisions) gives the reasons for this estimate and its constants.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eldr_serve.queues.prefilled_time import PrefilledTimeEstimator, WaitingCall
+from eldr_serve.queues.call_start import CallStartEstimator, WaitingCall
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
@@ -34,7 +34,7 @@ class Ticket:
 
     Attributes:
         num_tokens: number of tokens that the engine computes for it, estimated.
-        waiting_call: see PrefilledTimeEstimator; None until a worker has been chosen.
+        waiting_call: see CallStartEstimator; None until a worker has been chosen.
     """
 
     num_tokens: float
@@ -118,7 +118,7 @@ class PrefillQueues:
         num_unplaced: number of prompts for which no worker has been chosen yet.
 
     Args:
-        bound_s: maximum predicted wait, s; a prompt that would wait longer is refused.
+        bound_s: maximum estimated wait, s; a prompt that would wait longer is refused.
         reports: returns the newest report of each worker, if there is one.
         clock: returns the time, s.
     """
@@ -135,11 +135,11 @@ class PrefillQueues:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._retries = RetryTimes(clock=clock)
-        self._prefilled_times = PrefilledTimeEstimator(clock=clock)
+        self._call_starts = CallStartEstimator(clock=clock)
         self._unplaced = 0.0  # tokens of prompts for which no worker has been chosen yet
         self.num_unplaced = 0  # number of these prompts
 
-    # -- predictions -------------------------------------------------------------------------------
+    # -- estimates ---------------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
@@ -151,7 +151,7 @@ class PrefillQueues:
         return any(queue.rate for queue in self._refresh(workers))
 
     def estimate_wait_s(self, worker: str) -> float:
-        """Predict how long a prompt that arrives now would wait for its prefill, s."""
+        """Estimate how long a prompt that arrives now would wait for its prefill, s."""
         (queue,) = self._refresh([worker])
         return queue.tokens / queue.known_rate
 
@@ -164,10 +164,10 @@ class PrefillQueues:
         return sum(queue.known_rate for queue in self._refresh(workers)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
-        """Predict the time until a prompt has been computed, s; 0 without a ticket."""
+        """Estimate the time until a prompt has been computed, s; 0 without a ticket."""
         if ticket is None or ticket.waiting_call is None:
             return 0.0
-        return ticket.waiting_call.expected_prefilled_s - self._clock()
+        return ticket.waiting_call.expected_start_s - self._clock()
 
     def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
         """Process the newest reports of these workers; return their queues."""
@@ -188,7 +188,7 @@ class PrefillQueues:
     # -- admission ---------------------------------------------------------------------------------
 
     def workers_with_room(self, workers: Sequence[str], key: Hashable) -> list[str]:
-        """Return the workers at which the predicted wait is within the bound.
+        """Return the workers at which the estimated wait is within the bound.
 
         Args:
             key: identifies the request, to recognise the retry of a refused request.
@@ -239,7 +239,7 @@ class PrefillQueues:
         (queue,) = self._refresh([worker])
         expected_s = (queue.tokens + ticket.num_tokens) / queue.known_rate
         queue.own.enter(ticket.num_tokens)
-        ticket.waiting_call = self._prefilled_times.enter(worker, expected_s)
+        ticket.waiting_call = self._call_starts.enter(worker, expected_s)
 
     def leave(self, ticket: Ticket, computed: int | None = None) -> None:
         """Remove a prompt from its queue. Further calls have no effect.
@@ -254,7 +254,7 @@ class PrefillQueues:
             self._unplaced -= ticket.num_tokens
             self.num_unplaced -= 1
             return
-        self._prefilled_times.leave(ticket.waiting_call, answered=computed is not None)
+        self._call_starts.leave(ticket.waiting_call, answered=computed is not None)
         (queue,) = self._refresh([ticket.waiting_call.worker])
         queue.own.leave(ticket.num_tokens, computed or 0)
 

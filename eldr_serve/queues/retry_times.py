@@ -53,7 +53,7 @@ class RetryTimes:
         Args:
             key: identifies the request, to recognise its retry.
             tokens: estimated number of tokens of the request.
-            after_s: predicted time until there is room, s.
+            after_s: estimated time until there is room, s.
             max_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result
                 is drawn at random from the upper half of the range up to `max_s`.
         """

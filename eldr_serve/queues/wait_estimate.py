@@ -1,4 +1,4 @@
-"""The predicted wait of a request in a line, from how fast the line has moved."""
+"""The estimated wait of a request in a line, from how fast the line has moved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 
 _MAX_DEPARTURES = 32  # number of departures kept
-_MIN_DEPARTURES = 4  # departures needed for a prediction
+_MIN_DEPARTURES = 4  # departures needed for an estimate
 
 
 class WaitEstimator:
-    """A predictor of waits in one line, by the mean time between its recent departures.
+    """An estimator of waits in one line, by the mean time between its recent departures.
 
     Departures from before the line was last empty do not count.
 
@@ -32,7 +32,7 @@ class WaitEstimator:
             self._departures.append(self._clock())
 
     def estimate_wait_s(self, ahead: float) -> float:
-        """Return the predicted time until `ahead` requests have left, s; 0 if too few have left so far."""
+        """Estimate the time until `ahead` requests have left, s; 0 if too few have left so far."""
         num_departures = len(self._departures)
         if num_departures < _MIN_DEPARTURES:
             return 0.0

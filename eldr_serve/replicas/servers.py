@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 from eldr_serve.channel import CallFailedError, Reply
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, start_channel_server
-from eldr_serve.engine.calls import WARM, PrefillReply
+from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, PrefillReply
 from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import (
     Engine,
@@ -339,7 +339,7 @@ def _measure_prompt(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[
 
 def _is_from_client(request: EngineRequest) -> bool:
     """Return whether a client sent the request, and not the warm-up."""
-    return bool(request.id) and not request.id.startswith(WARM)
+    return bool(request.id) and not request.id.startswith(WARM_UP_ID_PREFIX)
 
 
 def describe_error(error: Exception, engine: ServesRequests) -> tuple[int, bytes]:

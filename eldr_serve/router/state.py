@@ -371,7 +371,7 @@ class RouterState:
         for lease in leases:
             self.counters[RouterEvent.PLACED] += 1
             self.counters[NamedCounter.REASON.key(lease.reason)] += 1
-            self.counters[RouterEvent.BEST_WORKER] += lease.is_most_similar
+            self.counters[RouterEvent.MOST_SIMILAR_WORKER] += lease.is_most_similar
             self.counters[RouterEvent.COUNTS_MISSING] += lease.request.counts_missing
             self.counters[RouterEvent.COUNTS_PREDICTED] += lease.request.predicted
             self.counters[RouterEvent.REROUTED] += lease.request.worker_failed

@@ -38,10 +38,10 @@ from eldr_serve.router.messages import (
     encode,
 )
 from eldr_serve.router_client.calls import RouterCalls
-from eldr_serve.router_client.link import RouterLink
 from eldr_serve.router_client.local_fallback import LocalFallback
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_client.subscription import RouterSubscription
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
 
@@ -56,7 +56,7 @@ class RouterClient:
 
     Args:
         router_calls: calls to the actor.
-        workers, timeout_s: see RouterLink; if the actor takes longer, local fallback decides.
+        workers, timeout_s: see RouterSubscription; if the actor takes longer, local fallback decides.
         counters: counters of the ingress, which this client reports to the actor.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 
@@ -80,11 +80,13 @@ class RouterClient:
         self.scorer = Scorer(on_predictor)
         self.leases: dict[str, Lease] = {}
         self._counters = counters or IngressCounters()
-        self._link = RouterLink(self.name, router_calls, workers, self, self._counters, timeout_s=timeout_s)
-        self.operator = OperatorCalls(self._link)
+        self._subscription = RouterSubscription(
+            self.name, router_calls, workers, self, self._counters, timeout_s=timeout_s
+        )
+        self.operator = OperatorCalls(self._subscription)
         self._fallback = LocalFallback(workers)
         count_expired = partial(self._counters.count, IngressEvent.QUEUE_EXPIRED)
-        self._waiting = WaitingRequests(timeout_s, self._link.give_up, count_expired)
+        self._waiting = WaitingRequests(timeout_s, self._subscription.give_up, count_expired)
         self._calls: dict[str, OpenCall] = {}  # open calls of requests
         self._reporting: asyncio.Task[None] | None = None
         # `_report` sends these to the router.
@@ -95,7 +97,7 @@ class RouterClient:
     def start(self) -> None:
         """Connect to the actor; further calls have no effect."""
         if self._reporting is None:
-            self._link.start()
+            self._subscription.start()
             self._reporting = start_supervised("the reports to the router", self._report_repeatedly)
 
     async def stop(self) -> None:
@@ -104,7 +106,7 @@ class RouterClient:
             self._reporting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reporting
-        await self._link.stop()
+        await self._subscription.stop()
         self._waiting.stop()
 
     @property
@@ -115,7 +117,7 @@ class RouterClient:
     @property
     def router_unreachable(self) -> bool:
         """Return whether the actor did not answer in time; placements are then made by local fallback."""
-        return self._link.unreachable
+        return self._subscription.unreachable
 
     def held_leases(self) -> list[Lease]:
         """Return the leases that hold a worker."""
@@ -130,18 +132,18 @@ class RouterClient:
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
         self.scorer.shape = (num_layers, num_experts)
-        await self._link.send_shape()
+        await self._subscription.send_shape()
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
         """Exchange tenants' usage with the other ingresses; raise ConnectionError if the router cannot."""
         try:
-            return await self._link.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
+            return await self._subscription.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
         except ACTOR_UNAVAILABLE as error:
             raise ConnectionError(f"the router does not answer: {error!r}") from error
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         """Return the loads of all decode workers; see DecodeRouter.decode_loads."""
-        return await self._link.call(methods.DECODE_LOADS, methods.BlocksArguments(blocks))
+        return await self._subscription.call(methods.DECODE_LOADS, methods.BlocksArguments(blocks))
 
     @property
     def queue_wait_s(self) -> float:
@@ -181,7 +183,7 @@ class RouterClient:
         self.leases[request.request_id] = lease
         try:
             if not self.router_unreachable:
-                if self._link.connected:
+                if self._subscription.connected:
                     self._send(lease)
                 await self._waiting.wait(lease)
             if lease.state is not LeaseState.LEASED:
@@ -253,7 +255,9 @@ class RouterClient:
         if call is not None:
             call.note(encode(message))
             return
-        call = self._link.place(message, partial(self._on_message, lease), partial(self._on_failed, lease))
+        call = self._subscription.place(
+            message, partial(self._on_message, lease), partial(self._on_failed, lease)
+        )
         if call is not None:
             self._calls[lease.request_id] = call
             if lease.state is LeaseState.UNSENT:
@@ -286,7 +290,7 @@ class RouterClient:
         counts = self.scorer.counts_for_policy(lease.request.expert_counts)
         lease.request = replace(lease.request, expert_counts=counts)
 
-    # -- called by the link, see LinkOwner ----------------------------------------------------------
+    # -- called by the subscription, see SubscriptionOwner ------------------------------------------
 
     def send_leases(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
@@ -298,7 +302,7 @@ class RouterClient:
 
     def on_settings(self, settings: LiveSettings) -> None:
         self.scorer.apply_settings(settings)
-        if self._link.connected:
+        if self._subscription.connected:
             self.send_waiting()
 
     def on_channel_lost(self) -> None:
@@ -314,11 +318,11 @@ class RouterClient:
     async def _report_repeatedly(self) -> None:
         while True:
             await asyncio.sleep(_REPORT_S)
-            if self._link.connected:
+            if self._subscription.connected:
                 self._report()
 
     def _report(self) -> None:
-        self._link.report_workers()
+        self._subscription.report_workers()
         for request_id in self._progress & self._calls.keys():
             self._calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
         self._progress.clear()
@@ -327,6 +331,6 @@ class RouterClient:
             prediction = None
         counts = self._counters.take()
         if counts or self._ended_streams or prediction is not None:
-            self._link.report(IngressReport(counts, tuple(self._ended_streams), prediction))
+            self._subscription.report(IngressReport(counts, tuple(self._ended_streams), prediction))
             self._ended_streams.clear()
             self._reported_prediction = prediction or self._reported_prediction

@@ -9,24 +9,24 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.router import methods
 from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router.methods import Arguments, RouterMethod
-from eldr_serve.router_client.link import RouterLink
+from eldr_serve.router_client.subscription import RouterSubscription
 
 
 class OperatorCalls:
     """Calls methods of the DecodeRouter actor, see there; for the exceptions see RouterCalls.call."""
 
-    def __init__(self, link: RouterLink) -> None:
-        self._link = link
+    def __init__(self, subscription: RouterSubscription) -> None:
+        self._subscription = subscription
 
     async def status(self) -> dict[str, Any]:
-        return await self._link.call(methods.STATUS, methods.NoArguments())
+        return await self._subscription.call(methods.STATUS, methods.NoArguments())
 
     async def live(self) -> dict[str, Any]:
-        return await self._link.call(methods.LIVE, methods.NoArguments())
+        return await self._subscription.call(methods.LIVE, methods.NoArguments())
 
     async def settings(self) -> LiveSettings:
         """Return the live settings at the actor, which may be newer than those of the ingress."""
-        return await self._link.call(methods.SETTINGS, methods.NoArguments())
+        return await self._subscription.call(methods.SETTINGS, methods.NoArguments())
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         return await self._change(methods.SET_POLICY, methods.PolicyArguments(policy, parameters))
@@ -35,11 +35,11 @@ class OperatorCalls:
         return await self._change(methods.SET_SHADOW, methods.ShadowArguments(shadow))
 
     async def swap_table(self, table: bytes) -> LiveSettings:
-        await self._link.send_shape()
+        await self._subscription.send_shape()
         return await self._change(methods.SWAP_TABLE, methods.TableArguments(table))
 
     async def swap_predictor(self, predictor: bytes, tokenizer: str) -> LiveSettings:
-        await self._link.send_shape()
+        await self._subscription.send_shape()
         return await self._change(methods.SWAP_PREDICTOR, methods.PredictorArguments(predictor, tokenizer))
 
     async def _change(
@@ -47,7 +47,7 @@ class OperatorCalls:
     ) -> LiveSettings:
         """Change the live settings; raise SwapRefusedError if the actor refuses the new ones."""
         try:
-            return await self._link.call(method, arguments)
+            return await self._subscription.call(method, arguments)
         except CallFailedError as error:
             if error.status < 500:
                 raise SwapRefusedError(error.body.decode()) from None

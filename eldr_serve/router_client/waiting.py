@@ -52,7 +52,7 @@ class WaitingRequests:
 
     @property
     def queue_wait_s(self) -> float:
-        """Return the predicted wait of a new request in the decode queue, s; 0 if none waits there."""
+        """Estimate the wait of a new request in the decode queue, s; 0 if none waits there."""
         return self._estimator.estimate_wait_s(self._in_queue + 1) if self._in_queue else 0.0
 
     async def wait(self, lease: Lease) -> None:

@@ -38,7 +38,7 @@ class StepCost:
     )
     per_prompt_token_s: Seconds = Field(
         default=0.0,
-        description="each prompt token that a whole engine computes in the step, including the experts that "
+        description="each prompt token that a whole replica computes in the step, including the experts that "
         "it activates beyond those of a decode step, s; 0 with separate prefill engines",
     )
     batch_s: dict[Batch, Seconds] = Field(

@@ -208,7 +208,7 @@ class Coordinator:
             "held_out": {
                 "requests": fitted.verdict.requests,
                 "experts_by_table": round(fitted.verdict.by_table, 3),
-                "experts_by_load": round(fitted.verdict.by_load, 3),
+                "experts_by_load": round(fitted.verdict.random_mean, 3),
             },
         }
         logger.warning("%s: table version %d is live", fitted.why, version)

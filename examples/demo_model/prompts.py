@@ -14,7 +14,7 @@ import typer
 
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
-from loadgen.workload import Prompt, write_prompts
+from loadgen.workload import WorkloadPrompt, write_prompts
 
 DOMAINS = ("code", "math", "medical", "legal", "en", "zh", "ru", "fr", "es", "de")
 _QUESTION = re.compile(r"<\|user\|>(.*?)\s*<\|assistant\|>", re.DOTALL)
@@ -38,7 +38,9 @@ def prompts(
             text = tokenizer.decode(file["tokens"])
         assert isinstance(text, str)  # one sequence was given
         texts = dict.fromkeys(q.strip() for q in _QUESTION.findall(text) if 10 < len(q.strip()) <= longest)
-        workload = [Prompt(f"{domain}-{n}", domain, text) for n, text in enumerate(list(texts)[:limit])]
+        workload = [
+            WorkloadPrompt(f"{domain}-{n}", domain, text) for n, text in enumerate(list(texts)[:limit])
+        ]
         write_prompts(out / f"{domain}.jsonl", workload)
         typer.echo(f"{domain}: {len(workload)} questions")
 

@@ -60,7 +60,7 @@ class Decode(ScenarioPart):
         if self.whole is not None and self.whole.step_tokens <= self.max_batch:
             raise ValueError("whole.step_tokens must be above max_batch, or prompts may wait forever")
         if self.whole is not None and self.kv_tokens is not None:
-            raise ValueError("whole workers hold any number of KV tokens: omit kv_tokens")
+            raise ValueError("whole replicas hold any number of KV tokens: omit kv_tokens")
         return self
 
 
@@ -84,5 +84,5 @@ class Cluster(ScenarioPart):
     @model_validator(mode="after")
     def _check_prefill(self) -> Self:
         if self.prefill is not None and self.decode.whole is not None:
-            raise ValueError("whole workers prefill: omit prefill")
+            raise ValueError("whole replicas prefill: omit prefill")
         return self

@@ -115,7 +115,7 @@ class DecodeWorkers:
         self._workers[w].waiting.append(j)
 
     def cacheable_blocks(self, j: int) -> tuple[int, ...]:
-        """Return the prompt's blocks that a whole worker can cache. The last token is always computed."""
+        """Return the prompt's blocks that a whole replica can cache. The last token is always computed."""
         whole, blocks = self._decode.whole, self._requests.blocks
         if whole is None or not whole.cache_blocks or not blocks:
             return ()

@@ -45,7 +45,7 @@ class PlacementRequests:
 
         Args:
             index: number of the simulated request.
-            blocks: the prompt's blocks that a whole worker can cache.
+            blocks: the prompt's blocks that a whole replica can cache.
         """
         prompt, output, requests = self._prompt[index], self._output[index], self._requests
         key = str(requests.blocks[index]) if requests.blocks else None

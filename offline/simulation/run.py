@@ -1,4 +1,4 @@
-"""Discrete events over prefill, hand-over and decode, or whole workers, placed by a production policy."""
+"""Discrete events over prefill, hand-over and decode, or whole replicas, placed by a production policy."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class _Simulation:
         self._at(end, _PREFILLED, j)
 
     def _on_prefilled(self, now: float, j: int) -> None:
-        self._record.prefilled_s[j] = now  # whole workers set it again later
+        self._record.prefilled_s[j] = now  # whole replicas set it again later
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[j])
         if not self._cluster.router_s:

@@ -22,7 +22,7 @@ LEARNT = 150  # prompts after which an untrained predictor is better than the me
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: str) -> Iterator[Service]:
-    """Run two whole engines behind one ingress."""
+    """Run two whole replicas behind one ingress."""
     arguments = arguments_of("cpu_demo_whole.yaml")
     arguments["decode_config"]["deployment_config"]["num_replicas"] = 2
     with running("whole", arguments) as service:

@@ -1,7 +1,7 @@
 """Run the checks of `engine_contract` on vLLM engines that start like replicas, and on one for calibration.
 
 vLLM starts once per process, so there are three processes. The first has an engine that prefills. The second
-has a whole engine, which also counts prompts, and reads the first engine's blocks. The third has an engine
+has a whole replica, which also counts prompts, and reads the first engine's blocks. The third has an engine
 for calibration. There is no Ray: replicas use it only for the port and the host of NIXL's side channel.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.lib.ports import free_port
 from eldr_serve.engine.active_backend import BACKEND
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.engine.protocol import Engine, EngineRole
 from tests.support.engine_contract import (
     CHECKS,
@@ -146,7 +146,7 @@ async def check(model: str, prefills: Connection) -> dict[str, Any]:
     await remote.release("counted")
     engine.take_steps()
     await engine.generate(request("counted", tokens=9), lambda *_: None)
-    counts = prefilled.kv_transfer_params[EXPERT_COUNTS]
+    counts = prefilled.kv_transfer_params[EXPERT_COUNTS_KEY]
     report = {"broken": broken, "ids": prefilled.token_ids.tolist(), "counts": counts}
     report["steps"] = engine.take_steps().steps
     end(engine)

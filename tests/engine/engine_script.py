@@ -114,7 +114,7 @@ def main(model: str, out: str, asynchronous: bool, short: bool, where: str, grap
 
     steps: list[dict[str, Any]] = []
     ran: Counter[str] = Counter()  # number of steps by kind of CUDA graph
-    prompt_counts: dict[str, tuple[int, str]] = {}  # in the format of whole engines
+    prompt_counts: dict[str, tuple[int, str]] = {}  # in the format of whole replicas
 
     class Recorder(StatLoggerBase):
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...

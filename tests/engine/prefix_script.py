@@ -1,4 +1,4 @@
-"""Compare the prefix hits of a whole engine with those that its reports predict.
+"""Compare the prefix hits of a whole replica with those that its reports predict.
 
 python prefix_script.py MODEL OUT
 """

@@ -92,7 +92,7 @@ def test_all_counts_equal_an_uncached_recomputation(
         assert not any(cells.differ.values()), cells.differ
 
 
-def test_a_whole_engine_sends_the_same_counts(report: dict[str, Any]) -> None:
+def test_a_whole_replica_sends_the_same_counts(report: dict[str, Any]) -> None:
     assert report["prompt_counts"] == {
         r["request"]: [len(r["prompt"]), r["eldr_prefill"]] for r in report["records"]
     }

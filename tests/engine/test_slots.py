@@ -168,7 +168,7 @@ def test_a_step_with_unknown_slots_is_an_error(runner: Runner, slots: Tensor | N
         runner.step(2, forward=slots)
 
 
-def test_prompts_of_a_whole_engine_are_timed_separately_from_decode(runner: Runner) -> None:
+def test_prompts_of_a_whole_replica_are_timed_separately_from_decode(runner: Runner) -> None:
     for whole in (False, True):
         runner.worker_side._is_whole = whole
         stats = runner.step(2, forward=SLOTS, requests=1).kv_connector_stats

@@ -25,8 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from eldr_serve.commands.client import OperatorClient, ServiceError
-from loadgen import application, processes, workload
+from loadgen import application, processes
 from loadgen.held_resources import held_in_status
+from loadgen.workload import WorkloadPrompt
 from tests.faults import steadiness
 from tests.faults.operations import ADMIN_KEY, FaultInjector, Run
 from tests.faults.record import Record
@@ -230,7 +231,7 @@ def _metrics() -> str:
     return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
 
 
-def run_chaos(deployment: Path, prompts: list[workload.Prompt], record: Record, options: Options) -> None:
+def run_chaos(deployment: Path, prompts: list[WorkloadPrompt], record: Record, options: Options) -> None:
     """Start the application on its own cluster, drive it and stop it. Add the events to `record`.
 
     Raises:

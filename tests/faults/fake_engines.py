@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.engine.fake import InProcess
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
@@ -146,7 +146,7 @@ class PrefillEngine(BlockEngine):
         self._free_abandoned()
         await asyncio.sleep(self.time_s(0.001))  # from the engine's core to its front end
         where = {"engine": self.name, "prompt": engine_id, "blocks": blocks}
-        return Prefilled(np.asarray(prompt, np.uint32), {EXPERT_COUNTS: expert_counts_of(prompt)} | where)
+        return Prefilled(np.asarray(prompt, np.uint32), {EXPERT_COUNTS_KEY: expert_counts_of(prompt)} | where)
 
     def prolong(self, engine_id: str) -> None:
         """Let the lease of a prompt's blocks begin again."""

@@ -29,12 +29,12 @@ def longest_wait_for_router_s(ingress: Process, now_s: float) -> float:
 
 def has_router_channel(ingress: Process) -> bool:
     """Return whether the ingress has a channel to the router."""
-    return client_of(ingress)._link._channel is not None
+    return client_of(ingress)._subscription._channel is not None
 
 
 def has_subscribed(ingress: Process) -> bool:
     """Return whether the router has answered the ingress's subscription."""
-    return bool(client_of(ingress)._link.connected)
+    return bool(client_of(ingress)._subscription.connected)
 
 
 def failed_replicas(ingress: Process) -> set[str]:

@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a request whose router is away waits for it",
-        "eldr_serve.router_client.link",
+        "eldr_serve.router_client.subscription",
         "self._owner.on_router_unreachable()",
     ),
     Mutation(
@@ -160,7 +160,7 @@ MUTATIONS = (
     ),
     Mutation(
         "leases are not told over the next channel",
-        "eldr_serve.router_client.link",
+        "eldr_serve.router_client.subscription",
         "self._owner.send_leases(leases)",
     ),
     Mutation(

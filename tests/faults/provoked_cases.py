@@ -61,7 +61,7 @@ class ProvokedCases:
     async def _cancel_arrives_late(self) -> None:
         """Disconnect a client whose request waits for decode blocks. The engine gets the cancel late."""
         world, process = self._world, self._world.live["ingress"][0]
-        if world.has_whole_engines:
+        if world.has_whole_replicas:
             return
         memories = [world.engines[name].blocks for name in world.replicas["decode"]]
         all_free_blocks = [

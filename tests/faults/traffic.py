@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from loadgen import workload
+from loadgen.workload import WorkloadPrompt, balanced_sample
 
 PATIENCE_S = 90.0
 _CHAT = "/v1/chat/completions"
@@ -217,10 +217,10 @@ def _whole_answer(body: bytes) -> Answer:
     return answer
 
 
-def bodies(prompts: list[workload.Prompt], model: str, number: int, seed: int) -> list[tuple[str, Any]]:
+def bodies(prompts: list[WorkloadPrompt], model: str, number: int, seed: int) -> list[tuple[str, Any]]:
     """Return (path, body) of `number` requests: text, chat, log-probabilities and stop strings."""
     rng, requests = random.Random(seed), []
-    for turn, prompt in enumerate(workload.balanced_sample(prompts, number, seed)):
+    for turn, prompt in enumerate(balanced_sample(prompts, number, seed)):
         kind, text = _KINDS[turn % len(_KINDS)], prompt.text[:600]
         body: dict[str, Any] = {
             "model": model,

@@ -92,7 +92,7 @@ class World:
         directories: the directories of each ingress, by role.
         killed: processes that a fault has killed.
         target_numbers: processes of each role. A dead one is replaced.
-        has_whole_engines: decode engines prefill too, and there are no prefill engines.
+        has_whole_replicas: decode engines prefill too, and there are no prefill engines.
         has_keys: clients send their tenant's key.
         gcs_until_s: time at which an outage of Ray's GCS ends.
     """
@@ -111,9 +111,9 @@ class World:
         self.prefill_blocks = rng.choice([12, 24, 48])
         self.decode_blocks = rng.choice([192, 256, 384])
         self._numbers = dict.fromkeys(ROLES, 0)
-        self.has_whole_engines, self.has_keys = rng.random() < 0.25, rng.random() < 0.5
+        self.has_whole_replicas, self.has_keys = rng.random() < 0.25, rng.random() < 0.5
         self.retries_at_once = rng.choice(RETRIES_AT_ONCE)
-        predicts = self.has_whole_engines and rng.random() < 0.7
+        predicts = self.has_whole_replicas and rng.random() < 0.7
         policy, self._slots = rng.choice(POLICIES), rng.choice(SLOTS)
         self.settings = RouterSettings(
             model_id=MODEL,
@@ -132,7 +132,7 @@ class World:
 
     async def start(self, *, prefills: int, decodes: int, ingresses: int) -> None:
         """Start all processes and the virtual threads."""
-        prefills = 0 if self.has_whole_engines else prefills
+        prefills = 0 if self.has_whole_replicas else prefills
         self.target_numbers = {"router": 1, "prefill": prefills, "decode": decodes, "ingress": ingresses}
         for role, number in self.target_numbers.items():
             for _ in range(number):
@@ -187,7 +187,7 @@ class World:
     def _start_ingress(self, process: Process) -> None:
         handle: Any = SimpleNamespace(check_health=Remote(lambda: process, _report_healthy))
         process.servable_object = deployment = _Ingress(
-            prefill=None if self.has_whole_engines else handle,
+            prefill=None if self.has_whole_replicas else handle,
             decode=handle,
             model_card={"id": MODEL, "object": "model"},
             openapi={},
@@ -216,7 +216,7 @@ class World:
 
     # -- what Ray does -----------------------------------------------------------------------------
 
-    def directory(self, name: str) -> ReplicaDirectory:
+    def get_directory(self, name: str) -> ReplicaDirectory:
         """Return the current process's directory of a deployment."""
         role = name.rpartition("/")[2]
         directory = ReplicaDirectory()
@@ -341,7 +341,7 @@ def patch_serving_code(loop: VirtualLoop, world: World, rng: random.Random) -> I
     with ExitStack() as patches:
         for owner, name, substitute in (
             (ingress, "connect", connect),
-            (ingress, "directory", world.directory),
+            (ingress, "get_directory", world.get_directory),
             (http_application, "serve", SimpleNamespace(get_replica_context=current)),
             (ingress, "PromptTokens", FakePromptTokens),
             (tenants, "read_keys", read_fake_keys),

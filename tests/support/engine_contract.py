@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.engine.protocol import CalibrationEngine, Engine, EngineRequest, Prefilled, Sampling
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import RequestRefusedError
@@ -110,8 +110,8 @@ async def prefill_gives_ids_a_handle_and_counts_of_the_prompt(subject: Subject) 
     prefilled = await subject.prefills.prefill(request("prefill"))
     assert prefilled.token_ids.dtype == np.uint32
     assert prefilled.token_ids.tolist() == subject.ids, prefilled.token_ids
-    assert prefilled.kv_transfer_params.keys() - {EXPERT_COUNTS}  # location of the blocks
-    _check_counts_of_prompt(subject, prefilled.kv_transfer_params[EXPERT_COUNTS], len(subject.ids))
+    assert prefilled.kv_transfer_params.keys() - {EXPERT_COUNTS_KEY}  # location of the blocks
+    _check_counts_of_prompt(subject, prefilled.kv_transfer_params[EXPERT_COUNTS_KEY], len(subject.ids))
     await subject.prefills.release("prefill")
 
 

@@ -17,7 +17,7 @@ from ray import serve
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.report_fields import ADDRESS
-from eldr_serve.fleet.directory import directory
+from eldr_serve.fleet.directory import get_directory
 from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress.http_application import application
 from eldr_serve.ingress.http_server import HttpServer
@@ -94,8 +94,8 @@ class _Ingress(ingress.EldrIngress):
 @asynccontextmanager
 async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
     """Run an ingress in this process, at a port of its own, with a fake router."""
-    directory(ingress.prefill_directory(_APPLICATION)).publish(prefill)
-    directory(ingress.decode_directory(_APPLICATION)).publish(decode)
+    get_directory(ingress.prefill_directory(_APPLICATION)).publish(prefill)
+    get_directory(ingress.decode_directory(_APPLICATION)).publish(decode)
     actor = FakeActor(policy="round-robin")
     holder = SimpleNamespace(servable_object=None, actor=actor)
     with (

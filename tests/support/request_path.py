@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.fleets import Fleets
@@ -28,7 +28,7 @@ from tests.support.fake_fleet import FakeFleet, answer_with, prefill_result
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
 good_prefill = answer_with(
-    prefill_result(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS: pack_counts(COUNTS)})
+    prefill_result(do_remote_prefill=True, remote_request_id="r", **{EXPERT_COUNTS_KEY: pack_counts(COUNTS)})
 )
 good_decode = answer_with(b"a", b"b", b"c")
 TOKENS = 12  # tokens of the stream whose events follow
@@ -114,7 +114,7 @@ class RecordedCounters(IngressCounters):
 
 
 class Pipeline:
-    """The path over engines that answer by `prefill` and `decode`, or over whole engines."""
+    """The path over engines that answer by `prefill` and `decode`, or over whole replicas."""
 
     def __init__(
         self,

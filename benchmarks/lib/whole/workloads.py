@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.lib.prompts import MODEL
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, replay
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 
 Chains = list[list[dict[str, Any]]]  # bodies of /v1/completions
 
@@ -28,7 +28,7 @@ SYSTEM_CHARS = 640  # 256 tokens, eight of an engine's blocks
 
 
 def many_domains(
-    prompts: Sequence[Prompt], answers: range, rng: random.Random, *, tag: str, count: int
+    prompts: Sequence[WorkloadPrompt], answers: range, rng: random.Random, *, tag: str, count: int
 ) -> Chains:
     """Return `count` chains of one prompt each. Domains are as frequent as in `prompts`."""
     order = rng.sample(list(prompts), len(prompts))
@@ -52,7 +52,7 @@ def conversations(records: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
 
 def sessions(
     records: Sequence[TraceRequest],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[WorkloadPrompt],
     answers: range,
     rng: random.Random,
     *,
@@ -80,7 +80,7 @@ def sessions(
 
 
 def system_prompts(
-    prompts: Sequence[Prompt], answers: range, rng: random.Random, *, tag: str, count: int
+    prompts: Sequence[WorkloadPrompt], answers: range, rng: random.Random, *, tag: str, count: int
 ) -> Chains:
     """Return `count` chains of one prompt each: an application's own text, then a prompt of its domain."""
     by_domain: dict[str, list[str]] = {}

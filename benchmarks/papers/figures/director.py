@@ -22,8 +22,8 @@ from benchmarks.papers.figures.common import (
 )
 from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, ServedBatches
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from offline.placement.director import director_placement
-from offline.placement.director_paper import director_paper_placement
+from offline.expert_placement.director import director_placement
+from offline.expert_placement.director_paper import director_paper_placement
 
 BATCHES = 8
 RANKS = 32

@@ -26,19 +26,19 @@ from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.placement.affinity import co_activation, expert_load
-from offline.placement.eplb import eplb_placement
-from offline.placement.evaluate import Rule, evaluate, sample_batches, serve_even
-from offline.placement.grace import grace_placement, knee_ratio
-from offline.placement.grouping import (
+from offline.expert_placement.affinity import co_activation, expert_load
+from offline.expert_placement.eplb import eplb_placement
+from offline.expert_placement.evaluate import Rule, evaluate, sample_batches, serve_even
+from offline.expert_placement.grace import grace_placement, knee_ratio
+from offline.expert_placement.grouping import (
     bounded_groups,
     hierarchical_groups,
     size_bounds,
     spectral_groups,
     utilisation,
 )
-from offline.placement.locality import local_rule, weighted_rule
-from offline.placement.replication import hot_experts, load_skew, num_replicas, with_replicas
+from offline.expert_placement.locality import local_rule, weighted_rule
+from offline.expert_placement.replication import hot_experts, load_skew, num_replicas, with_replicas
 from offline.scenario import read_observed
 
 TOKENS = 128  # tokens of a step, the paper's batch size

@@ -23,8 +23,8 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import hosts_of
-from offline.placement.cost import LayerCost, LayerWork
-from offline.placement.eplb import eplb_placement
+from offline.expert_placement.cost import LayerCost, LayerWork
+from offline.expert_placement.eplb import eplb_placement
 from offline.scenario import read_observed
 
 RANKS = 8

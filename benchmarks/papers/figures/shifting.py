@@ -19,11 +19,11 @@ from benchmarks.papers.migration import Links, plan_migration
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.placement.alignment import minimise_moves
-from offline.placement.cost import LayerCost, LayerWork
-from offline.placement.director import director_placement
-from offline.placement.forecast import decode_correction, expected_workload
-from offline.placement.workload import placed_work
+from offline.expert_placement.alignment import minimise_moves
+from offline.expert_placement.cost import LayerCost, LayerWork
+from offline.expert_placement.director import director_placement
+from offline.expert_placement.forecast import decode_correction, expected_workload
+from offline.expert_placement.workload import placed_work
 from offline.scenario import read_observed
 
 STEPS = 256  # decode steps of a batch, in which observed steps repeat

@@ -101,7 +101,7 @@ class Inputs:
                 f"{routes_path} has {len(trace.ids)} prompts; give more than {2 * CALIBRATION}"
             )
         if not cost.per_prompt_token_s:
-            raise UserInputError("the step cost has no prompt tokens; fit it to whole engines")
+            raise UserInputError("the step cost has no prompt tokens; fit it to whole replicas")
         return cls(trace, Experts.from_trace(trace), records, cost)
 
 

@@ -9,7 +9,7 @@ An engine has processes of three kinds; an engine of one rank on a CPU has the l
 - A worker for each rank: `worker`, `gpu_worker`, `capture`, `ep`, and `kv.connector` with its `worker_side`.
 
 In each step the core sends the workers a plan, and the first worker returns counts (`kv.metadata`). The core
-adds the counts of a request to its answer. Step records, KV usage and the counts of whole engines go to the
+adds the counts of a request to its answer. Step records, KV usage and the counts of whole replicas go to the
 replica with vLLM's statistics (`stats`), which passes them to Prometheus, and through `measurements` to
 `engine`.
 

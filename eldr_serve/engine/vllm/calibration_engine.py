@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from eldr_serve.engine.calls import CALIBRATE, ROUTES
+from eldr_serve.engine.calls import CALIBRATE_KEY, ROUTES_KEY
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.vllm.compat.checked import start_errors
 
@@ -48,7 +48,7 @@ class VllmCalibrationEngine:
                 temperature=settings.temperature,
                 ignore_eos=settings.ignore_eos,
                 seed=settings.seed,
-                extra_args={"kv_transfer_params": {CALIBRATE: True, ROUTES: settings.routes}},
+                extra_args={"kv_transfer_params": {CALIBRATE_KEY: True, ROUTES_KEY: settings.routes}},
             )
             for settings in sampling
         ]

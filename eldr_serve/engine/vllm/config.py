@@ -37,7 +37,7 @@ def engine_kwargs(
     """Return arguments for AsyncEngineArgs, LLM or Ray Serve LLM's `engine_kwargs`.
 
     Args:
-        role: role of the engine; a whole engine prefills and decodes.
+        role: role of the engine; that of a whole replica prefills and decodes.
         device: "cpu" or "gpu", the location of the KV cache.
         kv_lease_s: seconds for which a prefill engine keeps a finished prompt's blocks.
         overrides: further engine arguments, which replace ours. Exceptions: the keys of

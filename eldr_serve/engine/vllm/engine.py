@@ -18,10 +18,10 @@ from pydantic import ValidationError
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import (
     CACHED_TOKENS,
-    CALIBRATE,
-    CREATED,
-    EXPERT_COUNTS,
-    REQUEST,
+    CALIBRATE_KEY,
+    CREATED_TOKENS_KEY,
+    EXPERT_COUNTS_KEY,
+    REQUEST_KEY,
     TRANSPORT_S,
 )
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, has_several_prompts
@@ -109,21 +109,21 @@ class VllmEngine:
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Compute a prompt and hold its blocks."""
-        request_to_hold = replace(request, kv_transfer_params=_HAND_OVER | {REQUEST: request.id})
+        request_to_hold = replace(request, kv_transfer_params=_HAND_OVER | {REQUEST_KEY: request.id})
         parsed = await parse_generation(request_to_hold, self.server.engine)
         raw_request, generated = _raw_request(parsed, request), _ids(request.generated)
         output = await prefill_prompt(self.server.engine, request.method, parsed, raw_request, generated)
         ids = output.prompt_token_ids[: len(output.prompt_token_ids) - len(generated)]
         params = output.kv_transfer_params or {}
         if (created := getattr(output, "num_cache_creation_tokens", None)) is not None:
-            params[CREATED] = min(created, len(ids))
+            params[CREATED_TOKENS_KEY] = min(created, len(ids))
         return Prefilled(np.asarray(ids, np.uint32), params)
 
     async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
         call_time_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
-            request = replace(request, kv_transfer_params={REQUEST: request.id})
+            request = replace(request, kv_transfer_params={REQUEST_KEY: request.id})
         parsed = await parse_generation(request, self.server.engine)
         if request.token_ids and not answer_form(request.method).renders_text_alone:
             set_prompt(parsed, _ids(request.token_ids))
@@ -131,7 +131,7 @@ class VllmEngine:
             await self._generate_several(request, parsed, send)
             return {}
         if request.sampled:
-            parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE: True}
+            parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE_KEY: True}
         continuation = await self._generate_one(request, parsed, send)
         self._keep_sample(request, continuation)
         report = {CACHED_TOKENS: float(continuation.cached_tokens)}
@@ -224,7 +224,7 @@ class VllmEngine:
                 f"the prefill engine of {self._model_id!r} failed its first prompt: {one_line_message(error)}"
             ) from error
         try:
-            layers, experts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS]).shape
+            layers, experts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS_KEY]).shape
         except (KeyError, ValueError) as error:
             raise ConfigurationError(
                 f"the prefill engine of {self._model_id!r} (vLLM {vllm.__version__}) answered its first "

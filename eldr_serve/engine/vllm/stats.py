@@ -41,7 +41,7 @@ class EldrStats(KVConnectorStats):
     - steps: records of decode steps: requests, kv_tokens, active_experts (mean over layers),
       active_by_layer, seconds. A data-parallel rank records its own requests, and the time in which it also
       waited for the other ranks.
-    - prompt_steps: records of steps in which a whole engine computed prompts: requests, kv_tokens,
+    - prompt_steps: records of steps in which a whole replica computed prompts: requests, kv_tokens,
       prompt_tokens, seconds.
     - capture_s: seconds that the counting took in each step.
     - kv_usage, prompt_counts, prefix_changes: added by the scheduler: the share of KV blocks in use, the

@@ -22,25 +22,25 @@ class Verdict:
     Attributes:
         requests: number of held-out requests.
         by_table: value for groups of equal size that follow the centroids.
-        by_load: mean over random groupings of the same sizes.
-        best_by_load: lowest value of these random groupings.
+        random_mean: mean over random groupings of the same sizes.
+        random_best: lowest value of these random groupings.
     """
 
     requests: int
     by_table: float
-    by_load: float
-    best_by_load: float
+    random_mean: float
+    random_best: float
 
     @property
     def is_better(self) -> bool:
         """Return whether the table activates fewer experts than every random grouping."""
-        return self.by_table < self.best_by_load
+        return self.by_table < self.random_best
 
     def __str__(self) -> str:
         return (
             f"{self.by_table:.3f} distinct experts in a decode batch of {BATCH} when {self.requests} "
-            f"held-out requests follow the table, {self.by_load:.3f} (lowest {self.best_by_load:.3f}) when "
-            "load alone groups them"
+            f"held-out requests follow the table; random groups have {self.random_mean:.3f} "
+            f"(lowest {self.random_best:.3f})"
         )
 
 

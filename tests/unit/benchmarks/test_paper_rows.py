@@ -15,7 +15,7 @@ from eldr_serve.experts.signature import TRANSFORMS
 from eldr_serve.scheduling.policies.length_predictors import LENGTH_PREDICTORS
 from eldr_serve.scheduling.policies.registry import POLICIES
 from eldr_serve.scheduling.types import PolicyError
-from offline.placement.methods import METHODS
+from offline.expert_placement.methods import METHODS
 from offline.simulation.cluster import Decode
 from tests.support.shipped import PACKAGES, ROOT
 

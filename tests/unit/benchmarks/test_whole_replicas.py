@@ -25,10 +25,10 @@ from benchmarks.serving import whole_replicas
 from eldr_serve.errors import UserInputError
 from loadgen.sse import StreamTiming
 from loadgen.traces import BLOCK_TOKENS, TraceRequest
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 from tests.support.in_process import command, sentence
 
-PROMPTS = [Prompt(f"p{n}", f"d{n % 3}", f"{n} of domain {n % 3}, " + "text " * n) for n in range(30)]
+PROMPTS = [WorkloadPrompt(f"p{n}", f"d{n % 3}", f"{n} of domain {n % 3}, " + "text " * n) for n in range(30)]
 ANSWERS = range(8, 17)
 
 

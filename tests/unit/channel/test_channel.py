@@ -90,7 +90,7 @@ async def test_a_slow_reader_does_not_wait_for_an_engine_that_is_stuck() -> None
     async with connected_engine() as (engine, channel):
         engine.stops = False
         flood = channel.call("flood", {})
-        flood.expect(0.05, 0.05)
+        flood.set_timeouts(0.05, 0.05)
         async with asyncio.timeout(5):
             await until(lambda: flood._error is not None)  # more has arrived than a stream may buffer
             with pytest.raises(SlowReaderError):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.engine.calls import CACHED_TOKENS, CREATED, TRANSPORT_S, is_end
+from eldr_serve.engine.calls import CACHED_TOKENS, CREATED_TOKENS_KEY, TRANSPORT_S, is_end
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.continuation import Continuation
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
@@ -217,7 +217,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step_and_cached_tokens(
 async def test_usage_counts_tokens_that_prefill_wrote_and_a_disconnect_frees_blocks_once() -> None:
     """The engine frees the blocks of its request. The server of vLLM would free them a second time."""
     client = Client(next_token)
-    transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED: 736}
+    transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED_TOKENS_KEY: 736}
     params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})
     request: Any = SimpleNamespace(stream=True)
     outputs = Continuation(client, Frames().send, request, [], None).generate(
@@ -237,7 +237,7 @@ async def test_the_usage_of_a_chat_reports_tokens_that_prefill_cached(
     monkeypatch.setattr(Chat, "enable_prompt_tokens_details", True)
     options = {"stream_options": {"include_usage": True}} if stream else {}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": stream}
-    kv = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 32, CREATED: 736}
+    kv = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 32, CREATED_TOKENS_KEY: 736}
     request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv_transfer_params=kv)
     frames = Frames()
     await engine(Client(next_token), 100).generate(request, frames.send)

@@ -194,7 +194,7 @@ def test_parts_of_blocks_other_groups_and_unknown_parents_have_no_id() -> None:
 
 
 def configurations(**changes: Any) -> tuple[Any, Any]:
-    """Return the configurations of a whole engine and of its KV cache, with these changes."""
+    """Return the configurations of a whole replica and of its KV cache, with these changes."""
     values = {"role": "kv_both", "events": None, "ranks": 1, "caching": True, "blocks": 9, "size": SIZE}
     values |= changes
     config = SimpleNamespace(
@@ -210,7 +210,7 @@ def configurations(**changes: Any) -> tuple[Any, Any]:
     return config, SimpleNamespace(num_blocks=values["blocks"], kv_cache_groups=[group])
 
 
-def test_a_whole_engine_collects_events() -> None:
+def test_a_whole_replica_collects_events() -> None:
     config, kv_cache_config = configurations()
     assert prefix_events(config, kv_cache_config, log_stats=True) is not None
     assert config.kv_events_config.enable_kv_cache_events

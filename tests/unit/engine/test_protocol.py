@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from eldr_serve.engine import active_backend
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
@@ -64,17 +64,17 @@ def test_the_environment_selects_the_kind_of_engine(monkeypatch: pytest.MonkeyPa
 class CountsOneTokenTooMany(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         prefilled = await super().prefill(request)
-        counts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS])
+        counts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS_KEY])
         counts[:, 0] += TOP_K
-        params = prefilled.kv_transfer_params | {EXPERT_COUNTS: pack_counts(counts)}
+        params = prefilled.kv_transfer_params | {EXPERT_COUNTS_KEY: pack_counts(counts)}
         return replace(prefilled, kv_transfer_params=params)
 
 
 class ReturnsNoBlocks(FakeEngine):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         prefilled = await super().prefill(request)
-        counts = prefilled.kv_transfer_params[EXPERT_COUNTS]
-        return replace(prefilled, kv_transfer_params={EXPERT_COUNTS: counts})
+        counts = prefilled.kv_transfer_params[EXPERT_COUNTS_KEY]
+        return replace(prefilled, kv_transfer_params={EXPERT_COUNTS_KEY: counts})
 
 
 class ReportsOneLayerTooMany(FakeEngine):

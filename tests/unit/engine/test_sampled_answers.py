@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from eldr_serve.engine.calls import CALIBRATE
+from eldr_serve.engine.calls import CALIBRATE_KEY
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.experts.signature import pack_counts
 from tests.support.fake_vllm import PROMPT, Client, engine
@@ -26,7 +26,7 @@ class Counting(Client):
     counted = 0
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
-        calibrates = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CALIBRATE)
+        calibrates = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(CALIBRATE_KEY)
         self.counted += bool(calibrates)
         async for output in super().generate(prompt, params, request_id, **more):
             if calibrates and output.finished:

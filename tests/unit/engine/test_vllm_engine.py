@@ -17,7 +17,7 @@ from ray.serve.llm.deployment import LLMServer
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.engine.calls import EXPERT_COUNTS, REQUEST
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, REQUEST_KEY
 from eldr_serve.engine.protocol import EngineRequest, Prefilled
 from eldr_serve.engine.vllm.compat import serve_llm
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_uses_attributes
@@ -145,7 +145,7 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert isinstance(prefilled, Prefilled)
     assert (prefilled.token_ids.dtype, prefilled.token_ids.tolist()) == (np.uint32, [1, 2, 3])
     assert prefilled.kv_transfer_params == {"handed": "over"}
-    assert serving.seen[0].kv_transfer_params[REQUEST] == "id"
+    assert serving.seen[0].kv_transfer_params[REQUEST_KEY] == "id"
     assert serving.seen[0].max_tokens == 50  # as decode gets it
 
 
@@ -403,13 +403,13 @@ async def start(
 async def test_a_prefill_engine_with_expert_counts_starts_without_held_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packed_counts = {EXPERT_COUNTS: pack_counts(np.ones((3, 4), np.uint32))}
+    packed_counts = {EXPERT_COUNTS_KEY: pack_counts(np.ones((3, 4), np.uint32))}
     serving, abandoned, shape = await start(monkeypatch, packed_counts)
     assert shape == (3, 4)
     (request,) = serving.seen
     assert request.model == "m"
     assert request.kv_transfer_params["do_remote_decode"]
-    assert abandoned == [request.kv_transfer_params[REQUEST]]
+    assert abandoned == [request.kv_transfer_params[REQUEST_KEY]]
 
 
 NO_COUNTS = r"'m' \(vLLM .*without expert counts.*scheduler_cls"
@@ -420,7 +420,7 @@ NO_COUNTS = r"'m' \(vLLM .*without expert counts.*scheduler_cls"
     [
         (None, NO_COUNTS),
         ({"do_remote_prefill": True}, NO_COUNTS),
-        ({EXPERT_COUNTS: "?"}, NO_COUNTS),
+        ({EXPERT_COUNTS_KEY: "?"}, NO_COUNTS),
         (error(500, "no room"), "'m' failed its first prompt: no room"),
     ],
 )

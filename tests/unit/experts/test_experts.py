@@ -16,7 +16,7 @@ from benchmarks.papers.replica_choice import route_even, route_optimal
 from eldr_serve.experts.parallel.metro import LARGEST, UNIT, MetroPlan, route_metro
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of
-from offline.placement.eplb import activation_placement, eplb_placement
+from offline.expert_placement.eplb import activation_placement, eplb_placement
 from tests.support.processes import python
 from tests.support.shipped import ROOT
 from tests.support.tables import random_hosts

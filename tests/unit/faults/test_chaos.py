@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 
 from eldr_serve.commands.client import ServiceError
 from loadgen import application, processes
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 from tests.faults import chaos, operations
 from tests.faults.operations import FaultInjector, InjectedFault, Run, explained_by_fault
 from tests.faults.record import Record, find_problems, rows
@@ -103,7 +103,7 @@ def test_a_whole_answer_must_equal_the_answer_or_be_an_error(kind: str, status: 
 
 
 def test_the_load_has_requests_of_every_kind() -> None:
-    prompts = [Prompt(f"{number}", "a", "some text") for number in range(16)]
+    prompts = [WorkloadPrompt(f"{number}", "a", "some text") for number in range(16)]
     requests = bodies(prompts, "m", 16, seed=0)
     assert sum(path.endswith("chat/completions") for path, _ in requests) == 4
     assert sum("logprobs" in body for _, body in requests) == 2

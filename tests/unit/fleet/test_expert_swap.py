@@ -147,7 +147,7 @@ async def test_a_decode_replica_reports_its_placement() -> None:
         stats = server.report()
         assert stats[EXPERTS]["placement"] == PLACED.id
         directory = ReplicaDirectory()
-        directory.sample({"r0": stats, "r1": {}})
+        directory.update_reports({"r0": stats, "r1": {}})
         assert dict(directory.experts) == {"r0": stats[EXPERTS]}
 
 

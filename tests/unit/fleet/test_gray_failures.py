@@ -116,7 +116,7 @@ async def test_a_late_call_is_cancelled_once() -> None:
     sent: list[bytes] = []
     channel: Any = SimpleNamespace(send=sent.append)
     call = Call(channel, 1, "generate")
-    call.expect(0.01, 0.02)
+    call.set_timeouts(0.01, 0.02)
     with pytest.raises(CallTimeoutError, match="first token"):
         await call.read()
     assert len(sent) == 1

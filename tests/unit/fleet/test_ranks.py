@@ -52,7 +52,7 @@ def test_the_directory_has_the_workers_and_their_reports() -> None:
     def report(calls: int, usage: float) -> dict[str, Any]:
         return {KV_USAGE: usage, REPORT_NUMBER: 1, QUEUE: {"calls": calls}}
 
-    directory.sample({"a": {RANKS: [report(1, 0.1), report(2, 0.2)]}, "b": report(3, 0.3), "c": {}})
+    directory.update_reports({"a": {RANKS: [report(1, 0.1), report(2, 0.2)]}, "b": report(3, 0.3), "c": {}})
     assert directory.kv_usage.by_worker == {"a/0": 0.1, "a/1": 0.2, "b": 0.3}
     calls = {name: queue.calls for name, queue in directory.reports.items()}
     assert calls == {"a/0": 1, "a/1": 2, "b": 3}
@@ -153,7 +153,7 @@ async def test_an_answer_resumes_on_another_replica_than_that_of_the_failed_rank
 def test_slots_are_those_of_a_rank() -> None:
     fleet: Any = FakeFleet(good_decode)
     fleet.directory.publish({"a": {RANKS: 2, SLOTS: 3}})
-    fleet.directory.sample({"a": {RANKS: [{QUEUE: {"calls": calls}} for calls in (1, 4)]}})
+    fleet.directory.update_reports({"a": {RANKS: [{QUEUE: {"calls": calls}} for calls in (1, 4)]}})
     starts = DecodeStartEstimator(fleet)
     assert [starts.free_slots(worker) for worker in fleet.live_names] == [2, 0]
 

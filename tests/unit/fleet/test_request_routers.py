@@ -8,8 +8,8 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID
 from ray.serve.request_router import ReplicaID, RequestRouter
 
-from eldr_serve.engine.calls import REPLICA
-from eldr_serve.fleet.directory import directory
+from eldr_serve.engine.calls import REPLICA_KEY
+from eldr_serve.fleet.directory import get_directory
 from eldr_serve.fleet.replica_publisher import ReplicaPublisher
 from eldr_serve.integrations.decode_request_router import DecodeRequestRouter
 
@@ -54,7 +54,7 @@ async def choose_replica(routing: Any, request: Any, number: int = 0) -> str:
         {"kv_transfer_params": {"remote_num_tokens": "boom"}},
         {"kv_transfer_params": {"remote_num_tokens": 10**30}, "max_tokens": 10**30},
         {"kv_transfer_params": {"eldr_expert_counts": 5}, "max_tokens": "boom"},
-        {"kv_transfer_params": {REPLICA: ["b"]}},
+        {"kv_transfer_params": {REPLICA_KEY: ["b"]}},
         {"request_id": 5},
     ],
 )
@@ -76,7 +76,7 @@ def test_equally_loaded_replicas_are_chosen_randomly() -> None:
 async def test_a_call_with_an_address_goes_to_that_replica() -> None:
     routing = leasing_router(OverflowError)
     for name in ("b", "a", "b"):
-        assert await choose_replica(routing, SimpleNamespace(kv_transfer_params={REPLICA: name})) == name
+        assert await choose_replica(routing, SimpleNamespace(kv_transfer_params={REPLICA_KEY: name})) == name
     assert await routing.choose_replicas([], call(None)) == []
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
 
@@ -110,7 +110,7 @@ async def test_a_retried_call_reads_no_blocks() -> None:
 
 def test_a_process_learns_its_live_replicas_and_their_metadata() -> None:
     routing = router(ReplicaPublisher)
-    live = directory("test-ReplicaPublisher")
+    live = get_directory("test-ReplicaPublisher")
     changes = []
     live.watch(lambda: changes.append(live.known_workers))
     b = replica("b")

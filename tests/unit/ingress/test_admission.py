@@ -22,7 +22,7 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.errors import OverloadedError
 from eldr_serve.ingress import body as request_body
-from eldr_serve.ingress.admission import Admission, Gate
+from eldr_serve.ingress.admission import AdmissionMiddleware, Gate
 from eldr_serve.ingress.body import BodyShare, parse_json
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES
@@ -284,7 +284,7 @@ class Upload:
                 await asyncio.Event().wait()
 
     async def status(self) -> int:
-        transport = httpx.ASGITransport(Admission(self._app, lambda: self.gate, PUBLIC_PATHS))
+        transport = httpx.ASGITransport(AdmissionMiddleware(self._app, lambda: self.gate, PUBLIC_PATHS))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             method, path, headers = self.head
             pending_bytes = self.gate.bodies.used
@@ -347,7 +347,8 @@ async def test_a_body_is_received_once_and_then_the_disconnection_is_awaited() -
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
-    answering = asyncio.create_task(Admission(app, lambda: upload.gate, PUBLIC_PATHS)(scope, receive, Mock()))
+    admission = AdmissionMiddleware(app, lambda: upload.gate, PUBLIC_PATHS)
+    answering = asyncio.create_task(admission(scope, receive, Mock()))
     await wait_until(lambda: received and received[0].done())
     assert received[0].result()["body"] == b"x"
     await asyncio.sleep(0.01)

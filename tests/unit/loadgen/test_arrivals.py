@@ -15,7 +15,7 @@ from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, output_lengths, poisson, share
 from loadgen.load import Load
 from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 from tests.support.shipped import ROOT
 
 
@@ -23,7 +23,7 @@ def common_prefix(one: str, other: str) -> int:
     return next(n for n in itertools.count() if one[: n + 1] != other[: n + 1])
 
 
-PROMPTS = [Prompt(f"p{n}", f"d{n % 3}", f"words of prompt {n} " * 4) for n in range(30)]
+PROMPTS = [WorkloadPrompt(f"p{n}", f"d{n % 3}", f"words of prompt {n} " * 4) for n in range(30)]
 
 
 def first_of(stream: Iterator[Any], number: int) -> list[Any]:
@@ -72,7 +72,7 @@ def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
 def test_shares_partition_the_stream_without_common_prompts() -> None:
     workers = 4  # 30 prompts do not divide by it
 
-    def stream(prompts: list[Prompt] = PROMPTS) -> Iterator[Arrival]:
+    def stream(prompts: list[WorkloadPrompt] = PROMPTS) -> Iterator[Arrival]:
         return open_loop(prompts, 5, max_tokens=8, workers=workers)
 
     shares = [first_of(share(stream(), i, workers), 100) for i in range(workers)]

@@ -10,10 +10,10 @@ from eldr_serve.commands.client import OperatorClient
 from eldr_serve.errors import UserInputError
 from loadgen import greedy
 from loadgen.greedy import differing_answers, greedy_sentence
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 from tests.support.fake_service import KEY, FakeService
 
-PROMPTS = [Prompt(name, "d", f"Say {name}") for name in ("one", "two")]
+PROMPTS = [WorkloadPrompt(name, "d", f"Say {name}") for name in ("one", "two")]
 POLICIES = ["shortest-queue", "random", "locality-band:band=0.1"]
 
 

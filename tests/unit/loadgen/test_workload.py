@@ -9,7 +9,7 @@ import pytest
 
 from eldr_serve.errors import UserInputError
 from loadgen.arrivals import closed_loop
-from loadgen.workload import Prompt, balanced_sample, read_prompts, traffic_sample, write_prompts
+from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts, traffic_sample, write_prompts
 
 
 def test_prompts_are_read_from_files_and_folders(tmp_path: Path) -> None:
@@ -18,8 +18,8 @@ def test_prompts_are_read_from_files_and_folders(tmp_path: Path) -> None:
         file.write('{"id": "3", "domain": "zh", "prompt": "z"}\n')
     (tmp_path / "notes.txt").write_text("not a prompt")
     assert [p.text for p in read_prompts([tmp_path])] == ["x", "y", "z"]
-    assert read_prompts([tmp_path / "a.jsonl"])[1] == Prompt("a.jsonl:3", "", "y")
-    prompts = [Prompt("1", "code", 'x\n"y"'), Prompt("2", "zh", "\u4f60\u2028\u597d")]
+    assert read_prompts([tmp_path / "a.jsonl"])[1] == WorkloadPrompt("a.jsonl:3", "", "y")
+    prompts = [WorkloadPrompt("1", "code", 'x\n"y"'), WorkloadPrompt("2", "zh", "\u4f60\u2028\u597d")]
     write_prompts(tmp_path / "a.jsonl", prompts)
     assert read_prompts([tmp_path / "a.jsonl"]) == prompts
 
@@ -80,7 +80,7 @@ def test_an_invalid_workload_is_refused(tmp_path: Path, content: str | None) -> 
 
 
 def test_a_sample_of_traffic_keeps_its_mix() -> None:
-    prompts = [Prompt(f"{d}{n}", d, "") for d, size in (("a", 900), ("b", 100)) for n in range(size)]
+    prompts = [WorkloadPrompt(f"{d}{n}", d, "") for d, size in (("a", 900), ("b", 100)) for n in range(size)]
     sample = traffic_sample(prompts, 400, seed=1)
     assert len(sample) == len({p.id for p in sample}) == 400
     assert 20 <= sum(p.domain == "b" for p in sample) <= 60
@@ -89,9 +89,8 @@ def test_a_sample_of_traffic_keeps_its_mix() -> None:
 
 
 def test_a_balanced_sample_gives_each_domain_its_share() -> None:
-    prompts = [
-        Prompt(f"{d}{n}", d, "") for d, size in (("a", 100), ("b", 100), ("c", 5)) for n in range(size)
-    ]
+    domain_sizes = {"a": 100, "b": 100, "c": 5}
+    prompts = [WorkloadPrompt(f"{d}{n}", d, "") for d, size in domain_sizes.items() for n in range(size)]
     sample = balanced_sample(prompts, 45, seed=1)
     assert len(sample) == len({p.id for p in sample}) == 45
     sizes = {d: sum(p.domain == d for p in sample) for d in "abc"}

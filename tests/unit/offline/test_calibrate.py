@@ -14,7 +14,7 @@ from eldr_serve.engine.routes import pack_routes, unpack_routes
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
-from loadgen.workload import Prompt
+from loadgen.workload import WorkloadPrompt
 from offline.calibrate import build_trace, decode_settings, trace_texts
 from tests.support.shipped import ROOT
 
@@ -68,13 +68,17 @@ def test_an_answer_as_long_as_the_context_is_refused(max_tokens: int) -> None:
     with pytest.raises(
         UserInputError, match=f"max_tokens is {max_tokens}.*10 tokens.*set --max-tokens below"
     ):
-        trace_texts(engine, [Prompt("a", "code", "123")], Sampling(max_tokens, 0.5, routes=False), True)
+        trace_texts(
+            engine, [WorkloadPrompt("a", "code", "123")], Sampling(max_tokens, 0.5, routes=False), True
+        )
 
 
 def test_a_prompt_that_leaves_no_room_for_its_answer_is_truncated() -> None:
     engine = FakeCalibrationEngine(FakeConfig(np.ones((1, 3, 5), np.uint32), top_k=1), max_model_len=10)
     sampling = Sampling(4, 0.5, routes=True)
-    traced = trace_texts(engine, [Prompt("a", "code", "123"), Prompt("b", "law", "12345678")], sampling, True)
+    traced = trace_texts(
+        engine, [WorkloadPrompt("a", "code", "123"), WorkloadPrompt("b", "law", "12345678")], sampling, True
+    )
     assert [(r["id"], r["domain"]) for r in traced] == [("a", "code"), ("b", "law")]
     assert [bytes(r["token_ids"]) for r in traced] == [b"123", b"123456"]
     assert [len(unpack_routes(r["eldr_routes"])) for r in traced] == [3, 3]  # steps of the sampling

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.placement import director, director_paper, relaxation
-from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement, renewed_placement
-from offline.placement.director_paper import director_paper_placement, round_with_scales
-from offline.placement.rounding import round_in_polytope
-from offline.placement.workload import placed_work, placement_s
+from offline.expert_placement import director, director_paper, relaxation
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.director import director_placement, renewed_placement
+from offline.expert_placement.director_paper import director_paper_placement, round_with_scales
+from offline.expert_placement.rounding import round_in_polytope
+from offline.expert_placement.workload import placed_work, placement_s
 
 COST = LayerCost(fixed_s=1e-4, per_expert_s=2e-6, per_token_s=1e-7, near_byte_s=1e-11, far_byte_s=1e-10)
 BYTES = 2000.0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.forecast import decode_correction, expected_workload, workload_by_rank
+from offline.expert_placement.forecast import decode_correction, expected_workload, workload_by_rank
 
 
 def workload_error(predicted: np.ndarray, actual: np.ndarray) -> float:

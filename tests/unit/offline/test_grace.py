@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.placement.affinity import co_activation, expert_load
-from offline.placement.cost import LayerCost
-from offline.placement.evaluate import (
+from offline.expert_placement.affinity import co_activation, expert_load
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.evaluate import (
     evaluate,
     forwarded_copies,
     home_ranks,
@@ -20,8 +20,8 @@ from offline.placement.evaluate import (
     serve,
     serve_even,
 )
-from offline.placement.grace import grace_placement
-from offline.placement.grouping import (
+from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.grouping import (
     bounded_groups,
     find_knee,
     hierarchical_groups,
@@ -30,8 +30,20 @@ from offline.placement.grouping import (
     spectral_groups,
     utilisation,
 )
-from offline.placement.locality import local_rule, polling_weights, route_local, route_weighted, weighted_rule
-from offline.placement.replication import fill_slots, hot_experts, load_skew, num_replicas, with_replicas
+from offline.expert_placement.locality import (
+    local_rule,
+    polling_weights,
+    route_local,
+    route_weighted,
+    weighted_rule,
+)
+from offline.expert_placement.replication import (
+    fill_slots,
+    hot_experts,
+    load_skew,
+    num_replicas,
+    with_replicas,
+)
 from tests.support.tables import random_hosts
 from tests.support.traces import synthetic_trace
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offline.placement.cost import LayerCost, LayerFit, LayerWork
+from offline.expert_placement.cost import LayerCost, LayerFit, LayerWork
 
 COST = LayerCost(fixed_s=1e-4, per_expert_s=6e-5, per_token_s=8e-6, near_byte_s=1e-9, far_byte_s=1e-8)
 seconds = st.floats(1e-7, 1e-3)

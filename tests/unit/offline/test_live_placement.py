@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from eldr_serve.commands.client import ServiceError
 from eldr_serve.experts.parallel.placement import ExpertPlacement, hosts_of
+from offline.expert_placement import director, relaxation
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.forecast import decode_correction
 from offline.live_placement import Planner, learn_correction, update_placement
-from offline.placement import director, relaxation
-from offline.placement.cost import LayerCost
-from offline.placement.forecast import decode_correction
 from tests.support.traces import synthetic_trace
 
 LAYERS, EXPERTS, RANKS, SLOTS = 2, 8, 2, 8

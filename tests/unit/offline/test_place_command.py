@@ -11,9 +11,9 @@ import pytest
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.parallel.placement import ExpertPlacement
+from offline.expert_placement import director, director_paper, relaxation
+from offline.expert_placement.cost import LayerCost
 from offline.place import METHODS, place
-from offline.placement import director, director_paper, relaxation
-from offline.placement.cost import LayerCost
 from tests.support.in_process import command, sentence
 from tests.support.traces import save_trace, synthetic_trace
 

@@ -210,7 +210,7 @@ def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
 @given(
     seed=st.integers(0, 10_000), n=st.integers(1, 12), step_tokens=st.integers(4, 30), room=st.integers(0, 8)
 )
-def test_a_whole_worker_equals_a_simulation_by_hand(seed: int, n: int, step_tokens: int, room: int) -> None:
+def test_a_whole_replica_equals_a_simulation_by_hand(seed: int, n: int, step_tokens: int, room: int) -> None:
     requests, experts, routes = random_requests(n, seed, gap_s=0.6)
     rng, size = np.random.default_rng(seed), 4
     chains = [tuple(100 * int(first) + place for place in range(9)) for first in rng.integers(3, size=n)]
@@ -267,7 +267,7 @@ def test_a_whole_worker_equals_a_simulation_by_hand(seed: int, n: int, step_toke
         {"decode": {"workers": 1, "whole": {}}, "prefill": {"workers": 1}},
     ],
 )
-def test_impossible_whole_workers_are_refused(fields: dict[str, object]) -> None:
+def test_impossible_whole_replicas_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="whole"):
         Cluster.model_validate(fields)
 

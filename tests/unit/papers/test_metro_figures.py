@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.papers.figures import metro
 from benchmarks.papers.figures.common import Options
-from offline.placement.cost import LayerWork
+from offline.expert_placement.cost import LayerWork
 from tests.support.traces import favourites_trace
 
 E, TOP_K, N = 32, 2, 40

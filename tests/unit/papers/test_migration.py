@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.migration import Links, MigrationPlan, plan_migration
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.alignment import minimise_moves
+from offline.expert_placement.alignment import minimise_moves
 
 LINKS = Links(expert_bytes=1e6, near_byte_s=1e-9, far_byte_s=5e-9, commit_s=1e-4)
 WINDOWS = (3e-4, 5e-4)

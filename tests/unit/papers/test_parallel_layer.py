@@ -23,7 +23,7 @@ from benchmarks.papers.replica_choice import route_even, route_optimal
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import hosts_of
 from examples.demo_model import WEIGHTS
-from offline.placement.eplb import activation_placement, eplb_placement
+from offline.expert_placement.eplb import activation_placement, eplb_placement
 
 E, TOP_K, LAYER = 64, 4, 2  # of the demo model; any layer
 SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens of each rank; 2 ranks: the first

@@ -87,7 +87,7 @@ def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observ
     assert whole._parts(np.full(9, 20), 3, [5, 6], 12) == [(3, 12)]
 
 
-def test_policies_of_whole_workers_get_predicted_then_measured_counts() -> None:
+def test_policies_of_whole_replicas_get_predicted_then_measured_counts() -> None:
     assigned: list[tuple[str, bool, float]] = []
 
     class Listening(MarginalCost):

@@ -52,7 +52,7 @@ class Engine:
 
 
 class Backlog:
-    """The request path with one prefill engine, or with whole engines."""
+    """The request path with one prefill engine, or with whole replicas."""
 
     def __init__(self, prefill: Any = None, decode: Any = good_decode, *, whole: bool = False) -> None:
         names = () if whole else ("p0",)
@@ -150,14 +150,14 @@ def test_requests_that_wait_for_room_continue_at_once_in_order_of_arrival() -> N
     directory.kv_usage = KvUsage(0.9)
 
     async def main() -> None:
-        directory.sample({"p0": {KV_USAGE: 1.0, REPORT_NUMBER: 0}})
+        directory.update_reports({"p0": {KV_USAGE: 1.0, REPORT_NUMBER: 0}})
         tasks = []
         for number in range(5):
             tasks.append(asyncio.create_task(backlog.send(number)))
             await asyncio.sleep(0.1)
             waiters.wake()  # there is no room yet, and each request keeps its turn
         assert not backlog.prefill.requests
-        directory.sample({"p0": {KV_USAGE: 0.5, REPORT_NUMBER: 1}})
+        directory.update_reports({"p0": {KV_USAGE: 0.5, REPORT_NUMBER: 1}})
         waiters.wake()
         await asyncio.sleep(0.001)
         assert [sent.fields["prompt"][0] for sent in backlog.prefill.requests] == [0, 1, 2, 3, 4]
@@ -173,7 +173,7 @@ def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
 
     async def main() -> None:
         time = asyncio.get_running_loop().time
-        backlog.prefill.directory.sample({"p0": {KV_USAGE: 1.0, REPORT_NUMBER: 0}})
+        backlog.prefill.directory.update_reports({"p0": {KV_USAGE: 1.0, REPORT_NUMBER: 0}})
         with pytest.raises(OverloadedError, match="are full"):
             await anext(backlog.path.generate(request_context(stream=True)))
         assert time() == pytest.approx(wait_s)
@@ -188,7 +188,7 @@ def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
 def test_a_full_replica_does_not_extend_the_limit_of_a_call_that_needs_no_slot() -> None:
     backlog, timeout_s = Backlog(decode=answer_with(asyncio.Event())), PathOptions().first_token_timeout_s
     backlog.decode.directory.publish({"d0": {SLOTS: 2}})
-    backlog.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": 3}}})
+    backlog.decode.directory.update_reports({"d0": {QUEUE: {"number": 0, "calls": 3}}})
 
     async def main() -> None:
         async with asyncio.timeout(10 * timeout_s):
@@ -230,7 +230,7 @@ def test_a_decode_call_waits_for_a_slot(reported: int) -> None:
     requests = 3 if reported else 6
 
     async def main() -> None:
-        backlog.decode.directory.sample({"d0": {QUEUE: {"number": 0, "calls": reported}}})
+        backlog.decode.directory.update_reports({"d0": {QUEUE: {"number": 0, "calls": reported}}})
         await asyncio.gather(*map(backlog.send, range(requests)))
 
     on_virtual_time(main)
@@ -238,7 +238,7 @@ def test_a_decode_call_waits_for_a_slot(reported: int) -> None:
     assert "ejected" not in backlog.counters.events
 
 
-def test_whole_engines_bound_their_waiting_prompts_too() -> None:
+def test_whole_replicas_bound_their_waiting_prompts_too() -> None:
     backlog = Backlog(decode=Engine(b"data: [DONE]\n\n"), whole=True)
     backlog.decode.directory.publish({"d0": {}})
     backlog.send_all(range(600))

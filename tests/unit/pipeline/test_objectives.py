@@ -94,7 +94,7 @@ class Service:
         reports = {
             name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live_names
         }
-        fleet.directory.sample(reports)
+        fleet.directory.update_reports(reports)
 
     async def send(self, tokens: int = 100, *, seed: int = 0, **objective: float) -> RequestContext | None:
         """Send a stream of a prompt of so many tokens, and return its context, or None if it is refused."""
@@ -276,7 +276,7 @@ def test_an_unreachable_objective_is_tried_again_once_a_window() -> None:
     assert retry_after_s(service) == [60, 60, 1, 60]
 
 
-def test_one_whole_engine_must_meet_both_objectives() -> None:
+def test_one_whole_replica_must_meet_both_objectives() -> None:
     service = Service(whole=True)
 
     async def main() -> None:
@@ -292,7 +292,7 @@ def test_one_whole_engine_must_meet_both_objectives() -> None:
     run(service, main)
 
 
-def test_requests_for_whole_engines_that_arrive_together_count_each_other() -> None:
+def test_requests_for_whole_replicas_that_arrive_together_count_each_other() -> None:
     service = Service(whole=True)
     place = service.router.place
 
@@ -315,7 +315,7 @@ def test_requests_for_whole_engines_that_arrive_together_count_each_other() -> N
     run(service, main)
 
 
-def test_cached_tokens_of_a_whole_engine_take_no_time() -> None:
+def test_cached_tokens_of_a_whole_replica_take_no_time() -> None:
     service = Service(whole=True)
     service.decode.directory.publish({name: {BLOCK_TOKENS: 16} for name in ("d0", "d1")})
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError, SlowReaderError
-from eldr_serve.engine.calls import EXPERT_COUNTS
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
@@ -21,7 +21,7 @@ from eldr_serve.fleet.kv_usage import KvUsage
 from eldr_serve.pipeline import kv_release
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
-from eldr_serve.request import RequestFields, needs_whole_engine, num_sequences, prompt_head, prompt_key
+from eldr_serve.request import RequestFields, needs_whole_replica, num_sequences, prompt_head, prompt_key
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
 from tests.support.request_path import (
@@ -52,7 +52,7 @@ async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     (prefill,), (decode,) = pipeline.prefill.requests, pipeline.decode.requests
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
     assert decode.kv["do_remote_prefill"]
-    assert EXPERT_COUNTS not in decode.kv
+    assert EXPERT_COUNTS_KEY not in decode.kv
     assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
     assert prefill.body == decode.body
     assert not pipeline.prefill.released
@@ -73,7 +73,7 @@ async def test_the_handover_of_a_split_request_is_timed(fields: dict[str, int], 
     assert not timed or 0.05 <= context.record.handover_s < 1
 
 
-@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS: "AAAA"}])
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {EXPERT_COUNTS_KEY: "AAAA"}])
 async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(params: dict[str, Any]) -> None:
     pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
     assert await pipeline.run() == b"abc"
@@ -431,7 +431,7 @@ def test_prompts_and_embeddings_are_counted_as_sequences(fields: dict[str, Any],
     ],
 )
 async def test_requests_that_cannot_be_split_run_whole(fields: dict[str, Any], reason: str | None) -> None:
-    assert needs_whole_engine("completions", request_context(**fields).request.fields) == reason
+    assert needs_whole_replica("completions", request_context(**fields).request.fields) == reason
     pipeline = Pipeline()
     await pipeline.run(**fields)
     assert len(pipeline.prefill.requests) == (reason is None)

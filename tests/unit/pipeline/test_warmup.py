@@ -116,7 +116,7 @@ async def test_pairs_of_replicas_that_have_gone_do_not_count() -> None:
     running.cancel()
 
 
-async def test_a_whole_engine_is_warm_after_its_answers(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_whole_replica_is_warm_after_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
             async for chunk in whole_answer(sent):

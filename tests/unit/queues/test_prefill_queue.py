@@ -11,8 +11,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from eldr_serve.queues.call_start import CallStartEstimator
 from eldr_serve.queues.prefill_queue import PrefillQueues
-from eldr_serve.queues.prefilled_time import PrefilledTimeEstimator
 from eldr_serve.queues.prompt_sizes import PromptSizes
 from eldr_serve.queues.reports import Meter, QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
@@ -278,7 +278,7 @@ TURN_STEP = st.tuples(st.sampled_from(["enter", "answer", "cancel"]), st.integer
 @given(st.lists(TURN_STEP, max_size=60))
 def test_a_call_is_expected_to_start_after_its_predicted_wait_and_earlier_answers(steps: list[Any]) -> None:
     clock = Clock()
-    calls = PrefilledTimeEstimator(clock=clock)
+    calls = CallStartEstimator(clock=clock)
     waiting: list[tuple[Any, float]] = []  # call and predicted start
     answers: dict[int, float] = {}  # by number
     for what, index, value in steps:
@@ -292,10 +292,10 @@ def test_a_call_is_expected_to_start_after_its_predicted_wait_and_earlier_answer
                 answers[call.number] = clock.now
         for call, predicted_s in waiting:
             before = [at_s for number, at_s in answers.items() if number < call.number]
-            entered = [at_s for at_s in before if at_s >= call.expected_prefilled_s]
-            assert call.expected_prefilled_s >= predicted_s
-            assert all(at_s <= call.expected_prefilled_s for at_s in entered)
-            assert call.expected_prefilled_s == predicted_s or call.expected_prefilled_s in before
+            entered = [at_s for at_s in before if at_s >= call.expected_start_s]
+            assert call.expected_start_s >= predicted_s
+            assert all(at_s <= call.expected_start_s for at_s in entered)
+            assert call.expected_start_s == predicted_s or call.expected_start_s in before
 
 
 def test_a_refused_request_has_reserved_room_at_its_retry_time() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eldr_serve.channel import Channel, ChannelLostError
-from eldr_serve.engine.calls import WARM
+from eldr_serve.engine.calls import WARM_UP_ID_PREFIX
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.replicas import engine_watch, servers
@@ -183,7 +183,7 @@ async def test_an_idle_core_that_dies_is_lost(replica: tuple[Any, Channel]) -> N
 
 async def test_an_engine_may_compile_before_its_first_answer(replica: tuple[Any, Channel]) -> None:
     server, channel = replica
-    assert await read_all(generate(channel, f"{WARM}1"))  # a warm-up call does not count
+    assert await read_all(generate(channel, f"{WARM_UP_ID_PREFIX}1"))  # a warm-up call does not count
     server._engine.runs.clear()
     call = generate(channel)
     await asyncio.sleep(5 * LIMIT_S)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from eldr_serve.engine.calls import EXPERT_COUNTS, WARM
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, WARM_UP_ID_PREFIX
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.replicas import pool_client, sampling, servers
@@ -156,7 +156,7 @@ async def test_a_call_to_an_actor_has_a_time_limit(monkeypatch: pytest.MonkeyPat
 
 async def run(channel: Any, name: str, **header: Any) -> None:
     """Run a decode request of 4 tokens to its end."""
-    kv = {EXPERT_COUNTS: pack_counts(COUNTS[1])}
+    kv = {EXPERT_COUNTS_KEY: pack_counts(COUNTS[1])}
     await read_all(generate(channel, name, 4, kv=kv, token_ids=bytes(4 * 5), domain="poems", **header))
 
 
@@ -173,7 +173,7 @@ async def sampling_replica(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> Async
 async def test_a_decode_replica_sends_samples_and_takes_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool("signature-pool:mine:0", share=0.0)
     async with sampling_replica(monkeypatch, pool) as (server, channel):
-        await run(channel, WARM + "up")
+        await run(channel, WARM_UP_ID_PREFIX + "up")
         await run(channel, "resumed", generated=bytes(8))
         await run(channel, "first")
         await wait_until(lambda: pool.ids)

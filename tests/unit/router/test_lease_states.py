@@ -101,7 +101,7 @@ class Router:
             match step:
                 case "open" if self.channel is None:
                     self.channel = Mock(open_call=self.open_call, close=self.lose_channel)
-                    self.client._link._subscribe(self.channel)
+                    self.client._subscription._subscribe(self.channel)
                     self.push()
                 case "fail" if call is not None and self.state is LeaseState.SENT:
                     call.ended = True
@@ -111,7 +111,7 @@ class Router:
                 case "lose" if self.channel is not None:
                     self.lose_channel("cut")
                 case "away":
-                    self.client._link.give_up(TimeoutError())
+                    self.client._subscription.give_up(TimeoutError())
                 case "cancel":
                     self.task.cancel()
                 case "release":

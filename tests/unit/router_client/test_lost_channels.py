@@ -22,7 +22,7 @@ async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> Non
             for name, client in {"dead": dead, "returning": returning, "alive": alive}.items():
                 await client.place(request(name), None)
             assert actor.running.keys() == {"dead", "returning", "alive"}
-        returning._link._channel.close("cut")
+        returning._subscription._channel.close("cut")
         await wait_until(lambda: actor.running.keys() == {"returning", "alive"})
         assert actor.state.ingresses == actor.sessions.by_ingress.keys() == {returning.name, alive.name}
         assert actor.state.counters["leases_of_lost_ingresses"] == 1
@@ -108,5 +108,5 @@ async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_
 @pytest.mark.parametrize("error", [RayError("dead"), TimeoutError(), CallFailedError(500, b"{}")])
 async def test_tenants_get_one_error_if_the_router_does_not_answer(error: Exception) -> None:
     async with connected_client(FakeActor()) as client:
-        with patch.object(client._link, "call", side_effect=error), pytest.raises(ConnectionError):
+        with patch.object(client._subscription, "call", side_effect=error), pytest.raises(ConnectionError):
             await client.share_limits("a", {})

@@ -31,7 +31,7 @@ def test_active_experts_grow_like_those_of_independent_requests() -> None:
         assert load.seconds(requests, 100) == pytest.approx(COST.seconds(requests, 100, found), rel=0.02)
 
 
-def test_prompts_lengthen_the_steps_of_whole_engines() -> None:
+def test_prompts_lengthen_the_steps_of_whole_replicas() -> None:
     cost = StepCost(per_prompt_token_s=1e-4)
     decode = StepSums.from_steps([4] * 10, [40] * 10, [9] * 10, [0.01] * 10)
     prompts = StepSums.from_prompts([4] * 10, [40] * 10, [800] * 10, [0.09] * 10)

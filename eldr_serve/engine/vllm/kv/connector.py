@@ -2,7 +2,7 @@
 
 Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.vllm.kv.connector"`
 (see eldr_serve.engine.vllm.config). Its roles are kv_producer (prefill), kv_consumer (decode) and kv_both
-(calibration, and whole engines, which prefill and decode). An engine with kv_both transfers nothing and runs
+(calibration, and whole replicas, which prefill and decode). An engine with kv_both transfers nothing and runs
 without NIXL.
 """
 
@@ -47,7 +47,7 @@ class EldrConnector(NixlPullConnector):
        returns the counts.
     3. Scheduler: `take_counts` stores the counts before the step's requests are finished
        (eldr_serve.engine.vllm.scheduler), and `request_finished` adds them to the answer. The answer of a
-       whole engine ends much later, so its counts are sent at once, with the stats (`take_prompt_counts`).
+       whole replica ends much later, so its counts are sent at once, with the stats (`take_prompt_counts`).
 
     Attributes:
         kv_group: the group of the KV cache by whose blocks tokens are counted.

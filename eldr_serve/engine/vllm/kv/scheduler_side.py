@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
 
-from eldr_serve.engine.calls import CALIBRATE, EXPERT_COUNTS, REQUEST, ROUTES
+from eldr_serve.engine.calls import CALIBRATE_KEY, EXPERT_COUNTS_KEY, REQUEST_KEY, ROUTES_KEY
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
 from eldr_serve.engine.vllm.kv.metadata import StepCounts, StepPlan
 from eldr_serve.engine.vllm.kv.tracked_request import RouteCounts, TrackedRequest
@@ -54,9 +54,9 @@ class EldrConnectorScheduler:
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
         # Otherwise rejected drafts would be counted as decode steps.
-        calibrate = bool(params.get(CALIBRATE)) and not self._drafts
-        if calibrate or params.get("do_remote_decode") or REQUEST in params:
-            routes = bool(params.get(ROUTES))
+        calibrate = bool(params.get(CALIBRATE_KEY)) and not self._drafts
+        if calibrate or params.get("do_remote_decode") or REQUEST_KEY in params:
+            routes = bool(params.get(ROUTES_KEY))
             decode = RouteCounts(request.num_prompt_tokens, keep=routes) if calibrate else None
             self._tracked[request.request_id] = TrackedRequest(request, routes, decode)
 
@@ -134,8 +134,8 @@ class EldrConnectorScheduler:
     def _store_prompt_counts(self, request: Any, counts: NDArray[np.int32]) -> None:
         """Store the expert counts of a prompt that decodes in this engine for `take_prompt_counts`."""
         params = request.kv_transfer_params or {}
-        if REQUEST in params and not params.get("do_remote_decode"):
-            self._prompt_counts[str(params[REQUEST])] = request.num_prompt_tokens, pack_counts(counts)
+        if REQUEST_KEY in params and not params.get("do_remote_decode"):
+            self._prompt_counts[str(params[REQUEST_KEY])] = request.num_prompt_tokens, pack_counts(counts)
 
     def take_prompt_counts(self) -> dict[str, PromptCounts]:
         """Return the expert counts of prompts prefilled since the last call that decode in this engine.
@@ -157,7 +157,7 @@ class EldrConnectorScheduler:
             params: NIXL's `kv_transfer_params` of the answer.
         """
         self._requests.pop(request.request_id, None)
-        name = (request.kv_transfer_params or {}).get(REQUEST)
+        name = (request.kv_transfer_params or {}).get(REQUEST_KEY)
         if holds_blocks and name is not None:
             self._held_prompts[request.request_id] = str(name)
         tracked = self._tracked.pop(request.request_id, None)
@@ -167,5 +167,5 @@ class EldrConnectorScheduler:
             counts = tracked.describe_decode(prefilled_here=not self._is_decode_only)
             return (params or {}) | counts or None
         if tracked.prompt_counts is not None and params is not None:
-            params[EXPERT_COUNTS] = pack_counts(tracked.prompt_counts)
+            params[EXPERT_COUNTS_KEY] = pack_counts(tracked.prompt_counts)
         return params

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 
-from eldr_serve.engine.calls import CREATED
+from eldr_serve.engine.calls import CREATED_TOKENS_KEY
 from eldr_serve.engine.protocol import Send
 from eldr_serve.engine.vllm.compat.serve_llm import (
     EngineCoreOutput,
@@ -144,7 +144,7 @@ class Continuation:
             params.stream_interval = max(params.stream_interval or 1, _TOKENS_PER_FRAME)
         # If the prompt's blocks come from a prefill engine, the prompt was written to that engine's cache.
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
-        created = transfer.get(CREATED)
+        created = transfer.get(CREATED_TOKENS_KEY)
         generate = self._resume if self._generated else self._client.generate
         whole_answer: Any = None
         output: Any = None

@@ -23,8 +23,8 @@ _RECONNECT_S = 0.1
 _decode_settings = decoder(LiveSettings)
 
 
-class LinkOwner(Protocol):
-    """The owner of a link: the client that has the requests of one ingress.
+class SubscriptionOwner(Protocol):
+    """The owner of a subscription: the client that has the requests of one ingress.
 
     Attributes:
         scorer: the settings and the shape of expert counts that the client knows.
@@ -51,14 +51,14 @@ class LinkOwner(Protocol):
         """End every request's wait for the router."""
 
 
-class RouterLink:
-    """A link that keeps one ingress subscribed to the actor, for one event loop.
+class RouterSubscription:
+    """A subscription that keeps one ingress connected to the actor, for one event loop.
 
     Args:
         name: id of the ingress at the actor.
         calls: calls to the actor.
         workers: returns the decode workers that requests can be placed on, sorted.
-        owner: client whose leases the link restores after it has connected.
+        owner: client whose leases the subscription restores after it has connected.
         timeout_s: maximum time for an answer of the actor, s.
 
     Attributes:
@@ -71,7 +71,7 @@ class RouterLink:
         name: str,
         calls: RouterCalls,
         workers: Callable[[], tuple[str, ...]],
-        owner: LinkOwner,
+        owner: SubscriptionOwner,
         counters: IngressCounters,
         *,
         timeout_s: float,

@@ -21,9 +21,9 @@ from numpy.typing import ArrayLike
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.alignment import minimise_moves
-from offline.placement.cost import LayerCost
-from offline.placement.packing import (
+from offline.expert_placement.alignment import minimise_moves
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.packing import (
     copies_of,
     fill_empty_ranks,
     fill_empty_slots,
@@ -34,9 +34,9 @@ from offline.placement.packing import (
     replica_counts,
     swap_slots,
 )
-from offline.placement.relaxation import Relaxation, relax, slots_bound
-from offline.placement.rounding import round_in_polytope
-from offline.placement.workload import check_slots, placement_s, price_experts, split_by_source
+from offline.expert_placement.relaxation import Relaxation, relax, slots_bound
+from offline.expert_placement.rounding import round_in_polytope
+from offline.expert_placement.workload import check_slots, placement_s, price_experts, split_by_source
 
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound below which no other number of replicas is tried
 _WORTH = 0.01  # share of the present time that a new placement must save beyond a repair, which moves less

@@ -14,7 +14,7 @@ from eldr_serve.arrays import Ints
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.cost import LayerCost, LayerWork
+from offline.expert_placement.cost import LayerCost, LayerWork
 
 Bools = NDArray[np.bool_]
 Rule = Callable[[int, Ints, Ints, Bools], Ints]

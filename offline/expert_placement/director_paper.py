@@ -24,9 +24,9 @@ from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.cost import LayerCost
-from offline.placement.packing import fill_empty_ranks, repeat_in_empty_slots
-from offline.placement.workload import check_slots, price_experts, split_by_source
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.packing import fill_empty_ranks, repeat_in_empty_slots
+from offline.expert_placement.workload import check_slots, price_experts, split_by_source
 
 _SEARCH = 0.01  # relative width of the budget's last interval, the paper's epsilon
 _STEP = 0.1  # gamma: length of a step, relative to the scales

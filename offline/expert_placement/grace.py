@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.grouping import (
+from offline.expert_placement.grouping import (
     RATIOS,
     find_knee,
     hierarchical_groups,
@@ -18,7 +18,7 @@ from offline.placement.grouping import (
     ratio_curve,
     utilisation,
 )
-from offline.placement.replication import fill_slots, load_skew, with_replicas
+from offline.expert_placement.replication import fill_slots, load_skew, with_replicas
 
 
 def grace_placement(

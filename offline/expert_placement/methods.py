@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.affinity import co_activation, expert_load
-from offline.placement.cost import LayerCost
-from offline.placement.director import director_placement
-from offline.placement.director_paper import director_paper_placement
-from offline.placement.eplb import activation_placement, eplb_placement
-from offline.placement.evaluate import home_ranks
-from offline.placement.grace import grace_placement
+from offline.expert_placement.affinity import co_activation, expert_load
+from offline.expert_placement.cost import LayerCost
+from offline.expert_placement.director import director_placement
+from offline.expert_placement.director_paper import director_paper_placement
+from offline.expert_placement.eplb import activation_placement, eplb_placement
+from offline.expert_placement.evaluate import home_ranks
+from offline.expert_placement.grace import grace_placement
 
 Report = dict[str, Any]
 

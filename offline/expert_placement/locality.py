@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.evaluate import Rule
+from offline.expert_placement.evaluate import Rule
 
 Bools = NDArray[np.bool_]
 

@@ -1,4 +1,4 @@
-"""The estimated time at which a worker has computed a call's prompt; time limits count from then on."""
+"""The estimated time at which a worker starts to answer a call; time limits count from then on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class WaitingCall:
     """One call to a worker that has not answered yet.
 
     Attributes:
-        expected_prefilled_s: time at which the worker is expected to have computed the call's prompt, on the
+        expected_start_s: time at which the worker is expected to start on the call's answer, on the
             estimator's clock; the call's time limit starts then.
     """
 
     worker: str
     number: int
-    expected_prefilled_s: float
+    expected_start_s: float
 
 
-class PrefilledTimeEstimator:
-    """An estimator of when workers have computed the prompts of this process's calls, in order of arrival.
+class CallStartEstimator:
+    """An estimator of when workers start to answer this process's calls, in order of arrival.
 
     Each answer to an earlier call shows that the worker makes progress, and postpones the expected times of
     later calls to that moment at least.
@@ -33,7 +33,7 @@ class PrefilledTimeEstimator:
         self._waiting: dict[str, dict[int, WaitingCall]] = {}
 
     def enter(self, worker: str, expected_s: float = 0.0) -> WaitingCall:
-        """Add a call whose prompt is expected to be computed after `expected_s` seconds."""
+        """Add a call whose answer is expected to start after `expected_s` seconds."""
         self._number += 1
         call = WaitingCall(worker, self._number, self._clock() + expected_s)
         self._waiting.setdefault(worker, {})[call.number] = call
@@ -55,4 +55,4 @@ class PrefilledTimeEstimator:
             for later in reversed(waiting.values()):
                 if later.number < call.number:
                     break
-                later.expected_prefilled_s = max(later.expected_prefilled_s, now)
+                later.expected_start_s = max(later.expected_start_s, now)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.placement.cost import LayerCost, LayerWork
+from offline.expert_placement.cost import LayerCost, LayerWork
 
 
 def split_by_source(workload: ArrayLike, topology: Topology) -> Floats:

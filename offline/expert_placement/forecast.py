@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
-from offline.placement.evaluate import home_ranks
+from offline.expert_placement.evaluate import home_ranks
 
 
 def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) -> Floats:

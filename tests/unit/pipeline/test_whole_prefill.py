@@ -1,4 +1,4 @@
-"""The path over whole engines: the request is sent unchanged, and the engine reports its expert counts."""
+"""The path over whole replicas: the request is sent unchanged, and the engine reports its expert counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.fake_router import wait_until
 from tests.support.request_path import COUNTS, Pipeline, pack_ids, request_context
 
 
-async def whole_engine(sent: Sent) -> Any:
+async def whole_replica(sent: Sent) -> Any:
     """Report the prompt's counts to one call, and generate two tokens for the other."""
     if sent.method == WAIT_FOR_COUNTS:
         yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))
@@ -40,8 +40,8 @@ async def whole_engine(sent: Sent) -> Any:
         yield token
 
 
-async def test_a_whole_engine_gets_the_request_unchanged_and_reports_its_counts() -> None:
-    pipeline = Pipeline(decode=whole_engine, whole=True)
+async def test_a_whole_replica_gets_the_request_unchanged_and_reports_its_counts() -> None:
+    pipeline = Pipeline(decode=whole_replica, whole=True)
     assert await pipeline.run(prompt=[5, 6, 7]) == b"ab"
     assert not pipeline.prefill.requests
     ((placement, counts),) = pipeline.router.placements
@@ -59,7 +59,7 @@ async def test_a_whole_engine_gets_the_request_unchanged_and_reports_its_counts(
 
 
 async def test_block_hashes_are_sent_to_the_router_if_decode_engines_prefill() -> None:
-    pipeline = Pipeline(decode=whole_engine, whole=True)
+    pipeline = Pipeline(decode=whole_replica, whole=True)
     pipeline.decode.directory.publish({"d0": {BLOCK_TOKENS: 2}, "d1": {}})
     ids = list(range(7))
 
@@ -118,7 +118,7 @@ def test_ids_are_exact_if_the_engine_computes_the_same(
 
 
 async def test_a_prompt_without_token_ids_is_placed_by_load() -> None:
-    pipeline = Pipeline(decode=whole_engine, whole=True)
+    pipeline = Pipeline(decode=whole_replica, whole=True)
     assert await pipeline.run(prompt=["a", "b"], n=2) == b"ab"
     (sent,) = pipeline.decode.requests
     assert (sent.method, sent.kv) == ("generate", {})
@@ -153,7 +153,7 @@ async def test_a_disconnected_client_leaves_no_call_or_lease(monkeypatch: pytest
 
 
 async def test_ejected_engines_have_no_room_for_a_prompt() -> None:
-    pipeline = Pipeline(decode=whole_engine, whole=True, prefill_queue_s=1.0)
+    pipeline = Pipeline(decode=whole_replica, whole=True, prefill_queue_s=1.0)
     admission, outliers = pipeline.services.prefill_admission, pipeline.services.outliers
     for replica in ("d1", "d2"):
         admission.queues.enter(replica, 10 * DEFAULT_RATE, key=replica)
@@ -171,7 +171,7 @@ async def test_prompt_sizes_are_learnt_from_true_counts_and_not_from_estimates(
         return np.arange(9, dtype=np.uint32) if fields.prompt == text else None
 
     monkeypatch.setattr(PromptTokens, "tokenise", tokenise)
-    pipeline, text, other = Pipeline(decode=whole_engine, whole=True), "x" * 90, "y" * 90
+    pipeline, text, other = Pipeline(decode=whole_replica, whole=True), "x" * 90, "y" * 90
     estimate = partial(pipeline.services.prefill_admission.estimate_tokens, request_context(prompt=other))
     for _ in range(3):
         await pipeline.run(prompt=other)  # its tokens stay unknown
