@@ -249,8 +249,8 @@ def compare_with_channel(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def channel_or_grpc(
-    streams: Annotated[str, typer.Option(help="Numbers of open streams, with commas.")] = "200,2000",
-    ways: Annotated[str, typer.Option(help=f"Ways, with commas, of {', '.join(WAYS)}.")] = ",".join(WAYS),
+    streams: Annotated[str, typer.Option(help="Numbers of open streams, comma-separated.")] = "200,2000",
+    ways: Annotated[str, typer.Option(help=f"Ways, comma-separated, of {', '.join(WAYS)}.")] = ",".join(WAYS),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 5,
     pace: Annotated[float, typer.Option(min=1, help="Tokens/s of all streams together.")] = 5000.0,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a paced phase, s.")] = 2.0,

@@ -153,7 +153,7 @@ def stream_faults(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 2000,
     whole: Annotated[int, typer.Option(min=1, help="Concurrent whole answers behind a proxy.")] = 200,
     ways: Annotated[
-        str, typer.Option(help=f"Ways to the ingress, with commas, of {', '.join(_WAYS)}.")
+        str, typer.Option(help=f"Ways to the ingress, comma-separated, of {', '.join(_WAYS)}.")
     ] = "own,proxy,haproxy,haproxy-retry",
     kill: Annotated[str, typer.Option(help="Processes to kill in turn under streams.")] = "decode,router",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which requests are sent, s.")] = 10.0,

@@ -107,7 +107,7 @@ def _parse_loads(loads: str) -> list[tuple[int, float]]:
         pairs = [load.split("@") for load in loads.split(",")]
         return [(int(tokens), float(gap)) for tokens, gap in pairs]
     except ValueError:
-        raise UserInputError(f"loads are TOKENS@MILLISECONDS with commas, not {loads!r}") from None
+        raise UserInputError(f"loads are comma-separated TOKENS@MILLISECONDS, not {loads!r}") from None
 
 
 def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def streams(
-    counts: Annotated[str, typer.Option(help="Concurrent streams, with commas.")] = "500,1000,2000",
+    counts: Annotated[str, typer.Option(help="Concurrent streams, comma-separated.")] = "500,1000,2000",
     ways: Annotated[
         str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
     ] = "proxy,haproxy,own,own-quiet",
