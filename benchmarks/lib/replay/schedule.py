@@ -378,7 +378,7 @@ class ReplayExperiment:
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[ReplayLoad]:
-    """Return each workload with each number of workers and batch size. Raise UserInputError for others."""
+    """Return all combinations of the options' values. Raise UserInputError for invalid values."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
     return [ReplayLoad(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 
