@@ -3,7 +3,7 @@
     python -m benchmarks.serving.channel_or_grpc
 
 Two processes, a client and a server, are connected over 127.0.0.1 in one of the ways of
-benchmarks/lib/channel_ways.py. The server's engine computes nothing. At each step it sends every open stream
+benchmarks/lib/channel_transports.py. The server's engine computes nothing. At each step it sends every open stream
 a chunk of one token: 250 bytes and the token's id. A round runs every way with new processes, in random
 order.
 Each row is one way with one number of open streams:
@@ -39,7 +39,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.channel_ways import (
+from benchmarks.lib.channel_transports import (
     ID,
     PAYLOAD,
     SLOW_BYTES,

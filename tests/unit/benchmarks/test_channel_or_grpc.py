@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib import channel_ways
-from benchmarks.lib.channel_ways import WAYS, connect_to_way, run_way_server
+from benchmarks.lib import channel_transports
+from benchmarks.lib.channel_transports import WAYS, connect_to_way, run_way_server
 from benchmarks.serving.channel_or_grpc import ChannelLoad, compare_with_channel, trial
 from eldr_serve.channel.calls import MAX_UNREAD_BYTES
 from eldr_serve.channel.server import _MAX_UNSENT_BYTES
@@ -36,7 +36,7 @@ async def test_every_way_carries_all_tokens_and_cancels(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_stream_that_nobody_reads_is_bounded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our channel ends it; gRPC stops its handler."""
-    monkeypatch.setattr(channel_ways, "_SLOW_S", 0.001)
+    monkeypatch.setattr(channel_transports, "_SLOW_S", 0.001)
     async with run_way_server(way) as port, connect_to_way(way, port) as link:
         slow = link.stream({"stream": 0, "slow": True})
         sent_bytes, unchanged_polls = -1, 0
