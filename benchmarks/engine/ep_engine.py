@@ -76,7 +76,7 @@ _SHIFT_NOTES = (
 
 @dataclass(frozen=True)
 class PlacedArm:
-    """A placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
+    """One setting: a placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
 
     placement: Ints
     rule: str

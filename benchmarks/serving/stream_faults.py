@@ -6,8 +6,8 @@ HTTP, proxies, ingresses, router actor and channels are real, but the engines on
 row is a separate application, with a kill -9 of each named process in turn, while requests are in flight.
 `failures` counts the requests that did not end with every token exactly once.
 
-The way `own` is the ingress's own port, `proxy` is Ray Serve's, and `haproxy` is its HAProxy as Ray
-configures it. `haproxy-retry` is the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose
+A *way* is the path from the client to the ingress: `own` is the ingress's own port, `proxy` is Ray Serve's,
+and `haproxy` is its HAProxy as Ray configures it. `haproxy-retry` is the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose
 ingress died before the first byte. Behind a proxy, clients request whole answers, so that no answer has a
 byte when its ingress dies.
 """

@@ -68,7 +68,7 @@ def fit_batches(requests: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison: a policy and its input."""
+    """One setting of a comparison: a policy, its parameters and its input."""
 
     label: str
     policy: str
