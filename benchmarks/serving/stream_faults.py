@@ -7,9 +7,9 @@ row is a separate application, with a kill -9 of each named process in turn, whi
 `failures` counts the requests that did not end with every token exactly once.
 
 A *way* is the path from the client to the ingress: `own` is the ingress's own port, `proxy` is Ray Serve's,
-and `haproxy` is its HAProxy as Ray configures it. `haproxy-retry` is the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose
-ingress died before the first byte. Behind a proxy, clients request whole answers, so that no answer has a
-byte when its ingress dies.
+and `haproxy` is its HAProxy as Ray configures it. `haproxy-retry` is the same with
+RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose ingress died before the first byte. Behind a proxy,
+clients request whole answers, so that no answer has a byte when its ingress dies.
 """
 
 from __future__ import annotations

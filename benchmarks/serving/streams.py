@@ -11,8 +11,8 @@ tokens_per_s is below offered_tokens_per_s, the layer or the client is the bottl
 longer answers. Other columns have the CPU time of each part.
 
 A *way* is the path from the client to the ingress: `proxy` is Ray Serve's default, `haproxy` is its HAProxy
-in front of a port in the ingress, and `own` is the ingress's own HTTP server (`ingress.port`). With `-quiet`, Ray's idle cost is lowered
-(eldr_serve/config/ray_settings.py).
+in front of a port in the ingress, and `own` is the ingress's own HTTP server (`ingress.port`). With `-quiet`,
+Ray's idle cost is lowered (eldr_serve/config/ray_settings.py).
 """
 
 from __future__ import annotations
