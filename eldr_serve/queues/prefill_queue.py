@@ -156,7 +156,7 @@ class PrefillQueues:
         return queue.tokens / queue.known_rate
 
     def unplaced_s(self, workers: Sequence[str]) -> float:
-        """Return how long these workers together compute the prompts that have no worker yet, s."""
+        """Return the time that these workers together need for the prompts without a worker, s."""
         return self._unplaced / self.rate(workers)
 
     def rate(self, workers: Iterable[str]) -> float:
