@@ -56,7 +56,7 @@ class OverloadedError(RequestRefusedError):
 
 
 class EnginesLostError(RequestRefusedError):
-    """The request has lost so many engines that it may be the cause; it should not be sent again."""
+    """The request may be the cause of the loss of several engines. It should not be sent again."""
 
     kind = "engines_lost"
 

@@ -58,7 +58,7 @@ _SCHEMA = "eldr-compare/8"  # version of the journal's format
 _PER_WORKER = 8  # requests in flight per decode worker, by default
 
 
-Policies = Annotated[str, typer.Option(help="Policies, with commas; parameters: name:parameter=value.")]
+Policies = Annotated[str, typer.Option(help="Policies, comma-separated; parameters: name:parameter=value.")]
 InFlight = Annotated[
     int | None,
     typer.Option(

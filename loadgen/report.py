@@ -39,7 +39,7 @@ _STEPS = {
     "engine_ms_per_token": "step time per token, ms",
     "experts_per_token": "experts per step / batch size",
     "step_ms_per_token": "step that a token waits for, ms",
-    "h100_ms_per_token": "the same share of experts on an H100, per token, ms",
+    "h100_ms_per_token": "predicted step time per token on an H100, ms",
 }
 _COUNTED = ("requests", "failures", "late_p99_ms", "batch_size", "best_worker_share")
 

@@ -36,9 +36,9 @@ def cost(
         typer.Option(help=f"Weights: {', '.join(kernel_times.DTYPES)}; default: as the model's config says."),
     ] = None,
     context: Annotated[
-        str, typer.Option(help="KV tokens of a request in the fitted steps, with commas.")
+        str, typer.Option(help="KV tokens of a request in the fitted steps, comma-separated.")
     ] = ",".join(map(str, kernel_times.CONTEXTS)),
-    batches: Annotated[str, typer.Option(help="Requests of the fitted steps, with commas.")] = ",".join(
+    batches: Annotated[str, typer.Option(help="Requests of the fitted steps, comma-separated.")] = ",".join(
         map(str, kernel_times.BATCHES)
     ),
     out: Annotated[Path | None, typer.Option(help="Step cost to write (JSON).")] = None,
@@ -82,7 +82,7 @@ def _parse_numbers(option: str, words: str) -> list[int]:
     try:
         numbers = sorted({int(word) for word in words.split(",")})
     except ValueError:
-        raise UserInputError(f"{option} must be whole numbers with commas, got {words!r}") from None
+        raise UserInputError(f"{option} must be comma-separated whole numbers, got {words!r}") from None
     if numbers[0] < 1 or numbers[-1] > _MOST:
         raise UserInputError(f"{option} must be numbers from 1 to {_MOST}, got {words!r}")
     return numbers

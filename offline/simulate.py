@@ -152,11 +152,11 @@ def one_run(
         on_finished=on_finished,
     )
     seconds = time.perf_counter() - started
-    goals = scenario.objectives
+    objectives = scenario.objectives
     row = {
         "policy": choice.display_name,
         "seed": seed,
-        **outcome.summary(LatencyObjective(goals.ttft_ms, goals.tpot_ms) if goals else None),
+        **outcome.summary(LatencyObjective(objectives.ttft_ms, objectives.tpot_ms) if objectives else None),
         "steps": len(outcome.batch),
         "simulated_steps_per_s": len(outcome.batch) / seconds,
     }

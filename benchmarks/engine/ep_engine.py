@@ -76,7 +76,7 @@ _SHIFT_NOTES = (
 
 @dataclass(frozen=True)
 class PlacedArm:
-    """A placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
+    """One setting: a placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
 
     placement: Ints
     rule: str
@@ -85,7 +85,7 @@ class PlacedArm:
 def ep_choice(
     prompts: options.Prompts = options.PROMPTS,
     batch: options.Batch = "8,32,128",
-    replication: Annotated[str, typer.Option(help="Slots per expert, with commas.")] = "1,1.25,1.5,2",
+    replication: Annotated[str, typer.Option(help="Slots per expert, comma-separated.")] = "1,1.25,1.5,2",
     ranks: Ranks = 2,
     tokens: Tokens = 24,
     rounds: Rounds = 5,

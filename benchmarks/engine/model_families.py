@@ -246,7 +246,8 @@ def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[di
 
 def model_families(
     anew: Annotated[
-        str, typer.Option(help="Families to measure, with commas; other rows stay as published; default all.")
+        str,
+        typer.Option(help="Families, comma-separated; other rows stay as published; default all."),
     ] = "",
     seed: options.Seed = 0,
     out: options.Out = None,

@@ -34,8 +34,8 @@ SHAPES = {  # hidden size, intermediate size, experts, top-k
 
 def moe_layer_latency(
     shape: Annotated[str, typer.Option(help=f"Shapes, of: {', '.join(SHAPES)}.")] = "qwen3-30b-a3b",
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "16,32,64,128",
-    active: Annotated[str, typer.Option(help="Active experts, with commas.")] = "8,16,32,64,96,128",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "16,32,64,128",
+    active: Annotated[str, typer.Option(help="Active experts, comma-separated.")] = "8,16,32,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed calls for each point.")] = 15,
     threads: Annotated[int, typer.Option(min=1, help="Threads on a CPU.")] = 1,
     device: options.CpuOrCuda | None = None,

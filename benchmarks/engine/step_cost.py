@@ -214,9 +214,9 @@ def _points(batches: str, active: str) -> dict[int, list[int]]:
 
 
 def step_cost(
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "8,16,32,64",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "8,16,32,64",
     active: Annotated[
-        str, typer.Option(help="Active experts of a layer, with commas; impossible ones are skipped.")
+        str, typer.Option(help="Active experts of a layer, comma-separated; impossible ones are skipped.")
     ] = "8,16,32,48,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps for each point.")] = 15,
     context: Annotated[int, typer.Option(min=32, help="Tokens of each request's prompt.")] = 1024,

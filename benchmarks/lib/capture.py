@@ -43,7 +43,7 @@ _TOGETHER = 32  # requests in flight during the capture
 
 
 def groups_of(names: str) -> list[str]:
-    """Return the workloads of a list with commas. Raise UserInputError if one is unknown."""
+    """Return the workloads of a comma-separated list. Raise UserInputError if one is unknown."""
     groups = names.split(",")
     if unknown := [name for name in groups if name not in GROUPS]:
         raise UserInputError(f"unknown workload {unknown[0]!r}; choose from {', '.join(GROUPS)}")
@@ -96,7 +96,8 @@ def load_or_capture(
             env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
         )
         if process.returncode:
-            raise UserInputError(f"the capture of {prompts} failed")
+            status = process.returncode
+            raise UserInputError(f"the capture of {prompts} ended with status {status}; see its output above")
     return CapturedRoutes(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
 
 

@@ -38,7 +38,7 @@ def reference(model: Path) -> Choices:
 
 
 class Cells:
-    """Integers compared, by kind, and how many of them differ."""
+    """Number of compared integers (cells) and number of cells that differ, by kind."""
 
     def __init__(self) -> None:
         self.compared: dict[str, int] = {}

@@ -54,7 +54,7 @@ class NormalisedTime:
     def seconds(self, start: float, end: float) -> float:
         """Return the normalised time from one Unix time to another."""
         if start < self._edges[0] - _WINDOW_S or end > self._edges[-1] + _WINDOW_S:
-            raise UserInputError("the records of the cores' speed have gaps")
+            raise UserInputError(f"no speed record covers {start} to {end}: record during the whole trial")
         return float(np.interp(end, self._edges, self._work_s) - np.interp(start, self._edges, self._work_s))
 
     def slowdown(self, start: float, end: float) -> float:

@@ -18,15 +18,15 @@ from eldr_serve.scheduling import make_policy
 Prompts = Annotated[Path, typer.Option(envvar="ELDR_PROMPTS", help="Folder of JSONL prompts with domains.")]
 PROMPTS = Path("examples/demo_model/prompts")
 PerWorker = Annotated[int, typer.Option(min=4, help="Requests per decode worker.")]
-Batch = Annotated[str, typer.Option(help="Target batch sizes of the arrival rates, with commas.")]
+Batch = Annotated[str, typer.Option(help="Target batch sizes of the arrival rates, comma-separated.")]
 Output = Annotated[int, typer.Option(min=2, help="Tokens generated per request.")]
 Intermediate = Annotated[int, typer.Option(min=32, help="Neurons per expert; 1024 are 0.98 MB.")]
 MeanOutput = Annotated[
     int, typer.Option(min=2, help="Mean tokens generated per request, drawn from 0.5 to 1.5 times it.")
 ]
 CapturedRequests = Annotated[int, typer.Option(min=16, help="Prompts captured, half tasks, half languages.")]
-Workers = Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")]
-Groups = Annotated[str, typer.Option(help="Workloads with commas, of: all, language, task.")]
+Workers = Annotated[str, typer.Option(help="Numbers of decode workers, comma-separated.")]
+Groups = Annotated[str, typer.Option(help="Workloads, comma-separated, of: all, language, task.")]
 Work = Annotated[Path, typer.Option(help="Folder for the capture and the widened model.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Replays of each schedule; times are their medians.")]
 Engines = Annotated[int, typer.Option(min=1, help="Engines side by side, each on its own core; 2 GiB each.")]
@@ -45,7 +45,7 @@ StepsOut = Annotated[
     Path | None, typer.Option(help="Write the fitted steps, for `eldr simulate --calibrate-from`.")
 ]
 RouterVenv = Annotated[Path | None, typer.Option(help="Virtual environment with vllm-router; none: skipped.")]
-Policies = Annotated[str, typer.Option(help="Policies, with commas.")]
+Policies = Annotated[str, typer.Option(help="Policies, comma-separated.")]
 TwoPolicies = Annotated[str, typer.Option(help="Two policies; the first is compared with the second.")]
 Port = Annotated[int, typer.Option(help="HTTP port.")]
 Ports = Annotated[int, typer.Option(help="First of two HTTP ports.")]
@@ -101,5 +101,5 @@ def numbers(option: str, value: str) -> list[int]:
     """Return the positive numbers of an option, separated by commas. Raise UserInputError on others."""
     parts = value.split(",")
     if not all(part.isdigit() and int(part) for part in parts):
-        raise UserInputError(f"{option} must be positive numbers with commas, got {value!r}")
+        raise UserInputError(f"{option} must be comma-separated positive numbers, got {value!r}")
     return [int(part) for part in parts]

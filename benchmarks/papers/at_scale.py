@@ -298,7 +298,7 @@ def _stem(path: Path) -> str:
 
 
 def _split(policies: str) -> list[str]:
-    """Return the policies of an option: NAME, or NAME,KEY=VALUE, with commas in between."""
+    """Split a comma-separated list of policies, NAME or NAME,KEY=VALUE."""
     return re.split(r",(?![^,]*=)", policies)
 
 
@@ -329,7 +329,7 @@ def at_scale(
     workers: options.Workers = "16,64,256",
     routers: Annotated[str, typer.Option(help="Number of routers, or one for each of --workers.")] = "1",
     simulated_routers: Annotated[int, typer.Option(min=1, help="Maximum number of simulated routers.")] = 8,
-    policies: Annotated[str, typer.Option(help="Policies, NAME or NAME,KEY=VALUE, with commas.")] = POLICIES,
+    policies: Annotated[str, typer.Option(help="Policies: NAME or NAME,KEY=VALUE, ...")] = POLICIES,
     saving: Annotated[str, typer.Option(help="Policies whose saving of workers is searched for.")] = POLICIES,
     seeds: Annotated[str, typer.Option(help="Number of seeds, or one for each of --workers.")] = "3",
     batch: Annotated[int, typer.Option(min=1, help="Requests that a worker runs on average.")] = 12,

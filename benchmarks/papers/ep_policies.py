@@ -5,8 +5,8 @@
 The serving policies place requests on K decode workers, each an engine of several ranks. They first place one
 half of the captured requests, in a closed loop, then as many of the other half as all workers run together. A
 worker's own placement is fitted to its requests of the first half. Each worker's batch then decodes on one
-engine, worker after worker and arm after arm, so only the concurrency of the workers is simulated. The
-caveats are those of benchmarks/engine/ep_engine.py.
+engine, worker after worker and arm after arm (an arm is a policy with a placement), so only the concurrency
+of the workers is simulated. The caveats are those of benchmarks/engine/ep_engine.py.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def load_of(study: Study, arrivals: Path) -> WorkerLoad:
     """Return the load at which a worker runs the wanted batch of random routes, by Little's law."""
     inputs = ScenarioInputs(
         scenario_of(study, arrivals, 16, 100.0), seed=0
-    )  # kinds and experts are those of any load
+    )  # the load does not change the kinds and experts
     assert inputs.experts is not None
     records = read_trace(arrivals)
     prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records]).T

@@ -209,7 +209,7 @@ def barrier(
     trace: Annotated[list[Path], typer.Option(help="Request trace whose lengths are used; repeatable.")],
     prompts: options.Prompts = options.PROMPTS,
     policies: Annotated[
-        str, typer.Option(help="Policies, with commas; parameters: name:parameter=value.")
+        str, typer.Option(help="Policies, comma-separated; parameters: name:parameter=value.")
     ] = POLICIES,
     ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks; each wants a core.")] = 2,
     slots: Annotated[int, typer.Option(min=1, help="Requests that a rank runs at once.")] = 8,

@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving.channel_or_grpc
 
-Two processes, a client and a server, are connected over 127.0.0.1 in one of the ways of
-benchmarks/lib/channel_ways.py. The server's engine computes nothing. At each step it sends every open stream
-a chunk of one token: 250 bytes and the token's id. A round runs every way with new processes, in random
-order.
-Each row is one way with one number of open streams:
+Two processes, a client and a server, are connected over 127.0.0.1 by a transport of
+benchmarks/lib/channel_transports.py. The server's engine computes nothing. At each step it sends every open
+stream a chunk of one token: 250 bytes and the token's id. A round runs every transport with new processes, in
+random order.
+Each row is one transport with one number of open streams:
 
     tokens_per_s, client_us, server_us   at a given pace: tokens read, and CPU time per token in each process
     step_ms                              from a step until the client has read its last token, median
@@ -39,14 +39,14 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.channel_ways import (
+from benchmarks.lib.channel_transports import (
     ID,
     PAYLOAD,
     SLOW_BYTES,
-    WAYS,
+    TRANSPORTS,
     Link,
     Readable,
-    connect_to_way,
+    connect_by_transport,
     resident_mib,
     run_loop,
     serve,
@@ -189,13 +189,13 @@ async def _cancel(
     return {"cancel_p50_ms": float(np.median(ms)), "cancel_p99_ms": float(np.percentile(ms, 99))}
 
 
-async def trial(way: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
+async def trial(transport: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
     """Return one row for each number of streams."""
     rng, rows, first = random.Random(seed), [], 0
-    async with connect_to_way(way, port) as link:
+    async with connect_by_transport(transport, port) as link:
         for count in load.streams:
             gap_s = count / load.pace
-            row: dict[str, Any] = {"way": way, "streams": count, "offered_tokens_per_s": load.pace}
+            row: dict[str, Any] = {"way": transport, "streams": count, "offered_tokens_per_s": load.pace}
             readers, open_cost = await _open_streams(link, count, first)
             await readers.of_steps(link, _WARM_UP_S, 0.0)
             row |= await _pace(link, readers, load.seconds, gap_s)
@@ -210,30 +210,30 @@ async def trial(way: str, port: int, load: ChannelLoad, seed: int) -> list[dict[
 
 
 @contextmanager
-def _run_server(way: str) -> Iterator[int]:
+def _run_server(transport: str) -> Iterator[int]:
     """Run a server in a process of its own and yield its port."""
     context = multiprocessing.get_context("spawn")
     ready, other = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(way, other))
+    process = context.Process(target=serve, args=(transport, other))
     process.start()
     try:
         if not ready.poll(_STARTS_S):
-            raise RuntimeError(f"the server of {way} has not started within {_STARTS_S:g} s")
+            raise RuntimeError(f"the server of {transport} has not started within {_STARTS_S:g} s")
         yield ready.recv()
     finally:
         process.terminate()
         process.join()
 
 
-def measure(way: str, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
-    """Return one row for each number of streams of a way, with new processes."""
+def measure(transport: str, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
+    """Return one row for each number of streams of a transport, with new processes."""
     context = multiprocessing.get_context("spawn")
-    with _run_server(way) as port, ProcessPoolExecutor(1, mp_context=context) as client:
-        return client.submit(_client, way, port, load, seed).result()
+    with _run_server(transport) as port, ProcessPoolExecutor(1, mp_context=context) as client:
+        return client.submit(_client, transport, port, load, seed).result()
 
 
-def _client(way: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = run_loop(trial(way, port, load, seed))
+def _client(transport: str, port: int, load: ChannelLoad, seed: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = run_loop(trial(transport, port, load, seed))
     return rows
 
 
@@ -249,9 +249,11 @@ def compare_with_channel(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def channel_or_grpc(
-    streams: Annotated[str, typer.Option(help="Numbers of open streams, with commas.")] = "200,2000",
-    ways: Annotated[str, typer.Option(help=f"Ways, with commas, of {', '.join(WAYS)}.")] = ",".join(WAYS),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways.")] = 5,
+    streams: Annotated[str, typer.Option(help="Numbers of open streams, comma-separated.")] = "200,2000",
+    ways: Annotated[
+        str, typer.Option(help=f"Transports, comma-separated, of {', '.join(TRANSPORTS)}.")
+    ] = ",".join(TRANSPORTS),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all transports.")] = 5,
     pace: Annotated[float, typer.Option(min=1, help="Tokens/s of all streams together.")] = 5000.0,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a paced phase, s.")] = 2.0,
     peak_seconds: Annotated[float, typer.Option(min=0.1, help="Length of the unpaced phase, s.")] = 1.5,
@@ -260,25 +262,25 @@ def channel_or_grpc(
     out: options.Out = None,
 ) -> None:
     """Measure CPU time, throughput, cancellation and a slow reader over our channel and over gRPC."""
-    way_names = ways.split(",")
-    if unknown := set(way_names) - set(WAYS):
-        raise UserInputError(f"--ways names {min(unknown)!r}; choose from {', '.join(WAYS)}")
-    if "channel" not in way_names:
+    transports = ways.split(",")
+    if unknown := set(transports) - set(TRANSPORTS):
+        raise UserInputError(f"--ways names {min(unknown)!r}; choose from {', '.join(TRANSPORTS)}")
+    if "channel" not in transports:
         raise UserInputError(f"--ways is {ways!r}; it must include channel, the base of the comparison")
     load = ChannelLoad(tuple(options.numbers("--streams", streams)), pace, seconds, peak_seconds, cancels)
     rng, rows = random.Random(seed), []
     for number in range(rounds):
         round_rows = []
-        for way in rng.sample(way_names, len(way_names)):
-            round_rows += measure(way, load, seed + number)
+        for transport in rng.sample(transports, len(transports)):
+            round_rows += measure(transport, load, seed + number)
             typer.echo(
-                f"round {number + 1} of {rounds}, {way}, {round_rows[-1]['streams']} streams: "
+                f"round {number + 1} of {rounds}, {transport}, {round_rows[-1]['streams']} streams: "
                 f"{round_rows[-1]['client_us'] + round_rows[-1]['server_us']:.1f} us a token, "
                 f"{round_rows[-1]['peak_tokens_per_s']:.0f} tokens/s at most",
                 err=True,
             )
         rows += sorted(
-            compare_with_channel(round_rows), key=lambda row: (row["streams"], WAYS.index(row["way"]))
+            compare_with_channel(round_rows), key=lambda row: (row["streams"], TRANSPORTS.index(row["way"]))
         )
     publish(
         "channel_or_grpc",

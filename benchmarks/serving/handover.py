@@ -100,7 +100,7 @@ def _round(
 
 
 def handover(
-    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,16",
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, comma-separated.")] = "1,16",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of the engines; 0: only print --record.")] = 3,
     requests: Annotated[int, typer.Option(min=WINDOW, help="Requests per row and round.")] = WINDOW,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,

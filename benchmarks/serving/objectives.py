@@ -38,7 +38,7 @@ from loadgen.results import publish
 from loadgen.statistics import LatencyObjective
 
 COUNT, PREDICTION = "count", "prediction"
-_GOAL = 0.95  # share of requests within their objective
+_NEEDED_SHARE = 0.95  # share of requests within their objective
 _TTFT_SLACK, _TPOT_SLACK = 5, 3  # objectives over the median times of an idle service
 _OVERLOAD = 1.5  # arrivals over the rate that fits
 _TIMEOUT_S = 120.0
@@ -72,7 +72,7 @@ def largest_fitting_load(loads: Iterable[_Load]) -> _Load:
     If no load fits, return the smallest one.
     """
     ordered = sorted(loads, key=lambda load: load.in_flight)
-    return next((load for load in reversed(ordered) if load.share >= _GOAL), ordered[0])
+    return next((load for load in reversed(ordered) if load.share >= _NEEDED_SHARE), ordered[0])
 
 
 async def _send_closed_loop(url: str, requests: list[dict[str, Any]], in_flight: int) -> list[Answer]:
@@ -172,7 +172,7 @@ def row(admission: str, answers: list[Answer], objective: LatencyObjective, seco
 
 def objectives(
     in_flight: Annotated[
-        str, typer.Option(help="Loads to try, requests in flight, with commas.")
+        str, typer.Option(help="Loads to try, requests in flight, comma-separated.")
     ] = "2,3,4,6,8,12,16,24",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each kind of admission.")] = 4,
     seconds: Annotated[float, typer.Option(min=5, help="Duration of a round's arrivals, s.")] = 60,

@@ -223,16 +223,16 @@ Requests = Annotated[
 ]
 Longest = Annotated[int | None, typer.Option(min=1, help="Maximum tokens of a prompt; others are left out.")]
 RouterPolicies = Annotated[
-    str, typer.Option(help=f"Policies of vllm-router, with commas, of {', '.join(ROUTER_POLICIES)}.")
+    str, typer.Option(help=f"Policies of vllm-router, comma-separated, of {', '.join(ROUTER_POLICIES)}.")
 ]
 
 
 def peers(
-    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = "",
+    systems: Annotated[str, typer.Option(help="Systems, comma-separated; default: all that can run.")] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Starts of each system; 0: only print --record.")] = 3,
     turns: Turns = 1,
     requests: Requests = 40,
-    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, with commas.")] = "1,8",
+    in_flight: Annotated[str, typer.Option(help="Requests in flight, closed loop, comma-separated.")] = "1,8",
     warm_up: Annotated[int, typer.Option(min=1, help="First requests of a trial, which do not count.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of each answer.")] = 32,
     min_tokens: Annotated[

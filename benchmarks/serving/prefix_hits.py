@@ -108,7 +108,7 @@ def row(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
 
 def prefix_hits(
     trace: Annotated[Path, typer.Option(help="Mooncake trace with prefix blocks.")],
-    maps: Annotated[str, typer.Option(help="Maps, with commas, of: events, estimate.")] = "events,estimate",
+    maps: Annotated[str, typer.Option(help="Maps, comma-separated: events, estimate.")] = "events,estimate",
     policy: Annotated[str, typer.Option(help="Policy of the router.")] = "marginal-cost",
     sessions: Annotated[int, typer.Option(min=1, help="Number of conversations.")] = 60,
     in_flight: options.InFlight = 12,

@@ -155,7 +155,7 @@ def _measure(
 
 
 def router_actor(
-    workers: Annotated[str, typer.Option(help="Numbers of decode workers, with commas.")] = "16,64,256,1024",
+    workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "16,64,256,1024",
     calls: Annotated[int, typer.Option(min=64, help="Timed calls per round.")] = 1000,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds of bare calls and placements.")] = 7,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a throughput round, s.")] = 2.0,

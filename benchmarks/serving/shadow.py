@@ -201,7 +201,7 @@ def _widths(text: str) -> list[int]:
     widths = options.numbers("--intermediate", text)
     if min(widths) < 32 or len(set(widths)) < len(widths):
         raise UserInputError(
-            f"--intermediate must be different numbers, 32 or more, with commas, got {text!r}"
+            f"--intermediate must be different comma-separated numbers, 32 or more, got {text!r}"
         )
     return widths
 

@@ -6,10 +6,10 @@ HTTP, proxies, ingresses, router actor and channels are real, but the engines on
 row is a separate application, with a kill -9 of each named process in turn, while requests are in flight.
 `failures` counts the requests that did not end with every token exactly once.
 
-The way `own` is the ingress's own port, `proxy` is Ray Serve's, and `haproxy` is its HAProxy as Ray
-configures it. `haproxy-retry` is the same with RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose
-ingress died before the first byte. Behind a proxy, clients request whole answers, so that no answer has a
-byte when its ingress dies.
+A *way* is the path from the client to the ingress: `own` is the ingress's own port, `proxy` is Ray Serve's,
+and `haproxy` is its HAProxy as Ray configures it. `haproxy-retry` is the same with
+RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose ingress died before the first byte. Behind a proxy,
+clients request whole answers, so that no answer has a byte when its ingress dies.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def stream_faults(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 2000,
     whole: Annotated[int, typer.Option(min=1, help="Concurrent whole answers behind a proxy.")] = 200,
     ways: Annotated[
-        str, typer.Option(help=f"Ways to the ingress, with commas, of {', '.join(_WAYS)}.")
+        str, typer.Option(help=f"Ways to the ingress, comma-separated, of {', '.join(_WAYS)}.")
     ] = "own,proxy,haproxy,haproxy-retry",
     kill: Annotated[str, typer.Option(help="Processes to kill in turn under streams.")] = "decode,router",
     ramp_s: Annotated[float, typer.Option(min=0, help="Time over which requests are sent, s.")] = 10.0,

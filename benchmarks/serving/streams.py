@@ -10,9 +10,9 @@ tokens_per_s is below offered_tokens_per_s, the layer or the client is the bottl
 % of a core). It includes the fixed cost of a request (HTTP, prefill call, placement), so it is lower for
 longer answers. Other columns have the CPU time of each part.
 
-The way `proxy` is Ray Serve's default, `haproxy` is its HAProxy in front of a port in the ingress, and `own`
-is the ingress's own HTTP server (`ingress.port`). With `-quiet`, Ray's idle cost is lowered
-(eldr_serve/config/ray_settings.py).
+A *way* is the path from the client to the ingress: `proxy` is Ray Serve's default, `haproxy` is its HAProxy
+in front of a port in the ingress, and `own` is the ingress's own HTTP server (`ingress.port`). With `-quiet`,
+Ray's idle cost is lowered (eldr_serve/config/ray_settings.py).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _parse_loads(loads: str) -> list[tuple[int, float]]:
         pairs = [load.split("@") for load in loads.split(",")]
         return [(int(tokens), float(gap)) for tokens, gap in pairs]
     except ValueError:
-        raise UserInputError(f"loads are TOKENS@MILLISECONDS with commas, not {loads!r}") from None
+        raise UserInputError(f"loads are comma-separated TOKENS@MILLISECONDS, not {loads!r}") from None
 
 
 def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def streams(
-    counts: Annotated[str, typer.Option(help="Concurrent streams, with commas.")] = "500,1000,2000",
+    counts: Annotated[str, typer.Option(help="Concurrent streams, comma-separated.")] = "500,1000,2000",
     ways: Annotated[
         str, typer.Option(help="Ways to the ingress: proxy, haproxy, own, each also with -quiet.")
     ] = "proxy,haproxy,own,own-quiet",

@@ -138,7 +138,7 @@ def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
 
 
 def _choose(what: str, names: str, known: Sequence[str], prefix: str, option: Path | None) -> list[str]:
-    """Return the names of a list with commas, or all that can run if it is empty.
+    """Return the names of a comma-separated list, or all that can run if it is empty.
 
     Args:
         known: all names.
@@ -169,8 +169,8 @@ class ComparisonSettings:
     calibration: Calibration = None
     trace: Trace = None
     vllm_router_venv: options.RouterVenv = None
-    systems: Annotated[str, typer.Option(help="Systems, with commas; default: all that can run.")] = ""
-    workloads: Annotated[str, typer.Option(help="Workloads, with commas; default: all that can run.")] = ""
+    systems: Annotated[str, typer.Option(help="Systems, comma-separated; all that run if empty.")] = ""
+    workloads: Annotated[str, typer.Option(help="Workloads, comma-separated; all that run if empty.")] = ""
     rounds: Annotated[int, typer.Option(min=0, help="Rounds of all trials; 0: only print --record.")] = 3
     in_flight: options.InFlight = 48
     warm_up: Annotated[int, typer.Option(min=1, help="First requests of a trial, which do not count.")] = 64

@@ -147,7 +147,7 @@ class Call:
 
 
 class OpenCall:
-    """A call that stays open until it is closed or its channel is lost; messages go both ways meanwhile.
+    """A call that carries messages both ways until it is closed or its channel is lost.
 
     Args:
         channel: the connection, which takes messages.
@@ -184,7 +184,7 @@ class OpenCall:
     # -- called by the channel -------------------------------------------------------------------
 
     def feed(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        """Pass a message on."""
+        """Pass a message to the callback."""
         self._on_message(payload)
 
     def on_ended(self, error: Exception | None) -> None:

@@ -69,7 +69,7 @@ ErrorResponse = Callable[[Exception], tuple[int, bytes]]
 
 
 class OpenCallHandler(Protocol):
-    """Handler of an open call; it has no task, and ends with the caller's close or the connection."""
+    """Handler of an open call, until the caller closes the call or the connection is lost."""
 
     def on_note(self, payload: bytes, tokens: int) -> None:
         """Process a message of the caller; raise msgspec.DecodeError if it is malformed."""

@@ -42,7 +42,7 @@ class RouterEvent(_Event):
     PREFILL_TOKENS_CACHED = (
         "prefill_tokens_cached",
         "tokens",
-        "of these, tokens expected in the worker's prefix cache",
+        "prompt tokens on whole engines that were expected in the worker's prefix cache",
     )
     COUNTS_MISSING = "counts_missing", "requests", "placed without expert counts, measured or predicted"
     COUNTS_PREDICTED = "counts_predicted", "requests", "placed with predicted expert counts"
@@ -87,12 +87,12 @@ class IngressEvent(_Event):
     PREFIX_TOKENS_PREDICTED = (
         "prefix_tokens_predicted",
         "tokens",
-        "tokens expected in the worker's prefix cache, of prompts whose engine then reported the true number",
+        "prompt tokens expected in the prefix cache, if their engine then reported the true number",
     )
     PREFIX_TOKENS_MEASURED = (
         "prefix_tokens_measured",
         "tokens",
-        "tokens of these prompts that were in the prefix cache",
+        "prompt tokens that were in the prefix cache, as their engine reported",
     )
     PREFILL_RETRIES = "prefill_retries", "calls", "prefill calls that failed and were retried"
     PREFILLED_BY_DECODE = (

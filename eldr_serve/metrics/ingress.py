@@ -9,8 +9,10 @@ from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, by_name
 _SPLIT = "with prefill engines"
 
 INGRESS_STATUS = {
-    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "all engines are up and warm"),
-    "router_unreachable": Metric("eldr_ingress_router_unreachable", GAUGE, "0 or 1", "it does not answer"),
+    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "1: all engines are up and warm"),
+    "router_unreachable": Metric(
+        "eldr_ingress_router_unreachable", GAUGE, "0 or 1", "1: the ingress cannot reach the router"
+    ),
     "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests admitted that have not ended"),
     "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "requests that wait for admission"),
     "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "requests that hold a decode worker"),
@@ -98,10 +100,10 @@ EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key
 # Metrics of predicted latencies, by their keys under `ingress.objectives.ttft` and `.tpot`.
 _PREDICTED = {
     "requests": ("eldr_predicted_requests_total", COUNTER, "requests", "answers with an objective, measured"),
-    "met": ("eldr_objectives_met_total", COUNTER, "requests", "of these, those that met it"),
-    "predicted_s": ("eldr_predicted_seconds_total", COUNTER, "s", "sum of their predicted latencies"),
-    "measured_s": ("eldr_measured_seconds_total", COUNTER, "s", "sum of their measured latencies"),
-    "error_s": ("eldr_prediction_error_seconds_total", COUNTER, "s", "sum of the absolute differences"),
+    "met": ("eldr_objectives_met_total", COUNTER, "requests", "answers whose latency met their objective"),
+    "predicted_s": ("eldr_predicted_seconds_total", COUNTER, "s", "sum of predicted latencies"),
+    "measured_s": ("eldr_measured_seconds_total", COUNTER, "s", "sum of measured latencies"),
+    "error_s": ("eldr_prediction_error_seconds_total", COUNTER, "s", "sum of absolute prediction errors"),
     "margin_s": (
         "eldr_prediction_margin_seconds",
         GAUGE,

@@ -82,7 +82,7 @@ class LatencyPredictor:
         return WorkerLatencies(num_tokens, loads, compute_s, ttft_s, batches, tpot_s)
 
     def _predict_compute_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
-        """Return how long each worker computes the prompt, s; empty until a rate is measured.
+        """Return the time that each worker needs for the prompt, s; empty until a rate is measured.
 
         A rate counts all tokens of prompts, also the share that the mean prompt has in the prefix cache. If
         the router knows how many tokens of this prompt a worker has cached, its uncached tokens are divided
@@ -128,9 +128,9 @@ class LatencyPredictor:
     def predict_ttft_delays(
         self, latencies: WorkerLatencies, bound_s: float, num_returning: float
     ) -> dict[str, float]:
-        """Return after how long the TTFT would be within a bound at each worker, s; inf: not even when idle.
+        """Return the delay after which the TTFT at each worker meets a bound, s; inf: not even when idle.
 
-        Waits become shorter by one second a second.
+        A wait becomes one second shorter in each second.
 
         Args:
             num_returning: number of refused requests that return before this one.
@@ -151,9 +151,9 @@ class LatencyPredictor:
     def predict_tpot_delays(
         self, latencies: WorkerLatencies, bound_s: float, num_returning: float
     ) -> dict[str, float]:
-        """Return after how long the TPOT would be within a bound at each decode worker, s.
+        """Return the delay after which the TPOT at each decode worker meets a bound, s.
 
-        Until then, enough of its requests have ended. inf: not even a request alone has such a TPOT.
+        By then, enough of its requests have ended. inf: even a request that runs alone exceeds the bound.
 
         Args:
             num_returning: number of refused requests that return before this one.

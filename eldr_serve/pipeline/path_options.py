@@ -28,8 +28,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     prefill_wait_s: float = Field(
         default=2.0,
         ge=0,
-        description="maximum wait while every prefill replica's KV cache is full, or no decode replica can "
-        "be reached, before a request gets 503, s",
+        description="maximum wait for a prefill replica that can be reached and has room in its KV cache, "
+        "and for a decode replica that can be reached; then a request gets 503, s",
     )
     prefill_queue_s: float = Field(
         default=30.0,

@@ -214,7 +214,7 @@ class SplitPrefill:
     def _make_refusal(
         self, context: RequestContext, num_tokens: float, is_reachable: bool
     ) -> OverloadedError:
-        """Return the error of a request that has waited for room in vain."""
+        """Return the error of a request for which no engine had room in time."""
         if not context.answer.num_tokens:  # otherwise it continues on a decode engine
             self._counters.count(IngressEvent.REFUSED_PREFILL_FULL)
         if not is_reachable:

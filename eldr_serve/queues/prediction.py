@@ -45,9 +45,9 @@ class PredictionAccuracy:
 
     Attributes:
         num_measured: number of requests whose latency was predicted and measured.
-        num_met: number of these whose latency met the objective.
-        predicted_s, measured_s, error_s: sums over these requests, of predictions, measurements and absolute
-            differences, s.
+        num_met: number of measured requests whose latency met the objective.
+        predicted_s, measured_s, error_s: sums of the predictions, the measurements and their absolute
+            differences over the measured requests, s.
         last_margin_s: the margin that was asked for last, s.
     """
 

@@ -20,8 +20,8 @@ _STALE_S = 10.0  # a report older than this is ignored
 # Retries are scheduled for when the queue has shrunk to this share of the bound. The rest keeps the engine
 # busy if clients retry late, and leaves room for requests without a reservation: 6 s of the default 30 s.
 _RETRY_ROOM = 0.8
-# A retry at its promised time is accepted in a queue up to this factor above the bound, so also if the rate
-# has fallen to _RETRY_ROOM of the promised one: 30 s of prompts at 1000 tokens/s are 37.5 s at 800.
+# A retry at its promised time may exceed the bound by this factor, because the rate may have fallen to
+# _RETRY_ROOM of the promised one: 30 s of prompts at 1000 tokens/s take 37.5 s at 800 tokens/s.
 _OVERDRAFT = 1 / _RETRY_ROOM
 # A rate that was measured over t s is trusted for the next _TRUST_S + _TRUST_FACTOR t s, which limits
 # Retry-After: without a measurement to the default bound, after 28.5 s of measurement to MAX_RETRY_AFTER_S.
@@ -156,7 +156,7 @@ class PrefillQueues:
         return queue.tokens / queue.known_rate
 
     def unplaced_s(self, workers: Sequence[str]) -> float:
-        """Return how long these workers together compute the prompts that have no worker yet, s."""
+        """Return the time that these workers together need for the prompts without a worker, s."""
         return self._unplaced / self.rate(workers)
 
     def rate(self, workers: Iterable[str]) -> float:

@@ -136,7 +136,7 @@ class Unplaced(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A request for a lease; as a note, the request scored again or leased by its ingress.
+    """A request for a lease. As a note, it has new scores or a lease that its ingress made.
 
     Attributes:
         lease: the lease that the ingress holds already, from local fallback or from an earlier connection.

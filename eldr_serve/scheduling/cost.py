@@ -100,7 +100,7 @@ class StepCost:
         return (requests + 1) * after_s - requests * before_s, after_s
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-able dict `d`, such that `StepCost(**d)` restores it; without an empty `batch_s`."""
+        """Return JSON-able arguments of `StepCost` that restore this cost, without an empty `batch_s`."""
         return {name: value for name, value in asdict(self).items() if value != {}}
 
 

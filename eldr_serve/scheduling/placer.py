@@ -187,7 +187,7 @@ class Placer:
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
 
     def _loads_without(self, *groups: Collection[str]) -> Loads:
-        """Return the loads without the first group that leaves a worker available, or else of all workers."""
+        """Return the loads without the first group whose exclusion leaves a worker, or else all loads."""
         for workers in groups:
             loads = self.loads(workers)
             if loads.available.any():

@@ -1,4 +1,4 @@
-"""The contents of the workers' prefix caches: as engines report them, or a model of the prompts sent.
+"""The contents of the workers' prefix caches, reported by engines or estimated from the prompts.
 
 A prompt is split into the blocks of the engines' KV cache. The id of a block is a hash of its tokens, all
 tokens before it and the salt, so equal ids mean equal prefixes.
@@ -162,7 +162,7 @@ class PrefixCache:
         return bisect_left(hashes, True, key=lambda block: block not in self._used)
 
     def use(self, hashes: Sequence[int]) -> None:
-        """Add the blocks of a prompt; if it exceeds the capacity, only its first blocks."""
+        """Add the blocks of a prompt, or its first blocks if it exceeds the capacity."""
         used = self._used
         for block in reversed(hashes[: self.capacity]):
             used[block] = None

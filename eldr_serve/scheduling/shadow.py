@@ -31,7 +31,7 @@ class Saving:
         live_ms, shadow_ms: time per token by the fitted step cost.
         measured_ms: time per token under the live policy, measured by the engines; None without reports.
         change_pct: relative change, live policy against shadow; below 0 the live one is faster.
-        low_pct, high_pct: 95 % interval of it, from the means of 10 s blocks; None with fewer than 3.
+        low_pct, high_pct: 95 % interval of `change_pct`, from the means of 10 s blocks; None below 3 blocks.
     """
 
     tokens: int

@@ -22,7 +22,7 @@ Reason = Literal["shape", "other_model", "layers_differ", "odd_total", "incomple
 
 
 class SampleError(ValueError):
-    """A sample cannot be used; the message is one sentence with details, `reason` one of few values."""
+    """A sample cannot be used. The message is one sentence with details; `reason` is the kind of fault."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)

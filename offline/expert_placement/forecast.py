@@ -73,8 +73,8 @@ def decode_correction(
     """Return float[L, E], an expert's use by a decode step over that by a prompt token in past requests.
 
     Prompts have tokens that answers lack (the first one, the chat template's), so their counts have the same
-    bias for every request; `counts * decode_correction(...)` has not. A tenth of a mean expert's use is added
-    to both sides, so that rare experts are unchanged.
+    bias for every request; `counts * decode_correction(...)` does not have this bias. A tenth of a mean
+    expert's use is added to both sides, so that rare experts are unchanged.
 
     Args:
         prefill_counts, decode_counts: [N, L, E] of past requests.

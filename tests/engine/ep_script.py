@@ -1,7 +1,7 @@
 """Run an engine of one process, or of 2 or 4 ranks with expert parallelism, as a script.
 
-One process writes its answers and counts. 2 ranks must answer and count the same under every placement,
-choice of replicas and migration, also when compiled; 4 ranks with an initial placement.
+One process writes its answers and counts. Two ranks must give the same answers and counts under every
+placement, choice of replicas and migration, also when compiled. Four ranks must, with an initial placement.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ STAGES = ("dispatch", "gate", "route", "experts", "combine")
 ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TOKENS_PER_EXPERT = (1, 2, 4, 8)
 MESSAGE_BYTES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
-Arm = tuple[float, str, str]  # replication (slots / experts), routing, dispatch
+Arm = tuple[float, str, str]  # setting of a comparison: replication (slots / experts), routing, dispatch
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measurements of arms that take turns on one EP engine, kept in a journal.
+"""Measurements of settings (*arms*) that take turns on one EP engine, kept in a journal.
 
 The model is the demo model with wide experts and an extra head, in 32 bits, so that all arms give equal
 answers.

@@ -97,7 +97,7 @@ def replay_command(
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
-        arms: Annotated[str, typer.Option(help="Labels of the arms to replay, with commas.")] = "all",
+        arms: Annotated[str, typer.Option(help="Labels of settings to replay, comma-separated.")] = "all",
         workers: options.Workers = default_workers,
         groups: options.Groups = default_groups,
         per_worker: options.PerWorker = default_per_worker,

@@ -68,7 +68,7 @@ def fit_batches(requests: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Arm:
-    """One side of a comparison: a policy and its input."""
+    """One setting of a comparison: a policy, its parameters and its input."""
 
     label: str
     policy: str
@@ -378,7 +378,7 @@ class ReplayExperiment:
 
 
 def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[ReplayLoad]:
-    """Return each workload with each number of workers and batch size. Raise UserInputError for others."""
+    """Return all combinations of the options' values. Raise UserInputError for invalid values."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
     return [ReplayLoad(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]
 

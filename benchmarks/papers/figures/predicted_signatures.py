@@ -32,6 +32,7 @@ Index = NDArray[np.int64]
 
 
 def prompts_of(options: Options) -> Prompts:
+    """Return the prompts of the options' trace. Raise UserInputError if it lacks routes or token ids."""
     path = options.trace("a calibration trace with routes and token ids (offline.calibrate --routes)")
     trace = read_observed(path)
     if trace.routes is None or trace.token_ids is None:
@@ -40,6 +41,7 @@ def prompts_of(options: Options) -> Prompts:
 
 
 def members_of_group(trace: CalibrationTrace, group: str) -> Index:
+    """Return the indices of the prompts of a workload. Raise UserInputError if they are too few."""
     task = np.isin(trace.domains, TASKS)
     members = np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[group])
     if len(members) <= 2 * USUAL:
@@ -76,6 +78,7 @@ def gptoss_prompts(path: Path) -> Prompts:
 
 
 def fitted_predictor(trace: CalibrationTrace, fit: Index) -> SignaturePredictor:
+    """Return a predictor that is fitted to the prompts with these indices."""
     return fit_signature_predictor(trace.subset(fit))[0]
 
 

@@ -44,8 +44,8 @@ class CpuExpertsConfig(BaseModel):
         redundant_experts: slots of a layer beyond one per expert, over all ranks; None: the placement's.
         replica_choice: as in ExpertsConfig, where a token's own rank follows from its position in the batch;
             weighted: GRACE-MoE's polling by load; none: an expert's first replica.
-        prefill_replica_choice: the rule for steps with more tokens than the ranks can decode at once
-            (`max_num_seqs` each), so that a part of a prompt is among them; None: `replica_choice`.
+        prefill_replica_choice: the rule for steps that prefill. They have more tokens than the ranks can
+            decode at once (`max_num_seqs` each). None: `replica_choice`.
         moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 
@@ -68,4 +68,5 @@ def parse_experts_config(config: type[Config], value: Any) -> Config:
     try:
         return config.model_validate(value)
     except ValidationError as error:
-        raise UnsupportedEngineError(f"{CONFIG_KEY} does not fit, {one_line_message(error)}") from error
+        message = one_line_message(error)
+        raise UnsupportedEngineError(f"{CONFIG_KEY} has the invalid value {value!r}: {message}") from error

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib import channel_ways
-from benchmarks.lib.channel_ways import WAYS, connect_to_way, run_way_server
+from benchmarks.lib import channel_transports
+from benchmarks.lib.channel_transports import TRANSPORTS, connect_by_transport, run_transport_server
 from benchmarks.serving.channel_or_grpc import ChannelLoad, compare_with_channel, trial
 from eldr_serve.channel.calls import MAX_UNREAD_BYTES
 from eldr_serve.channel.server import _MAX_UNSENT_BYTES
@@ -20,10 +20,10 @@ LOAD = ChannelLoad(streams=(2, 3), pace=60.0, seconds=0.3, peak_seconds=0.1, can
 _SOCKET_BYTES = 2**26  # what the kernel may buffer at both ends, at its usual limits
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_every_way_carries_all_tokens_and_cancels(way: str) -> None:
-    async with run_way_server(way) as port:
-        rows = await trial(way, port, LOAD, seed=0)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_every_transport_carries_all_tokens_and_cancels(transport: str) -> None:
+    async with run_transport_server(transport) as port:
+        rows = await trial(transport, port, LOAD, seed=0)
     assert [row["streams"] for row in rows] == [2, 3]
     for row in rows:
         assert row["tokens_per_s"] <= LOAD.pace * 1.001
@@ -33,11 +33,11 @@ async def test_every_way_carries_all_tokens_and_cancels(way: str) -> None:
         assert row["client_us"] > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_stream_that_nobody_reads_is_bounded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_stream_that_nobody_reads_is_bounded(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our channel ends it; gRPC stops its handler."""
-    monkeypatch.setattr(channel_ways, "_SLOW_S", 0.001)
-    async with run_way_server(way) as port, connect_to_way(way, port) as link:
+    monkeypatch.setattr(channel_transports, "_SLOW_S", 0.001)
+    async with run_transport_server(transport) as port, connect_by_transport(transport, port) as link:
         slow = link.stream({"stream": 0, "slow": True})
         sent_bytes, unchanged_polls = -1, 0
         async with asyncio.timeout(20):
@@ -49,7 +49,7 @@ async def test_a_stream_that_nobody_reads_is_bounded(way: str, monkeypatch: pyte
         # How much is sent before the end of the stream reaches its handler depends on the machine; the server
         # aborts a connection with more unsent bytes than this.
         assert sent_bytes < MAX_UNREAD_BYTES + _MAX_UNSENT_BYTES + _SOCKET_BYTES
-        assert now["open"] == (way == "grpc")
+        assert now["open"] == (transport == "grpc")
         slow.cancel()
 
 
@@ -63,7 +63,7 @@ def test_rows_are_compared_within_their_round() -> None:
 
 
 @pytest.mark.parametrize(("ways", "words"), [("nobody", "nobody"), ("grpc", "must include channel")])
-def test_bad_ways_are_a_sentence(ways: str, words: str) -> None:
+def test_bad_transports_are_a_sentence(ways: str, words: str) -> None:
     assert words in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
 
 
@@ -74,6 +74,6 @@ def test_the_command_writes_a_row_for_each_way(tmp_path: Path) -> None:
     done = python("-m", "benchmarks.serving.channel_or_grpc", *words.split(), out)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
-    assert [(row["way"], row["rounds"]) for row in result["rows"]] == [(way, 2) for way in WAYS]
+    assert [(row["way"], row["rounds"]) for row in result["rows"]] == [(way, 2) for way in TRANSPORTS]
     assert result["rows"][0]["times_cpu"] == 1
     assert len(result["inputs"]["each"]) == 6

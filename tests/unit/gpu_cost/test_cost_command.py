@@ -57,7 +57,7 @@ def test_the_list_names_gpus_and_models() -> None:
         ({"model": "acme/Mo"}, "--model is 'acme/Mo'"),
         ({"gpu": "b300"}, "--gpu is 'b300'"),
         ({"dtype": "mxfp4"}, "were not measured"),
-        ({"context": "many"}, "--context must be whole numbers with commas, got 'many'"),
+        ({"context": "many"}, "--context must be comma-separated whole numbers, got 'many'"),
         ({"batches": "0,8"}, "--batches must be numbers from 1 to "),
         ({"batches": "1"}, "do not show what an expert costs"),
         ({"plot": "cost.doc"}, "--plot must end in .png"),

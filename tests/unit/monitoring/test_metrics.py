@@ -107,6 +107,7 @@ def test_metric_names_follow_prometheus_conventions() -> None:
         assert metric.name.endswith("_total") == (metric.kind == COUNTER)
         assert ("_seconds" in metric.name) == (metric.unit == "s")
         assert metric.about
+        assert not re.search(r"\b(these|those|the same)\b", metric.about)  # Prometheus shows each alone
         assert list(metric.bounds) == sorted(metric.bounds)
         assert bool(metric.bounds) == (metric.kind == HISTOGRAM)
     assert len(METRICS) == len(ROUTER) + len(INGRESS) + len(PROCESS) + len(REPLICA) + len(ENGINE)

@@ -26,7 +26,7 @@ class StepPlan:
         decode_slots: request id -> position of the first token generated in this step, and the KV slots of
             all tokens generated in it, for requests whose decode experts are counted.
         requests, tokens, kv_tokens: size of the step, and number of KV tokens that it attends to.
-        drafts: how many of the tokens are drafts to be verified (speculative decoding).
+        drafts: number of tokens that are drafts to be verified (speculative decoding).
     """
 
     new_blocks: list[int] = field(default_factory=list)

@@ -32,8 +32,8 @@ class BalanceRoute(QueuedPolicy):
     """BR-0, which fills the workers' margins to the heaviest one, by present KV tokens (paper, section 3).
 
     Requests wait in the decode queue until a worker has a free slot. While many slots are free, the worker
-    with the most takes the request with the largest F; then workers, by free slots and margin, take the best
-    set of the longest-waiting requests. No slot stays free while a request waits.
+    with the most free slots takes the request with the largest F. Then workers, ordered by free slots and
+    margin, take the best set of the longest-waiting requests. No slot stays free while a request waits.
     """
 
     name = "balance-route"

@@ -117,7 +117,7 @@ class RunningRequests:
             self.age[changed[:, 0]] = changed[:, 1]
 
     def stale_rows(self, refresh: int) -> NDArray[np.int64]:
-        """Return rows whose r was never set, was set `refresh` tokens ago or has run out (section C.2.3)."""
+        """Return rows whose r was never set, was set `refresh` tokens ago, or has run out (section C.2.3)."""
         predicted_at, age = self._predicted_at, self.age
         return np.flatnonzero(
             (predicted_at < 0) | (age - predicted_at >= refresh) | (age >= self._expected_end)

@@ -1,14 +1,14 @@
 """Token streams between two processes, over our channel and over gRPC.
 
-Ways:
+Transports:
 
     channel           eldr_serve.channel, as the product uses it
     grpc              grpc.aio, one server-streaming call for each stream, messages of bytes
     channel-in-grpc   our channel's frames in one bidirectional gRPC stream, in place of the socket
 
-The server's engine computes nothing: at each step, every open stream gets one chunk. All ways share it, the
-chunks and the event loop (uvloop, as in Ray's workers). gRPC's messages begin with the number of tokens,
-which a channel has in the header of its frames.
+The server's engine computes nothing: at each step, every open stream gets one chunk. All transports share the
+engine, the chunks and the event loop (uvloop, as in Ray's workers). gRPC's messages begin with the number of
+tokens, which a channel has in the header of its frames.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from eldr_serve.channel.frames import MAX_FRAME_BYTES, PING_S
 from eldr_serve.channel.server import _SILENT_S as SERVER_SILENT_S
 from eldr_serve.channel.server import _Connection as ServerPeer
 
-WAYS = ("channel", "grpc", "channel-in-grpc")
+TRANSPORTS = ("channel", "grpc", "channel-in-grpc")
 PAYLOAD = b'data: {"id":"cmpl-0","object":"text_completion","choices":[{"text":" token"}]}\n\n'.ljust(250)
 ID = (7).to_bytes(4, "little")
 SLOW_BYTES = 65536  # size of a chunk of the stream that is not read
@@ -105,7 +105,7 @@ class Engine:
         self._all_sent = asyncio.Event()
 
     async def stream(self, request: Json, send: Send) -> None:
-        """Send one chunk at each step until cancelled. All ways use this handler of a stream."""
+        """Send one chunk at each step until cancelled. All transports use this handler of a stream."""
         number = request["stream"]
         stream = self._streams[number] = _Stream()
         try:
@@ -230,17 +230,17 @@ def _frames_methods(engine: Engine) -> Json:
 
 
 @asynccontextmanager
-async def run_way_server(way: str) -> AsyncIterator[int]:
-    """Serve one way on this machine and yield its port."""
+async def run_transport_server(transport: str) -> AsyncIterator[int]:
+    """Serve one transport on this machine and yield its port."""
     engine = Engine()
-    if way == "channel":
+    if transport == "channel":
         server = _channel_server(engine)
         try:
             yield await server.start(_HOST)
         finally:
             await server.stop()
         return
-    methods = _grpc_methods(engine) if way == "grpc" else _frames_methods(engine)
+    methods = _grpc_methods(engine) if transport == "grpc" else _frames_methods(engine)
     grpc_server = grpc.aio.server(options=grpc_options(SERVER_SILENT_S))
     grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, methods),))
     port = grpc_server.add_insecure_port(f"{_HOST}:0")
@@ -251,11 +251,11 @@ async def run_way_server(way: str) -> AsyncIterator[int]:
         await grpc_server.stop(None)
 
 
-def serve(way: str, ready: Connection) -> None:
-    """Serve one way until the process is terminated. Send the port over the pipe."""
+def serve(transport: str, ready: Connection) -> None:
+    """Serve one transport until the process is terminated. Send the port over the pipe."""
 
     async def forever() -> None:
-        async with run_way_server(way) as port:
+        async with run_transport_server(transport) as port:
             ready.send(port)
             await asyncio.Event().wait()
 
@@ -336,9 +336,9 @@ class _OverGrpc:
 
 
 @asynccontextmanager
-async def connect_to_way(way: str, port: int) -> AsyncIterator[Link]:
-    """Yield a link to the server of a way on this machine."""
-    if way == "channel":
+async def connect_by_transport(transport: str, port: int) -> AsyncIterator[Link]:
+    """Yield a link to the server of a transport on this machine."""
+    if transport == "channel":
         channel = await Channel.connect(_HOST, port, _SECRET)
         try:
             yield _OverChannel(channel)
@@ -347,7 +347,7 @@ async def connect_to_way(way: str, port: int) -> AsyncIterator[Link]:
         return
     async with grpc.aio.insecure_channel(f"{_HOST}:{port}", options=grpc_options(SILENT_S)) as grpc_channel:
         await grpc_channel.channel_ready()
-        if way == "grpc":
+        if transport == "grpc":
             yield _OverGrpc(grpc_channel)
             return
         channel = Channel(_SECRET, lambda: None)
