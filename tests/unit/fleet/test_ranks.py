@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, RANKS, REPORT_NUMBER, SLOTS
-from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.drain import drain
+from eldr_serve.fleet.drain import LastReplicaError, drain
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import FAILURES, OutlierDetector
 from eldr_serve.queues.reports import QueueReport
@@ -99,21 +98,16 @@ async def test_calls_are_counted_on_their_rank() -> None:
         assert [report[QUEUE]["calls"] for report in idle] == [0, 0]
 
 
-def draining(replica: str) -> bytes:
-    return json.dumps({"replica": replica}).encode()
-
-
-@pytest.mark.parametrize("named", ["a", "a/1"])
-async def test_a_drain_takes_all_ranks_of_a_replica(named: str) -> None:
+async def test_a_drain_takes_all_ranks_of_a_replica() -> None:
     async with engines("a", "b") as (fleet, _):
         call = generate(fleet, "a/1")
         assert await call.read() is not None
-        assert await drain(fleet, draining(named)) == {"replica": "a", "in_flight": 1}
+        assert await drain(fleet, "a") == 1
         await wait_until(lambda: fleet.live_names == ("b/0", "b/1"))
         assert call.is_leaving
         call.cancel()
-        with pytest.raises(RequestRefusedError, match="b is the only decode replica that takes calls"):
-            await drain(fleet, draining("b/1"))
+        with pytest.raises(LastReplicaError, match="b is the only decode replica that takes calls"):
+            await drain(fleet, "b")
 
 
 async def test_the_ranks_of_a_lost_replica_leave_together() -> None:
