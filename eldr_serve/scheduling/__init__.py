@@ -1,6 +1,6 @@
 """Placement policies and the placer. They depend on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
-from eldr_serve.scheduling.cost import StepCost, StepSums
+from eldr_serve.scheduling.cost import StepAnswer, StepCost, StepSums
 from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoads
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
@@ -21,6 +21,7 @@ from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY, make_policy,
 from eldr_serve.scheduling.prefixes import (
     BlockChanges,
     PrefixCache,
+    PrefixCacheSize,
     PrefixMap,
     PromptBlocks,
     TrackedBlocks,
@@ -61,12 +62,14 @@ __all__ = [
     "Policy",
     "PolicyError",
     "PrefixCache",
+    "PrefixCacheSize",
     "PrefixMap",
     "PromptBlocks",
     "PromptKeyed",
     "QueuedPolicy",
     "Saving",
     "Shadow",
+    "StepAnswer",
     "StepCost",
     "StepLoad",
     "StepSums",

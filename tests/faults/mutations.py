@@ -219,7 +219,7 @@ MUTATIONS = (
     # -- engines' servers
     Mutation(
         "an engine's event loop waits for GCS",
-        "eldr_serve.replicas.servers",
+        "eldr_serve.replicas.step_reporter",
         "await asyncio.to_thread(find_actor, self._router_name)",
         "find_actor(self._router_name)",
     ),
