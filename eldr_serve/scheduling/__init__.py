@@ -7,7 +7,13 @@ from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
-from eldr_serve.scheduling.policies.base import CentroidTable, Policy, QueuedPolicy, worker_similarity
+from eldr_serve.scheduling.policies.base import (
+    CentroidTable,
+    Policy,
+    QueuedPolicy,
+    available_workers,
+    worker_similarity,
+)
 from eldr_serve.scheduling.policies.checks import check_policy
 from eldr_serve.scheduling.policies.length_predictors import (
     BoostedTrees,
@@ -17,7 +23,13 @@ from eldr_serve.scheduling.policies.length_predictors import (
     Survival,
 )
 from eldr_serve.scheduling.policies.marginal import MarginalCost
-from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
+from eldr_serve.scheduling.policies.registry import (
+    DEFAULT_POLICY,
+    balancer_names,
+    make_policy,
+    policy_names,
+    reads_counts,
+)
 from eldr_serve.scheduling.prefixes import (
     BlockChanges,
     PrefixCache,
@@ -76,6 +88,8 @@ __all__ = [
     "Survival",
     "TrackedBlocks",
     "WorkerLoads",
+    "available_workers",
+    "balancer_names",
     "check_policy",
     "make_policy",
     "policy_names",
