@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.arrays import Floats
+from eldr_serve.scheduling import balancer_names
 from loadgen.statistics import (
     ROUNDS_TO_RESAMPLE,
     Interval,
@@ -22,7 +23,7 @@ from loadgen.statistics import (
 )
 from loadgen.trial import Trial
 
-BASELINES = ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")  # by load alone
+BASELINES = balancer_names()
 TIMES = ("ttft", "tpot", "itl", "end", "handover")
 QUANTILES = (0.5, 0.99)
 # Figures of decode steps: name -> (numerator, denominator, factor); the first two are engine totals.

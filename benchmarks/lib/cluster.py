@@ -39,9 +39,8 @@ def local_ray(
     *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
 ) -> Iterator[None]:
     """Start Ray with this environment, and Serve if a port is given. Stop both, also when interrupted."""
-    os.environ |= RAY_ENV
     before = dict(os.environ)
-    os.environ |= environment
+    os.environ |= {**RAY_ENV, **environment}
     os.environ["PYTHONPATH"] = python_path()
     import ray
     from ray import serve
@@ -49,27 +48,26 @@ def local_ray(
     for noisy in ("ray", "ray.serve", "vllm", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     options = {} if metrics_port is None else {"_metrics_export_port": metrics_port}
-    ray.init(
-        "local",
-        num_cpus=8,
-        log_to_driver=False,
-        logging_level="error",
-        include_dashboard=False,
-        object_store_memory=300_000_000,
-        namespace="serve",
-        **options,
-    )
     try:
+        ray.init(
+            "local",
+            num_cpus=8,
+            log_to_driver=False,
+            logging_level="error",
+            include_dashboard=False,
+            object_store_memory=300_000_000,
+            namespace="serve",
+            **options,
+        )
         if http_port is not None:
             serve.start(http_options={"host": "127.0.0.1", "port": http_port})
         yield
     finally:
-        if http_port is not None:
+        if http_port is not None and ray.is_initialized():
             serve.shutdown()
         ray.shutdown()
-        for name in environment:
-            del os.environ[name]
-        os.environ |= {name: before[name] for name in environment if name in before}
+        os.environ.clear()
+        os.environ |= before
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:

@@ -11,9 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
-from eldr_serve.errors import BadRequestError, OverloadedError, SwapRefusedError, one_line_message
-from eldr_serve.fleet.drain import drain
+from eldr_serve.errors import (
+    BadRequestError,
+    OverloadedError,
+    RequestRefusedError,
+    SwapRefusedError,
+    one_line_message,
+)
+from eldr_serve.fleet.drain import LastReplicaError, UnknownReplicaError, drain
 from eldr_serve.fleet.expert_swap import place_everywhere
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admission import Gate
@@ -23,6 +30,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.scheduling.worker_names import replica_of
 from eldr_serve.signatures.control import PoolControl
 
 _METRICS_ABOUT = (
@@ -38,6 +46,14 @@ class PolicyChange(BaseModel):
 
     name: str = Field(description="name of the policy")
     parameters: dict[str, Any] = Field(default_factory=dict, description="its parameters")
+
+
+class Drain(BaseModel):
+    """Body of PUT /eldr/drain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replica: str = Field(description="decode replica, or one of its workers, as in the status")
 
 
 class AdminEndpoints:
@@ -165,7 +181,22 @@ class AdminEndpoints:
 
     async def drain(self, request: Request) -> Response:
         """Move the answers of a decode replica to others, and send it no further requests."""
-        return JSONResponse(await drain(self._decode, await request.body()))
+        try:
+            name = replica_of(Drain.model_validate_json(await request.body()).replica)
+        except ValidationError as error:
+            raise BadRequestError(one_line_message(error)) from error
+        try:
+            in_flight = await drain(self._decode, name)
+        except UnknownReplicaError as error:
+            raise BadRequestError(str(error)) from error
+        except LastReplicaError as error:
+            raise RequestRefusedError(str(error), status=409) from error
+        except CallFailedError as error:
+            raise RequestRefusedError(f"decode replica {name}: {error}", status=error.status) from error
+        except ChannelLostError as error:
+            reason = f"decode replica {name} was lost: {one_line_message(error)}"
+            raise RequestRefusedError(reason, status=503) from error
+        return JSONResponse({"replica": name, "in_flight": in_flight})
 
     async def _administer(self, change: Awaitable[LiveSettings]) -> Response:
         try:

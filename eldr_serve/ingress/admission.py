@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from starlette.datastructures import Headers
@@ -19,7 +19,7 @@ from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.ingress.responses import adapt_to_api, refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import bearer_key, digest
-from eldr_serve.limits.tenants import Tenants, TokenReservation
+from eldr_serve.limits.tenants import Tenant, Tenants, TokenReservation
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
@@ -60,6 +60,25 @@ class Gate:
         if refused.status == 429:
             event = IngressEvent.REFUSED_LIMITS if refused.kind else IngressEvent.REFUSED_OVERLOAD
             self._counters.count(event)
+
+    def admit(self, headers: Headers) -> Tenant:
+        """Return the tenant of a request; raise RequestRefusedError if its key or rate does not allow it."""
+        tenant = self.tenants.find(_credentials(headers))
+        tenant.admit()
+        return tenant
+
+    @asynccontextmanager
+    async def read_body(self, headers: Headers, receive: Receive) -> AsyncIterator[bytes]:
+        """Read a request's body, which counts towards the budget of bodies until the block ends."""
+        limit = int(self.options.max_body_mib * MIB)
+        with BodyShare(self.bodies) as share:
+            body = await read_body(headers, receive, limit, self.options.body_timeout_s, share.add)
+            share.reduce_to(len(body))
+            yield body
+
+    async def read_artifact(self, headers: Headers, receive: Receive) -> bytes:
+        """Read the body of an operator's request, such as a table, which counts towards no budget."""
+        return await read_body(headers, receive, _MAX_ARTIFACT_BYTES, self.options.body_timeout_s)
 
     def require_admin_key(self, headers: Headers) -> None:
         """Raise RequestRefusedError unless the headers carry the admin key."""
@@ -114,7 +133,7 @@ class AdmissionMiddleware:
             elif administrative or path in self._public_paths:  # routes for operators check the key
                 await self._app(scope, receive, send)
             elif scope["method"] in _READ_METHODS:
-                gate.tenants.find(_credentials(headers)).admit()
+                gate.admit(headers)
                 await self._app(scope, receive, send)
             else:
                 await self._serve(gate, headers, scope, receive, send)
@@ -125,9 +144,7 @@ class AdmissionMiddleware:
             return
 
     async def _serve(self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = gate.tenants.find(_credentials(headers))
-        tenant.admit()
-        limit = int(gate.options.max_body_mib * MIB)
+        tenant = gate.admit(headers)
         reservation = TokenReservation(tenant)
         scope.setdefault("state", {})["reservation"] = reservation
 
@@ -138,9 +155,7 @@ class AdmissionMiddleware:
                 finally:
                     reservation.settle()
 
-        with BodyShare(gate.bodies) as share:
-            body = await read_body(headers, receive, limit, gate.options.body_timeout_s, share.add)
-            share.reduce_to(len(body))
+        async with gate.read_body(headers, receive) as body:
             await _unless_disconnected(receive, body, answer_if_admitted)
 
     async def _administer(
@@ -149,7 +164,7 @@ class AdmissionMiddleware:
         record = Audit(scope, headers)
         try:
             gate.require_admin_key(headers)
-            body = await read_body(headers, receive, _MAX_ARTIFACT_BYTES, gate.options.body_timeout_s)
+            body = await gate.read_artifact(headers, receive)
             record.record_request(headers, body)
             recorded_send = record.capture_status(send)
             await _unless_disconnected(

@@ -12,11 +12,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
-from ray import serve
-from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel import CallFailedError, Reply
-from eldr_serve.channel.actors import find_actor
 from eldr_serve.channel.address import MAX_CALLS, start_channel_server
 from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, PrefillReply
 from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
@@ -49,13 +46,9 @@ from eldr_serve.replicas.log_handlers import restore_log_handlers
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.rank_loads import RankLoad
 from eldr_serve.replicas.sampling import Sampler, send_samples
-from eldr_serve.scheduling.cost import StepSums
-from eldr_serve.scheduling.worker_names import worker_names
+from eldr_serve.replicas.step_reporter import StepReporter
 
 logger = logging.getLogger(__name__)
-
-_REPORT_PERIOD_S = 1.0
-_NO_PREFIX_CACHE = (0, 0)  # in reports
 
 
 class EngineServer:
@@ -228,9 +221,8 @@ class DecodeServer(EngineServer):
         await super().__init__(llm_config, **kwargs)
         clock = asyncio.get_running_loop().time
         self._rank_loads = [RankLoad(clock) for _ in range(self._engine.ranks())]
-        self._router_name = router_name
-        self._queued = 0.0  # this replica's share of the requests that wait for a worker
-        self._tasks.append(start_supervised("the report of steps", self._report_steps))
+        self._steps = StepReporter(self._engine, router_name, lambda: self._channel_server.in_flight)
+        self._tasks.append(start_supervised("the report of steps", self._steps.run))
         if num_pool_actors:
             self._pool = PoolClient(application, num_pool_actors)
             send = partial(send_samples, self._engine, self._sampler, self._pool)
@@ -238,8 +230,8 @@ class DecodeServer(EngineServer):
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata of an EngineServer, and prefix block size, slots and ranks for ingresses."""
-        block_tokens, _ = self._engine.prefix_cache() or _NO_PREFIX_CACHE
-        own = {BLOCK_TOKENS: block_tokens, SLOTS: self._engine.slots() or 0}
+        cache = self._engine.prefix_cache()
+        own = {BLOCK_TOKENS: 0 if cache is None else cache[0], SLOTS: self._engine.slots() or 0}
         return await super().record_replica_metadata() | own | {RANKS: self._engine.ranks()}
 
     def report(self) -> dict[str, Any]:
@@ -286,33 +278,7 @@ class DecodeServer(EngineServer):
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return an EngineServer's loads, with this replica's share of waiting requests; called by Serve."""
         stats = await super().record_autoscaling_stats()
-        return stats | {IN_FLIGHT: stats[IN_FLIGHT] + self._queued}
-
-    async def _report_steps(self) -> None:
-        router: Any = None  # an actor's handle
-        sums = [StepSums()] * self._engine.ranks()  # of each rank, not reported yet
-        cache_is_known = False  # the router knows the prefix caches as of the last report
-        while True:
-            await asyncio.sleep(_REPORT_PERIOD_S)
-            sums = [unreported + self._engine.take_steps(rank) for rank, unreported in enumerate(sums)]
-            if not (self._channel_server.in_flight or any(rank.steps or rank.prompts.any() for rank in sums)):
-                self._queued = 0.0  # requests only wait if engines are busy
-                continue
-            try:
-                if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
-                    router = await asyncio.to_thread(find_actor, self._router_name)
-                replica = serve.get_replica_context().replica_id.unique_id
-                steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
-                changes = self._engine.take_prefix_changes(full=not cache_is_known)
-                self._queued, cache_is_known = await router.observe_steps.remote(
-                    steps, self._engine.prefix_cache() or _NO_PREFIX_CACHE, changes
-                )
-                sums = [StepSums()] * len(sums)
-            except (ValueError, RayError) as error:  # the router is unavailable
-                self._queued, cache_is_known = 0.0, False
-                if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
-                    router = None
-                logger.info("step costs not reported: %r", error)
+        return stats | {IN_FLIGHT: stats[IN_FLIGHT] + self._steps.queued}
 
 
 @contextmanager

@@ -29,7 +29,14 @@ from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
-from eldr_serve.scheduling import BlockChanges, DecodeLoads, PromptBlocks, StepSums
+from eldr_serve.scheduling import (
+    BlockChanges,
+    DecodeLoads,
+    PrefixCacheSize,
+    PromptBlocks,
+    StepAnswer,
+    StepSums,
+)
 from eldr_serve.signatures.coordinator import RouterView
 
 logger = logging.getLogger(__name__)
@@ -136,23 +143,20 @@ class DecodeRouter:
     async def observe_steps(
         self,
         steps: dict[str, StepSums],
-        prefix_cache: tuple[int, int] = (0, 0),
+        prefix_cache: PrefixCacheSize | None = None,
         prefix_changes: BlockChanges | None = None,
-    ) -> tuple[float, bool]:
+    ) -> StepAnswer:
         """Record recent step costs of a replica's workers, and size and changes of their prefix caches.
 
         Args:
             steps: recent steps of each worker, by name.
-
-        Returns:
-            The workers' share of the requests in the decode queue, and whether the router has all blocks of
-            their prefix caches; otherwise their next report should have all of them.
         """
         state = self._state
         has_all_blocks = [
             state.observe_steps(sums, worker, prefix_cache, prefix_changes) for worker, sums in steps.items()
         ]
-        return len(steps) * state.queue_size / max(1, state.num_workers), all(has_all_blocks)
+        queued = len(steps) * state.queue_size / max(1, state.num_workers)
+        return StepAnswer(queued, all(has_all_blocks))
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""

@@ -78,6 +78,43 @@ class Sessions:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._apply)
 
+    # -- called by the calls ------------------------------------------------------------------------
+
+    def add_pending(self, lease: Lease) -> None:
+        """Add a lease that the next `_apply` places."""
+        self.pending.append(lease)
+
+    def add_progress(self, request_id: str, tokens: int) -> None:
+        """Add a request's total of generated tokens."""
+        self.progress[request_id] = tokens
+        self.apply_soon()
+
+    def remove_call(self, request_id: str, call: _PlaceCall) -> bool:
+        """Remove a request's call, unless a later one has replaced it; return whether it was removed."""
+        if self.open.get(request_id) is not call:
+            return False
+        del self.open[request_id]
+        return True
+
+    def finish(self, request_id: str, tokens: int) -> None:
+        """End a request, with its final number of tokens."""
+        self.progress.pop(request_id, None)
+        self.state.finish(request_id, tokens)
+        self.apply_soon()
+
+    def end_subscription(self, subscription: _Subscription) -> None:
+        """End a subscription, and the ingress's leases too if it does not return in the grace period."""
+        if self.by_peer.get(subscription.reply.peer) is subscription:
+            del self.by_peer[subscription.reply.peer]
+            asyncio.get_running_loop().call_later(self.grace_s, self._drop, subscription)
+
+    def _drop(self, subscription: _Subscription) -> None:
+        if self.by_ingress.get(subscription.ingress) is subscription:
+            del self.by_ingress[subscription.ingress]
+            self.state.drop(subscription.ingress)
+
+    # -- batches ------------------------------------------------------------------------------------
+
     def _apply(self) -> None:
         self._scheduled = False
         progress, self.progress = self.progress, {}
@@ -157,16 +194,7 @@ class _Subscription:
 
     def on_lost(self) -> None:
         """Begin the grace period."""
-        sessions = self._sessions
-        if sessions.by_peer.get(self.reply.peer) is self:
-            del sessions.by_peer[self.reply.peer]
-            asyncio.get_running_loop().call_later(sessions.grace_s, self._drop)
-
-    def _drop(self) -> None:
-        sessions = self._sessions
-        if sessions.by_ingress.get(self.ingress) is self:
-            del sessions.by_ingress[self.ingress]
-            sessions.state.drop(self.ingress)
+        self._sessions.end_subscription(self)
 
 
 class _PlaceCall:
@@ -186,7 +214,7 @@ class _PlaceCall:
         lease = Lease(message.request, LeaseState.SENT, self._ingress)
         if message.lease is None:
             self._pending = lease
-            self._sessions.pending.append(lease)
+            self._sessions.add_pending(lease)
         else:
             message.lease.copy_to(lease)
             self._sessions.state.adopt_lease(lease)
@@ -200,8 +228,7 @@ class _PlaceCall:
     def on_note(self, payload: bytes, tokens: int) -> None:
         state = self._sessions.state
         if not payload:
-            self._sessions.progress[self._request_id] = tokens
-            self._sessions.apply_soon()
+            self._sessions.add_progress(self._request_id, tokens)
             return
         message = _decode_place_note(payload)
         if isinstance(message, Counted):
@@ -211,14 +238,10 @@ class _PlaceCall:
             self.place(message)
 
     def on_close(self, tokens: int) -> None:
-        sessions = self._sessions
-        if sessions.open.get(self._request_id) is self:
-            self.on_lost()
-            sessions.progress.pop(self._request_id, None)
-            sessions.state.finish(self._request_id, tokens)
-            sessions.apply_soon()
+        if self._sessions.remove_call(self._request_id, self):
+            self._withdraw()
+            self._sessions.finish(self._request_id, tokens)
 
     def on_lost(self) -> None:
         self._withdraw()
-        if self._sessions.open.get(self._request_id) is self:
-            del self._sessions.open[self._request_id]
+        self._sessions.remove_call(self._request_id, self)

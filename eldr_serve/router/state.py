@@ -30,6 +30,7 @@ from eldr_serve.scheduling import (
     LeaseState,
     PlacementRequest,
     Placer,
+    PrefixCacheSize,
     PromptBlocks,
     StepCost,
     StepSums,
@@ -197,13 +198,13 @@ class RouterState:
         self,
         steps: StepSums,
         worker: str = "",
-        prefix_cache: tuple[int, int] = (0, 0),
+        prefix_cache: PrefixCacheSize | None = None,
         prefix_changes: BlockChanges | None = None,
     ) -> bool:
         """Add a decode worker's measurements, and update the policy's cost model from recent steps.
 
         Args:
-            prefix_cache: tokens in a block and in the worker's whole cache; (0, 0) without a cache.
+            prefix_cache: size of the worker's cache; None without one.
             prefix_changes: changes of the cache's blocks, if there are any and the engine reports them.
 
         Returns:

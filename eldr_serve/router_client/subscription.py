@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
@@ -19,8 +20,22 @@ from eldr_serve.scheduling import Lease
 
 logger = logging.getLogger(__name__)
 
-_RECONNECT_S = 0.1
+_RETRY_S, _MAX_RETRY_S = 0.1, 2.0
+_FAST_RETRIES = 30  # enough for the restart of an actor
 _decode_settings = decoder(LiveSettings)
+
+
+class _UnreadableSettingsError(Exception):
+    """The settings of the router cannot be used, such as a table of a newer version."""
+
+
+def _retry_delays() -> Iterator[float]:
+    """Yield the delay before each try to connect, s. It doubles after the fast tries."""
+    yield from itertools.repeat(_RETRY_S, _FAST_RETRIES)
+    delay_s = _RETRY_S
+    while True:
+        delay_s = min(2 * delay_s, _MAX_RETRY_S)
+        yield delay_s
 
 
 class SubscriptionOwner(Protocol):
@@ -86,6 +101,8 @@ class RouterSubscription:
         self._first_settings: asyncio.Future[None] | None = None
         self._reported_workers: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
+        self._delays = _retry_delays()  # begun again after each success
+        self._logged_reason = ""
         self.connected = self.unreachable = False
 
     def start(self) -> None:
@@ -134,36 +151,40 @@ class RouterSubscription:
         self._subscription.note(encode(report))
 
     def give_up(self, error: Exception) -> None:
-        """Close a channel whose router does not answer in time; place by local fallback until it does."""
+        """Close the channel of a router that cannot be used; place by local fallback until it can."""
+        is_unreadable = isinstance(error, _UnreadableSettingsError)
+        reason = str(error) if is_unreadable else f"DecodeRouter does not answer ({type(error).__name__})"
+        if not self.unreachable or (is_unreadable and reason != self._logged_reason):
+            logger.warning("%s; placing locally", reason)
+            self._logged_reason = reason
         if not self.unreachable:
-            logger.warning("DecodeRouter does not answer (%s); placing locally", type(error).__name__)
             self._counters.count(IngressEvent.ROUTER_LOST)
         self.unreachable = True
-        self._close_channel()
+        self._close_channel(reason)
         self._owner.on_router_unreachable()
 
     # -- internals -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        while True:
-            try:
-                await self._serve()
-            except Exception as error:  # any error: no request may wait for a broken router
-                self.give_up(error)
-            await asyncio.sleep(_RECONNECT_S)
+        try:
+            while True:
+                try:
+                    await self._serve()
+                except Exception as error:  # any error: no request may wait for a broken router
+                    self.give_up(error)
+                await asyncio.sleep(next(self._delays))
+        finally:
+            self._close_channel("the ingress stops")
 
     async def _serve(self) -> None:
         """Connect and subscribe, then wait until the channel is lost."""
         first_settings = self._first_settings = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                channel = await self._calls.get_channel()
-            self._subscribe(channel)
-            async with asyncio.timeout(self._timeout_s):
-                await first_settings
-            await asyncio.shield(channel.closed)
-        finally:
-            self._close_channel()
+        async with asyncio.timeout(self._timeout_s):
+            channel = await self._calls.get_channel()
+        self._subscribe(channel)
+        async with asyncio.timeout(self._timeout_s):
+            await first_settings
+        self._close_channel(await asyncio.shield(channel.closed))
 
     def _subscribe(self, channel: Channel) -> None:
         self._reported_workers = self._workers()
@@ -185,25 +206,30 @@ class RouterSubscription:
         """Apply new settings; the first ones answer the subscription."""
         try:
             self._owner.on_settings(_decode_settings(payload))
-        except Exception as error:  # such as a table of a newer version
-            logger.exception("the settings of DecodeRouter cannot be used")
-            self.give_up(error)
+        except Exception as error:
+            unreadable = _UnreadableSettingsError(f"the settings of DecodeRouter cannot be used: {error!r}")
+            self._fail_first_settings(unreadable)
+            self.give_up(unreadable)
             return
         if not self.connected:
             self.connected, self.unreachable = True, False
+            self._delays = _retry_delays()
             self._owner.send_waiting()
         if self._first_settings is not None and not self._first_settings.done():
             self._first_settings.set_result(None)
 
     def _on_failed(self, error: Exception) -> None:
-        self._close_channel()
+        self._close_channel(f"the subscription has failed: {error!r}")
+        self._fail_first_settings(error)
+
+    def _fail_first_settings(self, error: Exception) -> None:
         if self._first_settings is not None and not self._first_settings.done():
             self._first_settings.set_exception(error)
 
-    def _close_channel(self) -> None:
-        """Close the channel; it is lost, or the router does not answer."""
+    def _close_channel(self, reason: str) -> None:
+        """Close the channel; it is lost, or the router cannot be used."""
         channel, self._channel = self._channel, None
         if channel is not None:
             self._subscription, self.connected = None, False
-            channel.close("the router does not answer in time")
+            channel.close(reason)
             self._owner.on_channel_lost()

@@ -1,13 +1,19 @@
 """Placement policies and the placer. They depend on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
-from eldr_serve.scheduling.cost import StepCost, StepSums
+from eldr_serve.scheduling.cost import StepAnswer, StepCost, StepSums
 from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoads
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
-from eldr_serve.scheduling.policies.base import CentroidTable, Policy, QueuedPolicy, worker_similarity
+from eldr_serve.scheduling.policies.base import (
+    CentroidTable,
+    Policy,
+    QueuedPolicy,
+    available_workers,
+    worker_similarity,
+)
 from eldr_serve.scheduling.policies.checks import check_policy
 from eldr_serve.scheduling.policies.length_predictors import (
     BoostedTrees,
@@ -17,10 +23,17 @@ from eldr_serve.scheduling.policies.length_predictors import (
     Survival,
 )
 from eldr_serve.scheduling.policies.marginal import MarginalCost
-from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY, make_policy, policy_names, reads_counts
+from eldr_serve.scheduling.policies.registry import (
+    DEFAULT_POLICY,
+    balancer_names,
+    make_policy,
+    policy_names,
+    reads_counts,
+)
 from eldr_serve.scheduling.prefixes import (
     BlockChanges,
     PrefixCache,
+    PrefixCacheSize,
     PrefixMap,
     PromptBlocks,
     TrackedBlocks,
@@ -61,18 +74,22 @@ __all__ = [
     "Policy",
     "PolicyError",
     "PrefixCache",
+    "PrefixCacheSize",
     "PrefixMap",
     "PromptBlocks",
     "PromptKeyed",
     "QueuedPolicy",
     "Saving",
     "Shadow",
+    "StepAnswer",
     "StepCost",
     "StepLoad",
     "StepSums",
     "Survival",
     "TrackedBlocks",
     "WorkerLoads",
+    "available_workers",
+    "balancer_names",
     "check_policy",
     "make_policy",
     "policy_names",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,19 @@ from scipy.optimize import nnls
 _MAX_S = 1e6
 Seconds = Annotated[float, Field(ge=0, le=_MAX_S)]
 Batch = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class StepAnswer(NamedTuple):
+    """The router's answer to a replica's report of its steps.
+
+    Attributes:
+        queued: the share of the replica's workers in the requests of the decode queue.
+        has_all_blocks: whether the router has all blocks of their prefix caches; otherwise the next report
+            should have all of them.
+    """
+
+    queued: float
+    has_all_blocks: bool
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))

@@ -63,8 +63,7 @@ class GuardedPolicy:
             return [(index, _check_decision(decision, loads)) for index, decision in assigned]
         except Exception as error:
             self._log(error)
-            slots = getattr(getattr(self.policy, "parameters", None), "slots", None)
-            return list(enumerate(_choose_by_load(len(waiting), loads, slots)))
+            return list(enumerate(_choose_by_load(len(waiting), loads, self.policy.slots_per_worker())))
 
     def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         """Notify the policy that a request has a worker."""

@@ -22,7 +22,7 @@ from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, worker_similarity
-from eldr_serve.scheduling.prefixes import BlockChanges, PrefixMap, PromptBlocks
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PrefixMap, PromptBlocks
 from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, LeaseState, Loads, PlacementRequest
 
@@ -141,20 +141,19 @@ class Placer:
             observer.update_cost_model(cost)
 
     def report_prefix_cache(
-        self, worker: str, size: tuple[int, int], changes: BlockChanges | None = None
+        self, worker: str, size: PrefixCacheSize | None, changes: BlockChanges | None = None
     ) -> bool:
         """Set the size of a worker's prefix cache, and apply an engine's report of its blocks.
 
         Args:
-            size: tokens in a block and in the whole cache; (0, 0) without a cache.
+            size: None without a cache.
             changes: changes since the last report; None: there are none, or the engine reports none.
 
         Returns:
             Whether all blocks that the engine has reported are known.
         """
-        block_tokens, kv_tokens = size
-        if block_tokens:
-            self.prefixes.set_capacity(worker, kv_tokens, block_tokens)
+        if size is not None:
+            self.prefixes.set_capacity(worker, size.kv_tokens, size.block_tokens)
         return self.prefixes.report(worker, changes)
 
     def loads(self, exclude: Iterable[str] = ()) -> Loads:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,13 @@ def prompt_blocks(
         parent = block_id(parent, content[end - size : end])
         ids.append(parent)
     return PromptBlocks(np.frombuffer(b"".join(ids), np.uint64), block_tokens, exact)
+
+
+class PrefixCacheSize(NamedTuple):
+    """The tokens in a block of a prefix cache, and in the whole cache."""
+
+    block_tokens: int
+    kv_tokens: int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling import CentroidTable, Lease, LeaseState, LoadLedger, Placer, Policy, Saving, Shadow
+from eldr_serve.scheduling import (
+    CentroidTable,
+    Lease,
+    LeaseState,
+    LoadLedger,
+    Placer,
+    Policy,
+    PrefixCacheSize,
+    Saving,
+    Shadow,
+)
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome
@@ -110,7 +120,7 @@ class _Simulation:
         if (whole := cluster.decode.whole) is not None:
             kv_tokens = whole.cache_blocks * whole.block_tokens
             for name in self._names:
-                self._placer.report_prefix_cache(name, (whole.block_tokens, kv_tokens))
+                self._placer.report_prefix_cache(name, PrefixCacheSize(whole.block_tokens, kv_tokens))
         self._shadow = None if shadow is None else self._add_shadow(shadow, seed)
         self._placements = PlacementRequests(
             requests, experts, policy, whole, reads_counts=policy.reads_counts or shadow is not None

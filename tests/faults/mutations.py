@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation(
         "a client that is lost for good is not dropped",
         "eldr_serve.router.sessions",
-        "asyncio.get_running_loop().call_later(sessions.grace_s, self._drop)",
+        "asyncio.get_running_loop().call_later(self.grace_s, self._drop, subscription)",
     ),
     Mutation(
         "a connection that its client has left is still served",
@@ -219,7 +219,7 @@ MUTATIONS = (
     # -- engines' servers
     Mutation(
         "an engine's event loop waits for GCS",
-        "eldr_serve.replicas.servers",
+        "eldr_serve.replicas.step_reporter",
         "await asyncio.to_thread(find_actor, self._router_name)",
         "find_actor(self._router_name)",
     ),

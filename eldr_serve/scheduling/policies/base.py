@@ -40,12 +40,14 @@ class Policy(ABC):
     Attributes:
         name: name in settings, decisions and metrics; by default the import path.
         reads_counts: whether PlacementRequest.expert_counts must be counts, not only a similarity.
+        is_balancer: whether the policy places by load or chance alone; comparisons use it as a baseline.
         parameters: all parameters of the instance.
         table: the live table, or None.
     """
 
     name: ClassVar[str]
     reads_counts: ClassVar[bool] = False
+    is_balancer: ClassVar[bool] = False
 
     class Parameters(PolicyParameters):
         """No parameters; subclasses may declare some."""
@@ -114,6 +116,10 @@ class QueuedPolicy(Policy):
     def has_queue(self) -> bool:
         """Return whether requests wait; if False, `select` places each at once."""
         return True
+
+    def slots_per_worker(self) -> int | None:
+        """Return the value of a parameter `slots`, the limit of requests on a worker; None without one."""
+        return getattr(self.parameters, "slots", None)
 
     @abstractmethod
     def dispatch(

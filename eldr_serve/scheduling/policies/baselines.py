@@ -12,6 +12,7 @@ class Random(Policy):
     """A uniformly random worker."""
 
     name = "random"
+    is_balancer = True
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)
@@ -24,6 +25,7 @@ class RoundRobin(Policy):
     """The workers in turn."""
 
     name = "round-robin"
+    is_balancer = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +42,7 @@ class ShortestQueue(Policy):
     """The worker with the fewest requests in flight."""
 
     name = "shortest-queue"
+    is_balancer = True
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return choose_shortest(available_workers(loads), loads, self.name)
@@ -49,6 +52,7 @@ class PowerOfTwo(Policy):
     """The less loaded of two random workers."""
 
     name = "power-of-two"
+    is_balancer = True
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)
@@ -60,6 +64,7 @@ class LeastTokens(Policy):
     """The worker with the fewest KV tokens (prompt + generated) of requests in flight."""
 
     name = "least-tokens"
+    is_balancer = True
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         workers = available_workers(loads)

@@ -30,13 +30,13 @@ POLICIES: dict[str, type[Policy]] = {
         BalanceRoute,
         BalanceRouteHorizon,
         Domain,
-        LeastTokens,
         LocalityBand,
         MarginalCost,
-        PowerOfTwo,
         Random,
         RoundRobin,
         ShortestQueue,
+        PowerOfTwo,
+        LeastTokens,
     )
 }
 
@@ -88,3 +88,8 @@ def reads_counts(name: str) -> bool:
 def policy_names() -> list[str]:
     """Return the names of the built-in policies, sorted."""
     return sorted(POLICIES)
+
+
+def balancer_names() -> tuple[str, ...]:
+    """Return the names of the built-in policies that place by load or chance alone."""
+    return tuple(name for name, policy in POLICIES.items() if policy.is_balancer)

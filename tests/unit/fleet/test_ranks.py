@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, RANKS, REPORT_NUMBER, SLOTS
-from eldr_serve.errors import RequestRefusedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.drain import drain
+from eldr_serve.fleet.drain import LastReplicaError, drain
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import FAILURES, OutlierDetector
 from eldr_serve.queues.reports import QueueReport
-from eldr_serve.replicas import servers
-from eldr_serve.scheduling import StepSums
+from eldr_serve.replicas import servers, step_reporter
+from eldr_serve.scheduling import StepAnswer, StepSums
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from tests.support.engine_server import serving
 from tests.support.fake_fleet import FakeFleet, answer_with, refusal
@@ -99,21 +98,16 @@ async def test_calls_are_counted_on_their_rank() -> None:
         assert [report[QUEUE]["calls"] for report in idle] == [0, 0]
 
 
-def draining(replica: str) -> bytes:
-    return json.dumps({"replica": replica}).encode()
-
-
-@pytest.mark.parametrize("named", ["a", "a/1"])
-async def test_a_drain_takes_all_ranks_of_a_replica(named: str) -> None:
+async def test_a_drain_takes_all_ranks_of_a_replica() -> None:
     async with engines("a", "b") as (fleet, _):
         call = generate(fleet, "a/1")
         assert await call.read() is not None
-        assert await drain(fleet, draining(named)) == {"replica": "a", "in_flight": 1}
+        assert await drain(fleet, "a") == 1
         await wait_until(lambda: fleet.live_names == ("b/0", "b/1"))
         assert call.is_leaving
         call.cancel()
-        with pytest.raises(RequestRefusedError, match="b is the only decode replica that takes calls"):
-            await drain(fleet, draining("b/1"))
+        with pytest.raises(LastReplicaError, match="b is the only decode replica that takes calls"):
+            await drain(fleet, "b")
 
 
 async def test_the_ranks_of_a_lost_replica_leave_together() -> None:
@@ -169,24 +163,22 @@ def test_the_router_leases_and_loses_ranks() -> None:
 
 
 async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
+    monkeypatch.setattr(step_reporter, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
-    monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
-    observe = AsyncMock(return_value=(3.0, True))
-    monkeypatch.setattr(servers, "find_actor", lambda name: Mock(observe_steps=Mock(remote=observe)))
-    engine = SimpleNamespace(
+    monkeypatch.setattr(step_reporter.serve, "get_replica_context", lambda: context)
+    observe = AsyncMock(return_value=StepAnswer(3.0, True))
+    monkeypatch.setattr(step_reporter, "find_actor", lambda name: Mock(observe_steps=Mock(remote=observe)))
+    engine: Any = SimpleNamespace(
         ranks=lambda: 2,
         take_steps=lambda rank: StepSums(steps=rank),
         prefix_cache=lambda: (32, 960),
         take_prefix_changes=lambda *, full: None,
     )
-    server: Any = SimpleNamespace(
-        _router_name="r", _engine=engine, _channel_server=SimpleNamespace(in_flight=0)
-    )
-    task = asyncio.create_task(servers.DecodeServer._report_steps(server))
+    reporter = step_reporter.StepReporter(engine, "r", lambda: 0)
+    task = asyncio.create_task(reporter.run())
     await wait_until(lambda: observe.await_count >= 2)
     task.cancel()
     steps, *cache = observe.await_args_list[0].args
     assert {name: sums.steps for name, sums in steps.items()} == {"a/0": 0, "a/1": 1}
     assert cache == [(32, 960), None]
-    assert server._queued == 3.0  # of both ranks, for the autoscaler
+    assert reporter.queued == 3.0  # of both ranks, for the autoscaler

@@ -18,16 +18,16 @@ from eldr_serve.engine.methods import SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
 from eldr_serve.pipeline.split_prefill import read_prefill_reply
-from eldr_serve.replicas import servers
-from eldr_serve.scheduling import BlockChanges, StepSums
+from eldr_serve.replicas import servers, step_reporter
+from eldr_serve.scheduling import BlockChanges, StepAnswer, StepSums
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
 
-KNOWN, UNKNOWN = (0.0, True), (0.0, False)  # the router's answers to a report
+KNOWN, UNKNOWN = StepAnswer(0.0, True), StepAnswer(0.0, False)  # the router's answers to a report
 
 
-def router(*answers: Exception | tuple[float, bool]) -> Any:
+def router(*answers: Exception | StepAnswer) -> Any:
     """Return the actor's handle. The first calls have these answers, or raise these errors, in turn."""
     observe = AsyncMock(side_effect=itertools.chain(answers, itertools.repeat(KNOWN)))
     return Mock(observe_steps=Mock(remote=observe), reports=lambda: observe.await_count)
@@ -36,9 +36,9 @@ def router(*answers: Exception | tuple[float, bool]) -> Any:
 @pytest.fixture
 def reporting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Report steps as replica r0, without Serve and in short periods."""
-    monkeypatch.setattr(servers, "_REPORT_PERIOD_S", 0.001)
+    monkeypatch.setattr(step_reporter, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
-    monkeypatch.setattr(servers.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(step_reporter.serve, "get_replica_context", lambda: context)
     return monkeypatch
 
 
@@ -46,16 +46,15 @@ async def report(
     reporting: pytest.MonkeyPatch, find: Any, until: Any, steps: float = 1.0, in_flight: int = 0
 ) -> None:
     """Report steps to the router that `find` returns until the condition holds."""
-    reporting.setattr(servers, "find_actor", find)
-    engine = SimpleNamespace(
+    reporting.setattr(step_reporter, "find_actor", find)
+    engine: Any = SimpleNamespace(
         ranks=lambda: 1,
         take_steps=lambda rank: StepSums(steps=steps),
         prefix_cache=lambda: (32, 960),
         take_prefix_changes=lambda *, full: BlockChanges(full=full),
     )
-    channel = SimpleNamespace(in_flight=in_flight)
-    server: Any = SimpleNamespace(_router_name="router", _engine=engine, _channel_server=channel)
-    task = asyncio.create_task(servers.DecodeServer._report_steps(server))
+    reporter = step_reporter.StepReporter(engine, "router", lambda: in_flight)
+    task = asyncio.create_task(reporter.run())
     await wait_until(until)
     task.cancel()
 
@@ -113,8 +112,8 @@ async def test_an_engine_reports_all_cached_blocks_until_the_router_knows_them(
 async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
     reporting: pytest.MonkeyPatch, steps: StepSums
 ) -> None:
-    actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=(2.5, True))))
-    reporting.setattr(servers, "find_actor", lambda name: actor)
+    actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=StepAnswer(2.5, True))))
+    reporting.setattr(step_reporter, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         reporting.setattr(server._engine, "take_steps", lambda rank: steps)
 

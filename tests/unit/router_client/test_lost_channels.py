@@ -1,5 +1,6 @@
 """Leases of a client whose channel to the router is lost."""
 
+import itertools
 from functools import partial
 from typing import Any
 from unittest.mock import Mock, patch
@@ -10,6 +11,7 @@ from ray.exceptions import RayError
 from eldr_serve.channel import CallFailedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.messages import Place, Restore, encode
+from eldr_serve.router_client import link
 from tests.support.fake_router import FakeActor, connected_client, router_and_client, wait_until
 from tests.support.tables import counts_for, request
 
@@ -110,3 +112,37 @@ async def test_tenants_get_one_error_if_the_router_does_not_answer(error: Except
     async with connected_client(FakeActor()) as client:
         with patch.object(client._subscription, "call", side_effect=error), pytest.raises(ConnectionError):
             await client.share_limits("a", {})
+
+
+def test_retries_are_fast_while_a_router_restarts_and_slower_later() -> None:
+    delays = list(itertools.islice(link._retry_delays(), link._FAST_RETRIES + 6))
+    assert delays[: link._FAST_RETRIES] == [0.1] * link._FAST_RETRIES
+    assert delays[link._FAST_RETRIES :] == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+
+
+async def test_retries_are_fast_again_after_a_success() -> None:
+    async with router_and_client("r0") as (actor, client):
+        await client.place(request("a"), None)
+        delays = client._subscription._delays = itertools.repeat(0.01)
+        actor.restart()
+        await wait_until(lambda: client._subscription._delays is not delays)
+        assert next(client._subscription._delays) == 0.1
+
+
+async def test_unreadable_settings_are_logged_once_with_their_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with router_and_client("r0") as (actor, client):
+        await client.place(request("a"), None)
+        channel, tries = client._subscription._channel, Mock(side_effect=ValueError("a newer version"))
+        assert channel is not None
+        with monkeypatch.context() as patches:
+            patches.setattr(client, "on_settings", tries)
+            actor.state.live_settings.set_policy("random", {})
+            await wait_until(lambda: tries.call_count == 3)
+            assert client.router_unreachable
+        await wait_until(lambda: not client.router_unreachable)
+        reason = "the settings of DecodeRouter cannot be used: ValueError('a newer version')"
+        assert caplog.messages.count(f"{reason}; placing locally") == 1
+        assert "does not answer" not in caplog.text
+        assert channel.closed.result() == reason

@@ -18,6 +18,7 @@ from eldr_serve.scheduling import (
     Placer,
     Policy,
     PrefixCache,
+    PrefixCacheSize,
     PrefixMap,
     PromptBlocks,
     StepSums,
@@ -186,7 +187,7 @@ def test_the_router_asks_for_all_blocks_of_a_worker_that_it_does_not_know() -> N
     state, prompt = router_state(workers=1, table=None, policy="round-robin"), blocks(*range(17))
 
     def report(changes: BlockChanges | None, replica: str = "r0") -> bool:
-        return state.observe_steps(StepSums(), replica, (SIZE, 99 * SIZE), changes)
+        return state.observe_steps(StepSums(), replica, PrefixCacheSize(SIZE, 99 * SIZE), changes)
 
     assert not report(None)
     assert not report(BlockChanges(ids(prompt, 0)))
@@ -243,12 +244,14 @@ def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None
     assert [cached("a"), cached("b")] == [0, 16]
     counted = {name: state.counters[name] for name in ("prefill_tokens", "prefill_tokens_cached")}
     assert counted == {"prefill_tokens": 34, "prefill_tokens_cached": 16}
-    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))
+    state.observe_steps(StepSums(), "r0", PrefixCacheSize(SIZE, 2 * SIZE))
     assert cached("c") == 8
     state.update_workers("c", ["r1"])
     assert cached("d") == 0
     assert set(loads(state)) == {"r1"}
-    state.observe_steps(StepSums(), "r0", (SIZE, 2 * SIZE))  # a late report of a removed replica
+    state.observe_steps(
+        StepSums(), "r0", PrefixCacheSize(SIZE, 2 * SIZE)
+    )  # a late report of a removed replica
     state.update_workers("c", ["r0"])
     assert [cached("e"), cached("f")] == [0, 16]  # it has set no capacity
 

@@ -10,7 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from eldr_serve.scheduling import Decision, Loads, make_policy, policy_names, worker_similarity
+from eldr_serve.scheduling import (
+    Decision,
+    Loads,
+    balancer_names,
+    make_policy,
+    policy_names,
+    worker_similarity,
+)
 from eldr_serve.scheduling.policies.domain import divide_workers
 from tests.support.tables import counts_for, request, unit_table
 
@@ -148,6 +155,10 @@ def test_centroids_are_assigned_for_all_numbers_of_workers(similarity: np.ndarra
     for worker in range(workers):
         served = [c for c in range(k) if c % workers == worker] if k >= workers else [worker % k]
         assert best[worker] == max(similarity[c] for c in served)
+
+
+def test_the_baselines_of_comparisons_are_the_load_balancers() -> None:
+    assert balancer_names() == ("random", "round-robin", "shortest-queue", "power-of-two", "least-tokens")
 
 
 def test_the_policy_names_are_those_documented() -> None:
