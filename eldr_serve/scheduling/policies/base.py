@@ -119,7 +119,8 @@ class QueuedPolicy(Policy):
 
     def slots_per_worker(self) -> int | None:
         """Return the value of a parameter `slots`, the limit of requests on a worker; None without one."""
-        return getattr(self.parameters, "slots", None)
+        parameters = getattr(self, "parameters", None)  # None if a subclass skips Policy.__init__
+        return getattr(parameters, "slots", None)
 
     @abstractmethod
     def dispatch(

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from eldr_serve.channel import CallFailedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.messages import Place, Restore, encode
-from eldr_serve.router_client import link
+from eldr_serve.router_client import subscription
 from tests.support.fake_router import FakeActor, connected_client, router_and_client, wait_until
 from tests.support.tables import counts_for, request
 
@@ -115,9 +115,9 @@ async def test_tenants_get_one_error_if_the_router_does_not_answer(error: Except
 
 
 def test_retries_are_fast_while_a_router_restarts_and_slower_later() -> None:
-    delays = list(itertools.islice(link._retry_delays(), link._FAST_RETRIES + 6))
-    assert delays[: link._FAST_RETRIES] == [0.1] * link._FAST_RETRIES
-    assert delays[link._FAST_RETRIES :] == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    delays = list(itertools.islice(subscription._retry_delays(), subscription._FAST_RETRIES + 6))
+    assert delays[: subscription._FAST_RETRIES] == [0.1] * subscription._FAST_RETRIES
+    assert delays[subscription._FAST_RETRIES :] == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
 
 
 async def test_retries_are_fast_again_after_a_success() -> None:
