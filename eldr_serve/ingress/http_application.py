@@ -18,8 +18,8 @@ from starlette.routing import Route
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.errors import RequestRefusedError, one_line_message
 from eldr_serve.ingress.admission import AdmissionMiddleware
+from eldr_serve.ingress.endpoints import PUBLIC_PATHS, ROUTES, Caller, Endpoint, Replica
 from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
-from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES, Caller, Endpoint, Replica
 
 
 def _replica() -> Replica:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from eldr_serve.ingress.routes import ROUTES, Endpoint
+from eldr_serve.ingress.endpoints import ROUTES, Endpoint
 
 
 def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:

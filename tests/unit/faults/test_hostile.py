@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eldr_serve.ingress.routes import ROUTES
+from eldr_serve.ingress.endpoints import ROUTES
 from tests.fuzz.__main__ import _read, hostile, send, send_all
 from tests.fuzz.cases import FuzzCase, by_hand, case, known_cases
 from tests.fuzz.connections import occupy, slow_request

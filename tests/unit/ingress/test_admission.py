@@ -24,8 +24,8 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.ingress import body as request_body
 from eldr_serve.ingress.admission import AdmissionMiddleware, Gate
 from eldr_serve.ingress.body import BodyShare, parse_json
+from eldr_serve.ingress.endpoints import PUBLIC_PATHS, ROUTES
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES
 from tests.support.fake_fleet import answer_with
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app

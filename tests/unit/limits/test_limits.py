@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eldr_serve.engine.calls import STEERING_HEADERS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
-from eldr_serve.ingress.routes import ROUTES, Caller
+from eldr_serve.ingress.endpoints import ROUTES, Caller
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
 from tests.support.fake_fleet import answer_with
