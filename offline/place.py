@@ -28,7 +28,7 @@ from offline.expert_placement.evaluate import Rule, evaluate, metro_rule, sample
 from offline.expert_placement.grace import slots_per_rank
 from offline.expert_placement.locality import local_rule
 from offline.expert_placement.methods import METHODS, Problem, Report
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 
 BATCHES = 64  # held-out decode steps that evaluate a placement
 
@@ -79,7 +79,7 @@ def place(
     require_folders(out)
     topology = _make_topology(ranks, nodes)
     layer_cost = None if cost is None else LayerCost.load(cost)
-    loaded = read_observed(trace)
+    loaded = read_calibration_trace(trace)
     num_experts = loaded.prefill_counts.shape[2]
     num_slots = _count_slots(num_experts, slots, redundant)
     slots_per_rank(num_experts, num_slots, ranks)

@@ -30,7 +30,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.scheduling import StepCost, make_policy
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts
@@ -108,7 +108,7 @@ def domains(options: Options) -> Rows:
 
     def run(case: tuple[Path, int, str], seed: int) -> dict[str, dict[str, Any]]:
         path, workers, mix = case
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         outcomes, names = simulate_policies(options, trace, workers, mix, seed)
         return {
             label: {
@@ -120,7 +120,7 @@ def domains(options: Options) -> Rows:
 
     rows: Rows = []
     for (path, workers, mix), runs in each_seed(options, product(paths, WORKERS, MIXES), run):
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         means = {
             label: {
                 part: {
