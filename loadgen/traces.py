@@ -113,11 +113,11 @@ class _Text:
         parent: str | None = None
         ends = [round((i + 1) * BLOCK_TOKENS * self._chars_per_token) for i in range(len(request.hash_ids))]
         parts = []
-        for place, (hash_id, start, end) in enumerate(zip(request.hash_ids, [0, *ends], ends, strict=False)):
+        for index, (hash_id, start, end) in enumerate(zip(request.hash_ids, [0, *ends], ends, strict=False)):
             # The first block is often a system prompt that all share, so it does not determine the domain.
             if hash_id not in self._domains:
                 rng = random.Random(f"{self._seed}/domain/b{hash_id}")
-                self._domains[hash_id] = parent if parent and place > 1 else rng.choice(self._choices)
+                self._domains[hash_id] = parent if parent and index > 1 else rng.choice(self._choices)
             parent = self._domains[hash_id]
             parts.append(self._words(f"b{hash_id}", parent, end - start))
         return WorkloadPrompt(f"trace-{number}", parent or "", "".join(parts)[:length])
