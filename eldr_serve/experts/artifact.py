@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from eldr_serve.artifact_metadata import ArtifactError, R, Record, parse_record, read_file
 from eldr_serve.files import write_atomically
-from eldr_serve.records import ArtifactError, R, Record, parse_record, read_file
 
 _RECORD = "eldr"
 

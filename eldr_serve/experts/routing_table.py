@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_serve.artifact_metadata import Record, build, require
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, Element, SignatureSpec
-from eldr_serve.records import Record, build, require
 
 _UNIT_TOLERANCE = 1e-3
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
+from eldr_serve.artifact_metadata import Record, build, require
 from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
-from eldr_serve.records import Record, build, require
 
 Float32s = NDArray[np.float32]
 _SUM_TOLERANCE = 1e-2

@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eldr_serve.arrays import Ints
+from eldr_serve.artifact_metadata import ArtifactError, Record, build, parse_record, read_file
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_all
-from eldr_serve.records import ArtifactError, Record, build, parse_record, read_file
 
 _KEY = "physical_to_logical_map"
 
