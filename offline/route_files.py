@@ -146,16 +146,16 @@ def trace_of(model: RouteFileFormat, samples: Iterable[Sample], cut: Cut | None 
     steps = np.array([len(answer) for answer in answers], np.uint32)
     kind = np.uint8 if model.experts <= 2**8 else np.uint16
     return CalibrationTrace(
-        model.name,
-        model.top_k,
-        np.stack([model.counts(p) for p in prompts]),
-        np.stack([model.counts(a) for a in answers]),
-        steps,
-        np.array([len(prompt) for prompt in prompts], np.uint32),
-        [str(sample.record["domain"]) for sample in usable],
-        [str(sample.record["id"]) for sample in usable],
-        np.concatenate(answers).astype(kind),
-        np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
+        model=model.name,
+        top_k=model.top_k,
+        prefill_counts=np.stack([model.counts(p) for p in prompts]),
+        decode_counts=np.stack([model.counts(a) for a in answers]),
+        decode_steps=steps,
+        prompt_tokens=np.array([len(prompt) for prompt in prompts], np.uint32),
+        domains=[str(sample.record["domain"]) for sample in usable],
+        ids=[str(sample.record["id"]) for sample in usable],
+        routes=np.concatenate(answers).astype(kind),
+        route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
     )
 
 

@@ -24,7 +24,7 @@ class _TraceMetadata(ArtifactMetadata):
     vocabulary: int = Field(default=0, ge=0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CalibrationTrace(Artifact):
     """The experts that N requests used.
 
@@ -141,14 +141,14 @@ class CalibrationTrace(Artifact):
     def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
         """Return a trace of the requests at `index`, without routes."""
         return CalibrationTrace(
-            self.model,
-            self.top_k,
-            self.prefill_counts[index],
-            self.decode_counts[index],
-            self.decode_steps[index],
-            self.prompt_tokens[index],
-            [self.domains[i] for i in index],
-            [self.ids[i] for i in index],
+            model=self.model,
+            top_k=self.top_k,
+            prefill_counts=self.prefill_counts[index],
+            decode_counts=self.decode_counts[index],
+            decode_steps=self.decode_steps[index],
+            prompt_tokens=self.prompt_tokens[index],
+            domains=[self.domains[i] for i in index],
+            ids=[self.ids[i] for i in index],
             token_ids=self._token_ids_of(index),
             tokenizer=self.tokenizer,
             vocabulary=self.vocabulary,

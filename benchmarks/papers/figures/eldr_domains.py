@@ -161,14 +161,14 @@ def simulate_policies(
 def _repeat_requests(trace: CalibrationTrace, index: Index) -> CalibrationTrace:
     """Return the requests at `index`, where one may occur several times, each with an id of its own."""
     return CalibrationTrace(
-        trace.model,
-        trace.top_k,
-        trace.prefill_counts[index],
-        trace.decode_counts[index],
-        trace.decode_steps[index],
-        trace.prompt_tokens[index],
-        [trace.domains[i] for i in index],
-        [str(n) for n in range(len(index))],
+        model=trace.model,
+        top_k=trace.top_k,
+        prefill_counts=trace.prefill_counts[index],
+        decode_counts=trace.decode_counts[index],
+        decode_steps=trace.decode_steps[index],
+        prompt_tokens=trace.prompt_tokens[index],
+        domains=[trace.domains[i] for i in index],
+        ids=[str(n) for n in range(len(index))],
     )
 
 
