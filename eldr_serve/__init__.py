@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eldr_serve.app import build_app
+    from eldr_serve.artifact_metadata import ArtifactError
     from eldr_serve.commands.client import OperatorClient, ServiceError
     from eldr_serve.errors import ConfigurationError
     from eldr_serve.experts.parallel.placement import ExpertPlacement
     from eldr_serve.experts.routing_table import RoutingTable
-    from eldr_serve.records import ArtifactError
     from eldr_serve.scheduling import (
         Decision,
         Loads,

@@ -113,7 +113,7 @@ def all_replicas_running() -> bool:
 
     state = serve.status().applications[NAME]
     states = [deployment.replica_states for deployment in state.deployments.values()]
-    return state.status == "RUNNING" and all(set(of_deployment) == {"RUNNING"} for of_deployment in states)
+    return state.status == "RUNNING" and all(set(counts) == {"RUNNING"} for counts in states)
 
 
 def stop() -> None:

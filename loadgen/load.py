@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, share
 from loadgen.statistics import LatencyObjective
-from loadgen.traces import read_trace, replay
+from loadgen.traces import read_arrival_trace, replay
 from loadgen.workload import read_prompts
 
 LATE_S = 0.1  # s; a higher p99 of lateness means that users ran out and the load was lower than requested
@@ -66,7 +66,7 @@ class Load:
             if options.rate:
                 raise UserInputError("--rate and --trace exclude each other: a trace has its own arrivals")
             return replay(
-                read_trace(Path(options.trace)),
+                read_arrival_trace(Path(options.trace)),
                 prompts,
                 speed=options.trace_speed,
                 max_prompt_tokens=options.max_prompt_tokens or None,

@@ -20,8 +20,8 @@ POLICY_COLOURS = {"marginal-cost": "C0", "locality-band": "C1", "balance-band": 
 _GREY = "0.65"
 
 
-class FigureChange(NamedTuple):
-    """The change of a figure under a policy, %: mean with interval, and each round."""
+class MetricChange(NamedTuple):
+    """The change of a metric under a policy, %: mean with interval, and each round."""
 
     policy: str
     value: float
@@ -64,9 +64,9 @@ def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[t
     """Yield axes and rows of each panel of this size in inches. Save the figure at the end."""
     groups = _panels(rows)
     columns = min(3, len(groups))
-    lines_ = -(-len(groups) // columns)
-    figure = Figure(figsize=(width * columns, height * lines_), layout="constrained")
-    grid = figure.subplots(lines_, columns, squeeze=False).flat
+    num_rows = -(-len(groups) // columns)
+    figure = Figure(figsize=(width * columns, height * num_rows), layout="constrained")
+    grid = figure.subplots(num_rows, columns, squeeze=False).flat
     for axes, (name, members) in zip(grid, groups.items(), strict=False):
         axes.set_title(name)
         yield axes, members
@@ -108,34 +108,34 @@ def lines(
         axes.legend(fontsize=7)
 
 
-def changes(panels: Sequence[tuple[str, str, Sequence[FigureChange]]]) -> Figure:
-    """Return a plot with one panel per figure: a dot and interval per policy, a tick per round, a line at 0.
+def changes(panels: Sequence[tuple[str, str, Sequence[MetricChange]]]) -> Figure:
+    """Return a plot with one panel per metric: a dot and interval per policy, a tick per round, a line at 0.
 
     Args:
         panels: title, axis label and changes of each panel.
     """
-    max_rows = max((len(of_panel) for _, _, of_panel in panels), default=1)
+    max_rows = max((len(panel_changes) for _, _, panel_changes in panels), default=1)
     figure = Figure(figsize=(11, 1.4 + 0.6 * max_rows), layout="constrained")
-    for axes, (title, label, of_panel) in zip(
+    for axes, (title, label, panel_changes) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
-        for place, change in enumerate(of_panel):
+        for row_index, change in enumerate(panel_changes):
             colour = policy_colour(change.policy)
-            marks = [place] * len(change.rounds)
-            axes.plot(change.rounds, marks, "|", color="black", alpha=0.6, markersize=9, zorder=3)
+            heights = [row_index] * len(change.rounds)
+            axes.plot(change.rounds, heights, "|", color="black", alpha=0.6, markersize=9, zorder=3)
             if math.isfinite(change.low) and math.isfinite(change.high):
-                axes.plot([change.low, change.high], [place, place], color=colour, linewidth=3)
-            axes.plot(change.value, place, "o", color=colour, markersize=9)
+                axes.plot([change.low, change.high], [row_index, row_index], color=colour, linewidth=3)
+            axes.plot(change.value, row_index, "o", color=colour, markersize=9)
             axes.annotate(
                 f"{change.value:+.1f} %",
-                (change.value, place),
+                (change.value, row_index),
                 (0, 9),
                 textcoords="offset points",
                 ha="center",
             )
         axes.axvline(0, color="black", linewidth=0.8)
-        axes.set(title=title, xlabel=label, ylim=(len(of_panel) - 0.5, -0.7))
-        axes.set_yticks(range(len(of_panel)), [change.policy for change in of_panel])
+        axes.set(title=title, xlabel=label, ylim=(len(panel_changes) - 0.5, -0.7))
+        axes.set_yticks(range(len(panel_changes)), [change.policy for change in panel_changes])
         axes.margins(x=0.12)
     return figure
 
@@ -144,8 +144,8 @@ def signature_space(trace: CalibrationTrace, table: RoutingTable) -> Figure:
     """Plot signatures on their first two principal components by domain, with the centroids (Fig. 9)."""
     points = table.spec.encode(trace.prefill_counts)
     mean = points.mean(axis=0)
-    axes_ = np.linalg.svd(points - mean, full_matrices=False)[2][:2]
-    flat, centres = (points - mean) @ axes_.T, (table.centroids - mean) @ axes_.T
+    components = np.linalg.svd(points - mean, full_matrices=False)[2][:2]
+    flat, centres = (points - mean) @ components.T, (table.centroids - mean) @ components.T
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     domains = np.array(trace.domains)

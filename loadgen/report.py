@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from eldr_serve.dashboard import style
 from loadgen.figures import changes_by_round, measured_records, step_figure_by_round
-from loadgen.plots import FigureChange, changes, policy_colour, render
+from loadgen.plots import MetricChange, changes, policy_colour, render
 from loadgen.results import cell
 from loadgen.trial import Trial
 
@@ -82,7 +82,7 @@ def placement_effects(rows: list[dict[str, Any]], trials: list[Trial], clock: st
             value, *ends = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
             low, high = (math.nan if end is None else end for end in ends)
             each = changes_by_round(row["policy"], row[f"{key}_baseline"], trials, key)
-            by_policy.append(FigureChange(row["policy"], value, low, high, each))
+            by_policy.append(MetricChange(row["policy"], value, low, high, each))
         against = next((row[f"{key}_baseline"] for row in rows if f"{key}_baseline" in row), "the baseline")
         panels.append((title[0].upper() + title[1:], f"change against {against}, %", by_policy))
     return changes(panels)
@@ -222,15 +222,15 @@ def distributions(policies: list[str], trials: list[Trial], warm_up_s: int, seco
 
 
 def _percentiles(rows: list[dict[str, Any]], key: str) -> Figure:
-    figure, axes_of = _figure(2)
-    for axes, q in zip(axes_of[0], ("p50", "p99"), strict=True):
+    figure, axes_grid = _figure(2)
+    for axes, q in zip(axes_grid[0], ("p50", "p99"), strict=True):
         name = f"{key}_{q}_ms"
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             if row[name] is None:
                 continue
             low, high = (row[f"{name}_{end}"] for end in ("low", "high"))
             axes.errorbar(
-                place,
+                index,
                 row[name],
                 yerr=[[max(0, row[name] - low)], [max(0, high - row[name])]],
                 fmt="o",
@@ -244,10 +244,10 @@ def _percentiles(rows: list[dict[str, Any]], key: str) -> Figure:
 def _active(policies: list[str], trials: list[Trial]) -> Figure:
     figure, ((axes,),) = _figure(1)
     active = {policy: step_figure_by_round(policy, trials, "active_experts").values() for policy in policies}
-    for place, policy in enumerate(policies):
+    for index, policy in enumerate(policies):
         if values := list(active[policy]):
-            axes.bar(place, float(np.mean(values)), color=policy_colour(policy), alpha=0.5)
-            axes.plot([place] * len(values), values, "k.", label="one trial" if not place else None)
+            axes.bar(index, float(np.mean(values)), color=policy_colour(policy), alpha=0.5)
+            axes.plot([index] * len(values), values, "k.", label="one trial" if not index else None)
     axes.set(ylabel="experts per decode step, mean over layers", xticks=range(len(policies)))
     axes.set_xticklabels(policies)
     if not any(active.values()):
@@ -257,10 +257,10 @@ def _active(policies: list[str], trials: list[Trial]) -> Figure:
 
 def load_over_time(policies: list[str], trials: list[Trial]) -> Figure:
     """Return a figure of requests in flight by worker, in the first trial of each policy."""
-    figure, axes_of = _figure(min(3, len(policies)), -(-len(policies) // 3))
-    for axes in axes_of.flat[len(policies) :]:
+    figure, axes_grid = _figure(min(3, len(policies)), -(-len(policies) // 3))
+    for axes in axes_grid.flat[len(policies) :]:
         axes.set_visible(False)
-    for axes, policy in zip(axes_of.flat, policies, strict=False):
+    for axes, policy in zip(axes_grid.flat, policies, strict=False):
         trial = next(trial for trial in trials if trial.policy == policy)
         times = [t for t, _ in trial.load]
         for worker in range(max((len(w) for _, w in trial.load), default=0)):

@@ -34,13 +34,13 @@ def step_sentences(rows: list[dict[str, Any]], *, clock: str = "engine time") ->
             named = row[f"{key}_baseline"]
             change = row[f"{key}_change_pct"]
             size = f"{abs(change):.1f} % {words[change > 0]} {per}{than}"
-            clauses.append(f"{verb} {size} {_certainty(row, key)}")
+            clauses.append(f"{verb} {size} {_interval_text(row, key)}")
         if clauses:
             sentences.append(f"{row['policy']} {'; '.join(clauses)}.")
     return sentences
 
 
-def _certainty(row: dict[str, Any], key: str) -> str:
+def _interval_text(row: dict[str, Any], key: str) -> str:
     """Return the interval of a change as positive numbers in the direction of the change."""
     change, low, high = (row[f"{key}_change_pct{end}"] for end in ("", "_low", "_high"))
     if low is None or high is None:

@@ -1,4 +1,4 @@
-"""Replay of recorded traffic: times, lengths and shared prefixes of a trace, with the text of a workload.
+"""Replay of arrival traces: recorded times, lengths and shared prefixes, with the text of a workload.
 
 Traces have no text. A prompt is built from the workload's prompts and depends only on trace, workload and
 seed. If a trace names its prefix blocks, equal leading blocks get equal text, so that prefix caches see the
@@ -24,8 +24,8 @@ _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
 
 
 @dataclass(frozen=True)
-class TraceRequest:
-    """One line of a trace."""
+class RecordedArrival:
+    """A request of an arrival trace: one line of its file."""
 
     due_s: float  # from the first request, s
     prompt_tokens: int
@@ -33,7 +33,7 @@ class TraceRequest:
     hash_ids: tuple[int, ...] = ()  # ids of its prefix blocks, in order; empty if the trace has none
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
+def read_arrival_trace(path: Path) -> list[RecordedArrival]:
     """Read an Azure trace (.csv, .csv.gz) or a Mooncake trace (.jsonl, .jsonl.gz).
 
     CSV: columns timestamp_s, prompt_tokens, output_tokens. JSON lines: timestamp_ms, prompt_tokens,
@@ -53,7 +53,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def replay(
-    trace: list[TraceRequest],
+    trace: list[RecordedArrival],
     prompts: list[WorkloadPrompt],
     *,
     speed: float = 1.0,
@@ -62,7 +62,7 @@ def replay(
     chars_per_token: float = 4.0,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """Return the trace as arrivals.
+    """Return the arrival trace as arrivals.
 
     Args:
         speed: replay speed relative to the recording, above 0.
@@ -105,7 +105,7 @@ class _Text:
         self._seed = seed
         self._domains: dict[int, str] = {}  # by hash id
 
-    def prompt(self, number: int, request: TraceRequest) -> WorkloadPrompt:
+    def prompt(self, number: int, request: RecordedArrival) -> WorkloadPrompt:
         length = max(1, round(request.prompt_tokens * self._chars_per_token))
         if not request.hash_ids:
             domain = random.Random(f"{self._seed}/domain/{number}").choice(self._choices)
@@ -113,11 +113,11 @@ class _Text:
         parent: str | None = None
         ends = [round((i + 1) * BLOCK_TOKENS * self._chars_per_token) for i in range(len(request.hash_ids))]
         parts = []
-        for place, (hash_id, start, end) in enumerate(zip(request.hash_ids, [0, *ends], ends, strict=False)):
+        for index, (hash_id, start, end) in enumerate(zip(request.hash_ids, [0, *ends], ends, strict=False)):
             # The first block is often a system prompt that all share, so it does not determine the domain.
             if hash_id not in self._domains:
                 rng = random.Random(f"{self._seed}/domain/b{hash_id}")
-                self._domains[hash_id] = parent if parent and place > 1 else rng.choice(self._choices)
+                self._domains[hash_id] = parent if parent and index > 1 else rng.choice(self._choices)
             parent = self._domains[hash_id]
             parts.append(self._words(f"b{hash_id}", parent, end - start))
         return WorkloadPrompt(f"trace-{number}", parent or "", "".join(parts)[:length])
@@ -131,7 +131,7 @@ class _Text:
         return text[:length]
 
 
-def _requests(path: Path, parse: Callable[[str], TraceRequest]) -> Iterator[TraceRequest]:
+def _requests(path: Path, parse: Callable[[str], RecordedArrival]) -> Iterator[RecordedArrival]:
     last_s = 0.0
     for number, line in numbered_lines(path):
         if number == 1 and parse is _csv_request:
@@ -149,7 +149,7 @@ def _requests(path: Path, parse: Callable[[str], TraceRequest]) -> Iterator[Trac
         yield request
 
 
-def _check(request: TraceRequest, last_s: float) -> None:
+def _check(request: RecordedArrival, last_s: float) -> None:
     if not (math.isfinite(request.due_s) and request.due_s >= last_s):
         raise ValueError(f"the time {request.due_s} s is before {last_s} s")
     if request.prompt_tokens < 1 or request.output_tokens < 1:
@@ -158,16 +158,16 @@ def _check(request: TraceRequest, last_s: float) -> None:
         raise ValueError(f"{len(request.hash_ids)} blocks cannot hold {request.prompt_tokens} tokens")
 
 
-def _csv_request(line: str) -> TraceRequest:
+def _csv_request(line: str) -> RecordedArrival:
     fields = line.strip().split(",")
     if len(fields) != 3:
         raise ValueError(f"it has {len(fields)} fields, not 3")
-    return TraceRequest(float(fields[0]), int(fields[1]), int(fields[2]))
+    return RecordedArrival(float(fields[0]), int(fields[1]), int(fields[2]))
 
 
-def _json_request(line: str) -> TraceRequest:
+def _json_request(line: str) -> RecordedArrival:
     record = json.loads(line)
-    return TraceRequest(
+    return RecordedArrival(
         float(record["timestamp_ms"]) / 1000,
         int(record["prompt_tokens"]),
         int(record["output_tokens"]),

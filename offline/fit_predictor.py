@@ -33,7 +33,7 @@ def fit_predictor(
     with progress_bar() as progress:
         bar = progress.add_task("fitting, fold by fold", total=FOLDS + 1)
         predictor, quality = fit_signature_predictor(
-            loaded, rank=rank, seed=seed, done=lambda: progress.advance(bar)
+            loaded, rank=rank, seed=seed, on_step=lambda: progress.advance(bar)
         )
     if report is not None:
         write_atomically(report, json.dumps(quality, indent=1) + "\n")

@@ -28,7 +28,7 @@ from offline.expert_placement.evaluate import Rule, evaluate, metro_rule, sample
 from offline.expert_placement.grace import slots_per_rank
 from offline.expert_placement.locality import local_rule
 from offline.expert_placement.methods import METHODS, Problem, Report
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 
 BATCHES = 64  # held-out decode steps that evaluate a placement
 
@@ -72,14 +72,11 @@ def place(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False,
 ) -> None:
     """Fit a placement to half of the requests, report on the other half, and write it."""
-    if method not in METHODS:
-        raise UserInputError(unknown_name("", method, METHODS, "method"))
-    if groups != 1 and method != "eplb":
-        raise UserInputError(f"--groups is an option of method eplb, not of {method}")
+    _check_method(method, groups)
     require_folders(out)
     topology = _make_topology(ranks, nodes)
     layer_cost = None if cost is None else LayerCost.load(cost)
-    loaded = read_observed(trace)
+    loaded = read_calibration_trace(trace)
     num_experts = loaded.prefill_counts.shape[2]
     num_slots = _count_slots(num_experts, slots, redundant)
     slots_per_rank(num_experts, num_slots, ranks)
@@ -90,9 +87,16 @@ def place(
     files: dict[Path, bytes] = {}
     parts = _split_by_worker(loaded, fit, held_out, workers, cluster_of, out, seed)
     for name, path, to_fit, to_evaluate in parts:
-        fit_routes = loaded.decode_routes(to_fit)
         problem = Problem(
-            fit_routes, num_experts, num_slots, topology, batch, groups, layer_cost, token_bytes, seed
+            routes=loaded.decode_routes(to_fit),
+            num_experts=num_experts,
+            slots=num_slots,
+            topology=topology,
+            batch=batch,
+            groups=groups,
+            cost=layer_cost,
+            token_bytes=token_bytes,
+            seed=seed,
         )
         placement, new_rows = _place_and_evaluate(
             problem, method, loaded, fingerprint, name, to_evaluate, expert_bytes
@@ -107,6 +111,13 @@ def place(
         return
     write_all(files)
     typer.echo(f"wrote {', '.join(str(path) for path in files)}")
+
+
+def _check_method(method: str, groups: int) -> None:
+    if method not in METHODS:
+        raise UserInputError(unknown_name("", method, METHODS, "method"))
+    if groups != 1 and method != "eplb":
+        raise UserInputError(f"--groups is an option of method eplb, not of {method}")
 
 
 def _place_and_evaluate(

@@ -52,14 +52,14 @@ def token_weights(shares: csr_array) -> Floats:
 
 
 def fit_signature_predictor(
-    trace: CalibrationTrace, *, rank: int = 64, seed: int = 0, done: Callable[[], None] = lambda: None
+    trace: CalibrationTrace, *, rank: int = 64, seed: int = 0, on_step: Callable[[], None] = lambda: None
 ) -> tuple[SignaturePredictor, dict[str, Any]]:
     """Fit to the prefill counts of a trace with token ids; the penalty is chosen on held-out prompts.
 
     Args:
         rank: maximum number of directions kept; fewer if there are fewer prompts.
         seed: seed of the folds.
-        done: callback after each step of the fit, called FOLDS + 1 times.
+        on_step: callback after each step of the fit, called FOLDS + 1 times.
 
     Returns:
         The predictor, and a JSON-able report: prompts, rank, penalty, token ids seen, MiB, seconds,
@@ -78,7 +78,7 @@ def fit_signature_predictor(
     features = shares * weights[None, :]
     kernel = (features @ features.T).toarray()
     y = expert_frequencies(trace)
-    scores = choose_penalty(kernel, y, seed, done)
+    scores = choose_penalty(kernel, y, seed, on_step)
     mean = y.mean(axis=0)
     (dual,) = dual_ridge(kernel, y - mean, [scores["penalty"]])
     directions = _directions(kernel @ dual, rank)
@@ -96,7 +96,7 @@ def fit_signature_predictor(
         variance=_variance(noise, weights, squares).astype(np.float32),
         fingerprint=trace.fingerprint,
     )
-    done()
+    on_step()
     report = {
         "prompts": len(y),
         "token_ids_seen": int((squares > 0).sum()),
@@ -139,14 +139,14 @@ def agreement(predicted: Floats, true: Floats, mean: Floats) -> dict[str, float]
 
 
 def choose_penalty(
-    kernel: Floats, y: Floats, seed: int, done: Callable[[], None] = lambda: None
+    kernel: Floats, y: Floats, seed: int, on_fold: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """Return the penalty with the largest gain on held-out prompts, and their `agreement`.
 
     Args:
         kernel: float64[N, N] of the prompts' features.
         y: float64[N, *], the targets.
-        done: callback after each fold, called FOLDS times.
+        on_fold: callback after each fold, called FOLDS times.
     """
     predicted = np.zeros((len(PENALTIES), *y.shape))
     means = np.zeros_like(y)
@@ -156,7 +156,7 @@ def choose_penalty(
         duals = dual_ridge(kernel[np.ix_(rest, rest)], y[rest] - y[rest].mean(axis=0), PENALTIES)
         for prediction, dual in zip(predicted, duals, strict=True):
             prediction[part] = means[part] + kernel[np.ix_(part, rest)] @ dual
-        done()
+        on_fold()
     scores_by_penalty = [
         {"penalty": float(penalty)} | agreement(prediction, y, means)
         for penalty, prediction in zip(PENALTIES, predicted, strict=True)

@@ -66,7 +66,15 @@ def refit(
         raise UserInputError("nothing to do: give --swap, --out or both")
     if workers is None and not swap:
         raise UserInputError("give --workers, or --swap to fit for the live replicas")
-    _refit_to_trace(CalibrationTrace.load(trace), workers, swap, out, application, band, seed)
+    _refit_to_trace(
+        CalibrationTrace.load(trace),
+        workers=workers,
+        swap=swap,
+        out=out,
+        application=application,
+        band=band,
+        seed=seed,
+    )
 
 
 def _refit_to_recent_traffic(application: str, url: str | None, admin_key: str | None) -> dict[str, Any]:
@@ -81,6 +89,7 @@ def _refit_to_recent_traffic(application: str, url: str | None, admin_key: str |
 
 def _refit_to_trace(
     trace: CalibrationTrace,
+    *,
     workers: int | None,
     swap: bool,
     out: Path | None,

@@ -52,7 +52,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class RouteModel:
+class RouteFileFormat:
     """The shape of a known model and the format of its file.
 
     Attributes:
@@ -82,8 +82,8 @@ class RouteModel:
 MODELS = {
     model.name: model
     for model in (
-        RouteModel("deepseek-v2-lite", 26, 64, 6, BASE64, "tokens"),
-        RouteModel("gpt-oss-20b", 24, 32, 4, BASE32, "decode_tokens", 256, Cut(96, 0.5, 64, 64)),
+        RouteFileFormat("deepseek-v2-lite", 26, 64, 6, BASE64, "tokens"),
+        RouteFileFormat("gpt-oss-20b", 24, 32, 4, BASE32, "decode_tokens", 256, Cut(96, 0.5, 64, 64)),
     )
 }
 
@@ -95,7 +95,7 @@ class Sample(NamedTuple):
     routes: NDArray[np.uint16]
 
 
-def find_model(name: str) -> RouteModel:
+def find_model(name: str) -> RouteFileFormat:
     """Return a known model. Otherwise raise UserInputError, which lists the models."""
     if name not in MODELS:
         raise UserInputError(unknown_name("", name, MODELS, "model"))
@@ -103,8 +103,8 @@ def find_model(name: str) -> RouteModel:
 
 
 def read_samples(
-    path: Path, model: RouteModel | None = None, on_sample: Callable[[], None] = lambda: None
-) -> tuple[RouteModel, list[Sample]]:
+    path: Path, model: RouteFileFormat | None = None, on_sample: Callable[[], None] = lambda: None
+) -> tuple[RouteFileFormat, list[Sample]]:
     """Read a file's samples; without a model, recognise it by the fields of the first record.
 
     Raises:
@@ -125,7 +125,7 @@ def read_samples(
     return model, samples
 
 
-def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = None) -> CalibrationTrace:
+def trace_of(model: RouteFileFormat, samples: Iterable[Sample], cut: Cut | None = None) -> CalibrationTrace:
     """Return the samples that are long enough as a trace; the default cut is the model's.
 
     Raises:
@@ -146,16 +146,16 @@ def trace_of(model: RouteModel, samples: Iterable[Sample], cut: Cut | None = Non
     steps = np.array([len(answer) for answer in answers], np.uint32)
     kind = np.uint8 if model.experts <= 2**8 else np.uint16
     return CalibrationTrace(
-        model.name,
-        model.top_k,
-        np.stack([model.counts(p) for p in prompts]),
-        np.stack([model.counts(a) for a in answers]),
-        steps,
-        np.array([len(prompt) for prompt in prompts], np.uint32),
-        [str(sample.record["domain"]) for sample in usable],
-        [str(sample.record["id"]) for sample in usable],
-        np.concatenate(answers).astype(kind),
-        np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
+        model=model.name,
+        top_k=model.top_k,
+        prefill_counts=np.stack([model.counts(p) for p in prompts]),
+        decode_counts=np.stack([model.counts(a) for a in answers]),
+        decode_steps=steps,
+        prompt_tokens=np.array([len(prompt) for prompt in prompts], np.uint32),
+        domains=[str(sample.record["domain"]) for sample in usable],
+        ids=[str(sample.record["id"]) for sample in usable],
+        routes=np.concatenate(answers).astype(kind),
+        route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
     )
 
 
@@ -188,7 +188,7 @@ def _parse_record(where: str, line: str) -> dict[str, Any]:
     return record
 
 
-def _recognise_model(where: str, record: dict[str, Any]) -> RouteModel:
+def _recognise_model(where: str, record: dict[str, Any]) -> RouteFileFormat:
     for model in MODELS.values():
         if model.tokens_field in record:
             return model
@@ -196,7 +196,7 @@ def _recognise_model(where: str, record: dict[str, Any]) -> RouteModel:
     raise UserInputError(f"{where} has no field {fields}, so that its model is unknown: {_AGAIN}")
 
 
-def _parse_routes(where: str, record: dict[str, Any], model: RouteModel) -> NDArray[np.uint16]:
+def _parse_routes(where: str, record: dict[str, Any], model: RouteFileFormat) -> NDArray[np.uint16]:
     """Return uint16[T, L, k] of a record."""
     tokens = record.get(model.tokens_field)
     if not isinstance(tokens, int) or tokens < 1:
@@ -238,7 +238,7 @@ def _expert_ids(routes: Any, alphabet: str) -> NDArray[np.int64] | None:
     return None
 
 
-def _check_distinct(where: str, routes: NDArray[np.uint16], model: RouteModel) -> NDArray[np.uint16]:
+def _check_distinct(where: str, routes: NDArray[np.uint16], model: RouteFileFormat) -> NDArray[np.uint16]:
     ordered = np.sort(routes, axis=2)
     repeated = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
     if len(repeated):

@@ -18,7 +18,7 @@ from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Policy, make_policy
 from eldr_serve.validation import first_problem
-from loadgen.traces import TraceRequest, read_trace
+from loadgen.traces import RecordedArrival, read_arrival_trace
 from offline.route_files import read_trace_of_routes
 from offline.simulation.cluster import Cluster, ScenarioPart
 from offline.simulation.requests import Experts, Requests
@@ -36,8 +36,8 @@ class Poisson(ScenarioPart):
     output_tokens: int = Field(default=64, ge=1, description="tokens of each answer")
 
 
-class Trace(ScenarioPart):
-    """Arrivals, lengths and prefix blocks of a recorded trace (Azure CSV or Mooncake JSON lines)."""
+class ArrivalTrace(ScenarioPart):
+    """Arrivals, lengths and prefix blocks of recorded traffic (Azure CSV or Mooncake JSON lines)."""
 
     kind: Literal["trace"]
     path: Path = Field(description=".csv, .jsonl, or either with .gz")
@@ -132,7 +132,7 @@ class Scenario(ScenarioPart):
     """All input of a simulation. Each policy and seed is one run."""
 
     cluster: Cluster
-    arrivals: Annotated[Poisson | Trace, Field(discriminator="kind")]
+    arrivals: Annotated[Poisson | ArrivalTrace, Field(discriminator="kind")]
     experts: Routes | None = Field(default=None, description="None: a dense model")
     policies: tuple[PolicyChoice, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
@@ -151,7 +151,7 @@ class ScenarioInputs:
         self.mix: dict[str, float] = {}  # requests of each domain that the table is fitted to
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
-            trace = read_observed(scenario.experts.path, scenario.experts.kind)
+            trace = read_calibration_trace(scenario.experts.path, scenario.experts.kind)
             is_chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
             if not is_chosen.any():
                 raise UserInputError(
@@ -205,8 +205,8 @@ class ScenarioInputs:
         policy.update_cost_model(cluster.decode.cost)
         return policy
 
-    def _make_requests(self, arrivals: Poisson | Trace, kinds: NDArray[np.int64] | None) -> Requests:
-        if isinstance(arrivals, Trace):
+    def _make_requests(self, arrivals: Poisson | ArrivalTrace, kinds: NDArray[np.int64] | None) -> Requests:
+        if isinstance(arrivals, ArrivalTrace):
             resampled = arrivals.rate_per_s is not None
             return self._resample(arrivals, kinds) if resampled else self._replay(arrivals, kinds)
         n = arrivals.requests
@@ -222,7 +222,7 @@ class ScenarioInputs:
             )
         return Requests(times, prompt, np.full(n, arrivals.output_tokens), kind)
 
-    def _replay(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
+    def _replay(self, arrivals: ArrivalTrace, kinds: NDArray[np.int64] | None) -> Requests:
         records = self._read_records(arrivals)
         span = records[-1].due_s or 1.0
         rows = []
@@ -242,7 +242,7 @@ class ScenarioInputs:
             else (),
         )
 
-    def _resample(self, arrivals: Trace, kinds: NDArray[np.int64] | None) -> Requests:
+    def _resample(self, arrivals: ArrivalTrace, kinds: NDArray[np.int64] | None) -> Requests:
         """Return requests drawn evenly from the whole recording, at the rate of the scenario.
 
         Each record occurs n / records times, rounded up or down at random. Copies are spread evenly between
@@ -266,8 +266,8 @@ class ScenarioInputs:
         prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records])[chosen].T
         return Requests(at, prompt, output, self._draw_kinds(n, kinds))
 
-    def _read_records(self, arrivals: Trace) -> list[TraceRequest]:
-        all_records = read_trace(arrivals.path)
+    def _read_records(self, arrivals: ArrivalTrace) -> list[RecordedArrival]:
+        all_records = read_arrival_trace(arrivals.path)
         self._check_lengths(arrivals.path, all_records)
         records = [r for r in all_records if r.output_tokens >= arrivals.min_output_tokens][: arrivals.limit]
         if not records:
@@ -276,7 +276,7 @@ class ScenarioInputs:
             )
         return records
 
-    def _check_lengths(self, path: Path, records: list[TraceRequest]) -> None:
+    def _check_lengths(self, path: Path, records: list[RecordedArrival]) -> None:
         header = ".csv" in path.suffixes
         for line, r in enumerate(records, 1 + header):
             if self._capacity is not None and r.prompt_tokens + r.output_tokens > self._capacity:
@@ -310,7 +310,7 @@ def read_scenario(path: Path) -> Scenario:
 
 def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> CalibrationTrace:
     """Return the requests of another trace that tables are fitted to, of the same domains."""
-    fit = read_observed(path)
+    fit = read_calibration_trace(path)
     shapes = [(trace.model, *trace.prefill_counts.shape[1:]) for trace in (fit, simulated)]
     if shapes[0] != shapes[1]:
         (model, *size), (own, *own_size) = shapes
@@ -329,7 +329,7 @@ def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:
     return Routes(kind="trace" if path.suffix == ".safetensors" else "routes", path=path, domains=domains)
 
 
-def read_observed(path: Path, kind: str | None = None) -> CalibrationTrace:
+def read_calibration_trace(path: Path, kind: str | None = None) -> CalibrationTrace:
     """Return the requests of a file, with routes; the file is read once.
 
     Args:

@@ -28,9 +28,9 @@ from offline.route_files import read_trace_of_routes
 _LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records have enough steps only for the first
 
 
-def draw_counts(tokens: int, taste: float, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return int64[L,E] of a prompt whose scores are noise plus `taste` times the prompt's preferences."""
-    scores = rng.gumbel(size=(L, tokens, E)) + taste * rng.normal(size=(L, 1, E))
+def draw_counts(tokens: int, preference_scale: float, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return int64[L,E] of a prompt whose scores are noise plus `preference_scale` times its preferences."""
+    scores = rng.gumbel(size=(L, tokens, E)) + preference_scale * rng.normal(size=(L, 1, E))
     chosen = np.argpartition(-scores, TOP_K, axis=-1)[..., :TOP_K]
     counts = np.zeros((L, E), np.int64)
     np.add.at(counts, (np.arange(L)[:, None, None], chosen), 1)
@@ -58,16 +58,16 @@ def signature_bytes(
     """Measure the packed counts of prompts by length and kind of routing."""
     rng = np.random.default_rng(seed)
     rows = [
-        summary_row(name, tokens, [draw_counts(tokens, taste, rng) for _ in range(prompts)])
+        summary_row(name, tokens, [draw_counts(tokens, preference_scale, rng) for _ in range(prompts)])
         for tokens in _LENGTHS
-        for name, taste in (("even", 0.0), ("tastes", 2.0))
+        for name, preference_scale in (("even", 0.0), ("tastes", 2.0))
     ]
     if gptoss is not None:
         cut = {"prompt_tokens": _LENGTHS[0], "output_tokens": 1, "min_output_tokens": 1}
         counts = read_trace_of_routes(gptoss, "gpt-oss-20b", **cut).prefill_counts
         counts = counts[rng.permutation(len(counts))[: 8 * prompts]]
-        beside = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
-        rows.append(summary_row("GPT-OSS-20B", _LENGTHS[0], list(beside)))
+        tiled_counts = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
+        rows.append(summary_row("GPT-OSS-20B", _LENGTHS[0], list(tiled_counts)))
     publish(
         "signature_bytes",
         rows,

@@ -38,22 +38,22 @@ class CpuSpeed:
         self._multiply = partial(torch.mm, left, right, out=out)
         self._last: deque[float] = deque(maxlen=3)
 
-    def once(self) -> float:
-        """Return the CPU time of the product in seconds."""
+    def measure(self) -> float:
+        """Measure the CPU time of the product, in seconds."""
         self._multiply()  # brings it into the cache
         start = time.thread_time()
         for _ in range(4):
             self._multiply()
         return time.thread_time() - start
 
-    def seconds(self) -> float:
-        """Return the mean CPU time of the product in the last three calls, in seconds."""
-        self._last.append(self.once())
+    def measure_recent_mean(self) -> float:
+        """Measure again, and return the mean CPU time in the last three calls, in seconds."""
+        self._last.append(self.measure())
         return sum(self._last) / len(self._last)
 
-    def typical(self) -> float:
-        """Return the median over about a third of a second."""
-        return float(np.median([self.seconds() for _ in range(300)]))
+    def measure_median(self) -> float:
+        """Measure for about a third of a second, and return the median CPU time, in seconds."""
+        return float(np.median([self.measure_recent_mean() for _ in range(300)]))
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def _ticks(core: int) -> tuple[int, int]:
     return ticks[7], sum(ticks)
 
 
-def _note(core: int, file: Path) -> None:
+def _record_until_parent_ends(core: int, file: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -87,9 +87,9 @@ def _note(core: int, file: Path) -> None:
     probe, parent = CpuSpeed(), os.getppid()
     with file.open("a", buffering=1) as out:
         while os.getppid() == parent:
-            out.write(json.dumps([time.time(), probe.once(), *_ticks(core)]) + "\n")
+            out.write(json.dumps([time.time(), probe.measure(), *_ticks(core)]) + "\n")
             time.sleep(_EVERY_S)
 
 
 if __name__ == "__main__":
-    _note(int(sys.argv[1]), Path(sys.argv[2]))
+    _record_until_parent_ends(int(sys.argv[1]), Path(sys.argv[2]))

@@ -55,7 +55,7 @@ from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
 from loadgen.statistics import LatencyObjective, paired_ratio_percent
-from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_observed
+from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_calibration_trace
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
@@ -368,7 +368,7 @@ def at_scale(
             runs = start_runs(study, path, loads[path], size, finished_runs)
             rows += rows_of(runs, names, _split(saving), count)
             progress.advance(bar)
-    trace = read_observed(routes)
+    trace = read_calibration_trace(routes)
     publish(
         out.stem if out else "at_scale",
         rows,

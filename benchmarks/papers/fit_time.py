@@ -34,7 +34,14 @@ def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
 
     names = [str(i) for i in range(n)]
     return CalibrationTrace(
-        "m", TOP_K, counts(), counts(), tokens, tokens, [f"d{i % 12}" for i in range(n)], names
+        model="m",
+        top_k=TOP_K,
+        prefill_counts=counts(),
+        decode_counts=counts(),
+        decode_steps=tokens,
+        prompt_tokens=tokens,
+        domains=[f"d{i % 12}" for i in range(n)],
+        ids=names,
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from benchmarks.lib.active_experts import active_experts
 from eldr_serve.scheduling import StepCost
 from loadgen.statistics import LatencyObjective
-from loadgen.traces import read_trace
-from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, Trace, routes_of
+from loadgen.traces import read_arrival_trace
+from offline.scenario import ArrivalTrace, PolicyChoice, Scenario, ScenarioInputs, routes_of
 from offline.simulation.cluster import Cluster, Decode
 
 BASE = "shortest-queue"
@@ -60,7 +60,7 @@ def load_of(study: Study, arrivals: Path) -> WorkerLoad:
         scenario_of(study, arrivals, 16, 100.0), seed=0
     )  # the load does not change the kinds and experts
     assert inputs.experts is not None
-    records = read_trace(arrivals)
+    records = read_arrival_trace(arrivals)
     prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records]).T
     context = float(np.average(prompt + output / 2, weights=output))  # mean context of a running request
     kinds, rng = np.unique(inputs.requests.kind), np.random.default_rng(0)
@@ -77,7 +77,7 @@ def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -
     )
     return Scenario(
         cluster=Cluster(decode=Decode(workers=workers, cost=study.cost), handover_fixed_s=5e-3),
-        arrivals=Trace(
+        arrivals=ArrivalTrace(
             kind="trace",
             path=arrivals,
             rate_per_s=rate_per_s,

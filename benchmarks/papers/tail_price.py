@@ -35,7 +35,7 @@ from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import paired_ratio_percent
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
@@ -129,7 +129,7 @@ def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
 
 def _of_routes(text: str, per_worker: int, output_tokens: int) -> Point:
     (routes, cost_file), (workers, batch) = _parts("--point", text, "ROUTES,COST,WORKERS,BATCH")
-    experts, cost = Experts.from_trace(read_observed(routes)), FittedCost.load(cost_file).cost
+    experts, cost = Experts.from_trace(read_calibration_trace(routes)), FittedCost.load(cost_file).cost
 
     def prepare(seed: int) -> Callable[[Policy], Figures]:
         requests = _requests(experts, cost, workers, batch, workers * per_worker, output_tokens, seed)

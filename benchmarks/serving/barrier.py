@@ -56,7 +56,7 @@ from eldr_serve.scheduling.policies.base import QueuedPolicy
 from eldr_serve.scheduling.policies.registry import policy_class
 from loadgen.journal import Journal
 from loadgen.results import publish
-from loadgen.traces import read_trace
+from loadgen.traces import read_arrival_trace
 from loadgen.trial import parse_policy, schedule_trials
 from offline.simulation.cluster import Cluster, Decode
 
@@ -237,7 +237,7 @@ def barrier(
     inputs |= {"prompts": prompts.name, "deployment": deployment.stem}
     names, load = _named_policies(policies), ClosedLoop(slots, in_flight, warm_up_seconds, trial_seconds)
     scale = Scale(prompt_tokens, output_tokens, longest_output, context)
-    lengths = {path.name.partition(".")[0]: scale.lengths(read_trace(path)) for path in trace}
+    lengths = {path.name.partition(".")[0]: scale.lengths(read_arrival_trace(path)) for path in trace}
     stems, folder = read_stems(prompts, scale.longest_prompt), work / "barrier_steps"
     sizes: dict[str, Any] = {"ranks": ranks, "slots": slots, "context": context}
     sizes |= {"stream_interval": stream_interval, "folder": folder}

@@ -35,7 +35,7 @@ from benchmarks.lib.whole.workloads import SHRINK, SHRINK_ANSWERS, conversations
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
-from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
+from loadgen.traces import BLOCK_TOKENS, RecordedArrival, read_arrival_trace
 
 MAPS = {"events": None, "estimate": {"enable_kv_cache_events": False}}
 _TOKEN_IDS = range(100, 2000)  # token ids of prompts
@@ -44,7 +44,7 @@ _REPORTS_S = 3.0  # time in which ingresses and engines report to the router
 _TIMEOUT_S = 120.0
 
 
-def first_prompt(turn: TraceRequest, seed: int) -> list[int]:
+def first_prompt(turn: RecordedArrival, seed: int) -> list[int]:
     """Return the token ids of a prompt. Ids of a prefix block depend only on the block's id in the trace."""
     ids: list[int] = []
     for block in turn.hash_ids:
@@ -54,7 +54,7 @@ def first_prompt(turn: TraceRequest, seed: int) -> list[int]:
 
 
 def next_prompt(
-    history: Sequence[int], before: TraceRequest, turn: TraceRequest, rng: random.Random
+    history: Sequence[int], before: RecordedArrival, turn: RecordedArrival, rng: random.Random
 ) -> list[int]:
     """Return the prompt after a history, with as many new tokens as in the trace."""
     new = turn.prompt_tokens - before.prompt_tokens - before.output_tokens
@@ -72,7 +72,13 @@ async def _answer(http: aiohttp.ClientSession, url: str, prompt: list[int], toke
 
 
 async def converse(
-    url: str, chosen: Sequence[list[TraceRequest]], *, in_flight: int, think_s: float, longest: int, seed: int
+    url: str,
+    chosen: Sequence[list[RecordedArrival]],
+    *,
+    in_flight: int,
+    think_s: float,
+    longest: int,
+    seed: int,
 ) -> int:
     """Run these conversations, `in_flight` at a time, and return the number of requests."""
     rng, requests, waiting = random.Random(seed), 0, iter(chosen)
@@ -125,7 +131,7 @@ def prefix_hits(
     for name in (names := maps.split(",")):
         if name not in MAPS:
             raise UserInputError(f"there is no map {name!r}; there are {', '.join(MAPS)}")
-    records = read_trace(trace)
+    records = read_arrival_trace(trace)
     if not all(record.hash_ids for record in records):
         raise UserInputError(f"{trace} names no prefix blocks; give Mooncake's conversation trace")
     all_conversations = conversations(records)

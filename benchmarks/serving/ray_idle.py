@@ -46,7 +46,7 @@ _DECODE_REPLICAS = 2
 def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: int) -> dict[str, float]:
     """Return idle CPU time by part, % of a core. Needs its own process: Ray reads settings at import."""
     os.environ |= environment
-    with fake_service(port, own=True, decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0):
+    with fake_service(port, use_ingress_port=True, decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0):
         time.sleep(settle_s)
         before, start = cpu_s(), time.perf_counter()
         time.sleep(idle_s)

@@ -110,7 +110,12 @@ def _measure(
     os.environ |= NO_DRAINING | _WAYS[way]
     is_own = way == "own"
     with fake_service(
-        port, own=is_own, decode_replicas=2, prefill_s=0.02, seed=seed, ingresses=1 if is_own else 2
+        port,
+        use_ingress_port=is_own,
+        decode_replicas=2,
+        prefill_s=0.02,
+        seed=seed,
+        ingresses=1 if is_own else 2,
     ) as url:
         asyncio.run(_load(url, way, 20, 2, 0.0, 0.5, []))
         processes_before = {role: len(_processes(role)) for role in (*_ROLES, "router")}

@@ -70,7 +70,11 @@ def _measure(
     os.environ |= NO_DRAINING | _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
     with fake_service(
-        port, own=way.startswith("own"), decode_replicas=decode_replicas, prefill_s=prefill_s, seed=seed
+        port,
+        use_ingress_port=way.startswith("own"),
+        decode_replicas=decode_replicas,
+        prefill_s=prefill_s,
+        seed=seed,
     ) as url:
         asyncio.run(_load(url, 20, 2, 0.0, 0.5))
         before = cpu_s()

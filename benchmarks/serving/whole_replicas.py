@@ -63,7 +63,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.results import publish
-from loadgen.traces import TraceRequest, read_trace
+from loadgen.traces import RecordedArrival, read_arrival_trace
 from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 
@@ -221,7 +221,7 @@ def whole_replicas(settings: ComparisonSettings) -> None:
 
 def _prepare(settings: ComparisonSettings, systems: list[str]) -> _Comparison:
     """Read the inputs, fit the predictor and widen the model. Raise UserInputError for unusable inputs."""
-    records = read_trace(settings.trace) if settings.trace else []
+    records = read_arrival_trace(settings.trace) if settings.trace else []
     if not all(record.hash_ids for record in records):
         raise UserInputError(f"{settings.trace} names no prefix blocks; give Mooncake's conversation trace")
     if settings.calibration:
@@ -264,7 +264,7 @@ class _Comparison:
     engines: Engines
     policies: dict[str, list[str]]
     prompts: list[WorkloadPrompt]
-    records: list[TraceRequest]
+    records: list[RecordedArrival]
 
     def measure(self, cases: list[tuple[str, str]]) -> tuple[dict[str, dict[str, Any]], NormalisedTime]:
         """Measure each (workload, system) in each round, except for the trials that `--record` has.

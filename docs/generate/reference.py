@@ -108,8 +108,8 @@ def http_page() -> str:
     """Return every route of an ingress replica, and the fields of its request bodies."""
     document = openapi_document(BACKEND.request_types())
     parts = [
-        "# HTTP\n\nThe routes of an ingress replica.\nFields of requests are vLLM's; engines validate them, "
-        "and the ingress reads only what placement needs.\nRefused requests and their status: "
+        "# HTTP\n\nThe endpoints of an ingress replica.\nFields of requests are vLLM's; engines validate "
+        "them, and the ingress reads only what placement needs.\nRefused requests and their status: "
         "[HTTP API](../http_api.md#what-is-refused-before-prefill).\n"
     ]
     for route in application().routes:

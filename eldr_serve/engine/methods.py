@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.errors import BadRequestError, one_line_message
 from eldr_serve.experts.parallel.placement import ExpertPlacement
-from eldr_serve.records import ArtifactError
 
 DRAIN = "drain"
 WAIT_FOR_COUNTS = "expert_counts"  # see protocol.Engine.wait_for_counts

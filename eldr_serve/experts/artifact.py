@@ -1,4 +1,4 @@
-"""Artifact files, which capture, fits and the router exchange: safetensors with a JSON record inside.
+"""Artifact files, which capture, fits and the router exchange: safetensors with JSON metadata inside.
 
 Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. An invalid
 file raises ArtifactError, which names the file.
@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from eldr_serve.artifact_metadata import ArtifactError, ArtifactMetadata, M, parse_metadata, read_file
 from eldr_serve.files import write_atomically
-from eldr_serve.records import ArtifactError, R, Record, parse_record, read_file
 
-_RECORD = "eldr"
+_METADATA_KEY = "eldr"
 
 
 class Artifact(ABC):
@@ -46,19 +46,19 @@ class Artifact(ABC):
         return cls.from_bytes(read_file(path), name=str(path))
 
 
-def pack_file(arrays: Mapping[str, NDArray[Any]], record: Record) -> bytes:
-    """Return the content of a safetensors file with these arrays and this record."""
+def pack_file(arrays: Mapping[str, NDArray[Any]], metadata: ArtifactMetadata) -> bytes:
+    """Return the content of a safetensors file with these arrays and this metadata."""
     contiguous = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
-    data: bytes = save_tensors(contiguous, metadata={_RECORD: record.model_dump_json(by_alias=True)})
+    data: bytes = save_tensors(contiguous, metadata={_METADATA_KEY: metadata.model_dump_json(by_alias=True)})
     return data
 
 
-def unpack_file(data: bytes, record: type[R], name: str) -> tuple[dict[str, NDArray[Any]], R]:
-    """Return the arrays and the record of a file; raise ArtifactError, with its name, if it is invalid."""
+def unpack_file(data: bytes, schema: type[M], name: str) -> tuple[dict[str, NDArray[Any]], M]:
+    """Return the arrays and the metadata of a file; raise ArtifactError, with its name, if it is invalid."""
     try:
         arrays = load_tensors(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        text = header["__metadata__"][_RECORD]
+        text = header["__metadata__"][_METADATA_KEY]
     except (SafetensorError, KeyError) as error:
         raise ArtifactError(f"{name} is not an eldr-serve file, or is truncated: {error}") from error
-    return arrays, parse_record(record, text, name)
+    return arrays, parse_metadata(schema, text, name)

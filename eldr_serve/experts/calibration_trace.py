@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_serve.artifact_metadata import ArtifactMetadata, build_artifact, require
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
-from eldr_serve.records import Record, build, require
 
 
-class _TraceRecord(Record):
+class _TraceMetadata(ArtifactMetadata):
     schema_: Literal["eldr.calibration-trace/1"] = Field(default="eldr.calibration-trace/1", alias="schema")
     top_k: int = Field(ge=1)
     domains: list[str]
@@ -24,7 +24,7 @@ class _TraceRecord(Record):
     vocabulary: int = Field(default=0, ge=0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CalibrationTrace(Artifact):
     """The experts that N requests used.
 
@@ -141,14 +141,14 @@ class CalibrationTrace(Artifact):
     def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
         """Return a trace of the requests at `index`, without routes."""
         return CalibrationTrace(
-            self.model,
-            self.top_k,
-            self.prefill_counts[index],
-            self.decode_counts[index],
-            self.decode_steps[index],
-            self.prompt_tokens[index],
-            [self.domains[i] for i in index],
-            [self.ids[i] for i in index],
+            model=self.model,
+            top_k=self.top_k,
+            prefill_counts=self.prefill_counts[index],
+            decode_counts=self.decode_counts[index],
+            decode_steps=self.decode_steps[index],
+            prompt_tokens=self.prompt_tokens[index],
+            domains=[self.domains[i] for i in index],
+            ids=[self.ids[i] for i in index],
             token_ids=self._token_ids_of(index),
             tokenizer=self.tokenizer,
             vocabulary=self.vocabulary,
@@ -171,7 +171,7 @@ class CalibrationTrace(Artifact):
             arrays |= {"routes": self.routes, "route_offsets": self.route_offsets}
         if self.token_ids is not None:
             arrays["token_ids"] = self.token_ids
-        record = _TraceRecord(
+        metadata = _TraceMetadata(
             model=self.model,
             top_k=self.top_k,
             domains=self.domains,
@@ -179,27 +179,27 @@ class CalibrationTrace(Artifact):
             tokenizer=self.tokenizer,
             vocabulary=self.vocabulary,
         )
-        return pack_file(arrays, record)
+        return pack_file(arrays, metadata)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the trace") -> Self:
         """Parse a file's content; raise ArtifactError if it is invalid."""
-        arrays, record = unpack_file(data, _TraceRecord, name)
-        return build(
+        arrays, metadata = unpack_file(data, _TraceMetadata, name)
+        return build_artifact(
             name,
             lambda: cls(
-                model=record.model,
-                top_k=record.top_k,
+                model=metadata.model,
+                top_k=metadata.top_k,
                 prefill_counts=arrays["prefill_counts"],
                 decode_counts=arrays["decode_counts"],
                 decode_steps=arrays["decode_steps"],
                 prompt_tokens=arrays["prompt_tokens"],
-                domains=record.domains,
-                ids=record.ids,
+                domains=metadata.domains,
+                ids=metadata.ids,
                 routes=arrays.get("routes"),
                 route_offsets=arrays.get("route_offsets"),
                 token_ids=arrays.get("token_ids"),
-                tokenizer=record.tokenizer,
-                vocabulary=record.vocabulary,
+                tokenizer=metadata.tokenizer,
+                vocabulary=metadata.vocabulary,
             ),
         )

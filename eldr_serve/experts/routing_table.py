@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from eldr_serve.artifact_metadata import ArtifactMetadata, build_artifact, require
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, Element, SignatureSpec
-from eldr_serve.records import Record, build, require
 
 _UNIT_TOLERANCE = 1e-3
 
 
-class _TableRecord(Record):
+class _TableMetadata(ArtifactMetadata):
     schema_: Literal["eldr.routing-table/1"] = Field(default="eldr.routing-table/1", alias="schema")
     element: Element
     transform: str
@@ -102,7 +102,7 @@ class RoutingTable(Artifact):
             "centroids": self.centroids,
             "cluster_sizes": self.cluster_sizes,
         }
-        record = _TableRecord(
+        metadata = _TableMetadata(
             model=self.model,
             fingerprint=self.fingerprint,
             element=self.spec.element,
@@ -112,24 +112,24 @@ class RoutingTable(Artifact):
             seed=self.seed,
             domains=self.domains,
         )
-        return pack_file(arrays, record)
+        return pack_file(arrays, metadata)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the table") -> Self:
         """Parse a file's content; raise ArtifactError if it is invalid."""
-        arrays, record = unpack_file(data, _TableRecord, name)
-        return build(
+        arrays, metadata = unpack_file(data, _TableMetadata, name)
+        return build_artifact(
             name,
             lambda: cls(
-                model=record.model,
-                spec=SignatureSpec(arrays["idf"], arrays["layers"], record.element),
+                model=metadata.model,
+                spec=SignatureSpec(arrays["idf"], arrays["layers"], metadata.element),
                 centroids=arrays["centroids"],
                 cluster_sizes=arrays["cluster_sizes"],
-                band=record.band,
-                version=record.version,
-                domains=record.domains,
-                transform=record.transform,
-                seed=record.seed,
-                fingerprint=record.fingerprint,
+                band=metadata.band,
+                version=metadata.version,
+                domains=metadata.domains,
+                transform=metadata.transform,
+                seed=metadata.seed,
+                fingerprint=metadata.fingerprint,
             ),
         )

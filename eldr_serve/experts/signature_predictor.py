@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
+from eldr_serve.artifact_metadata import ArtifactMetadata, build_artifact, require
 from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
-from eldr_serve.records import Record, build, require
 
 Float32s = NDArray[np.float32]
 _SUM_TOLERANCE = 1e-2
@@ -25,7 +25,7 @@ _SKEW_TOLERANCE = 1e-2
 _MIN_FREQUENCY = 1e-6  # prevents rows of zeros
 
 
-class _PredictorRecord(Record):
+class _PredictorMetadata(ArtifactMetadata):
     schema_: Literal["eldr.signature-predictor/1"] = Field(
         default="eldr.signature-predictor/1", alias="schema"
     )
@@ -146,26 +146,26 @@ class SignaturePredictor(Artifact):
 
     def to_bytes(self) -> bytes:
         """Return the file's content; equal predictors give equal bytes."""
-        record = _PredictorRecord(
+        metadata = _PredictorMetadata(
             model=self.model, tokenizer=self.tokenizer, top_k=self.top_k, fingerprint=self.fingerprint
         )
         matrices = {"tokens": self.token_factors, "experts": self.expert_factors}
-        return pack_file({"mean": self.mean, "variance": self.variance, **matrices}, record)
+        return pack_file({"mean": self.mean, "variance": self.variance, **matrices}, metadata)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, name: str = "the predictor") -> Self:
         """Parse a file's content; raise ArtifactError if it is invalid."""
-        arrays, record = unpack_file(data, _PredictorRecord, name)
-        return build(
+        arrays, metadata = unpack_file(data, _PredictorMetadata, name)
+        return build_artifact(
             name,
             lambda: cls(
-                record.model,
-                record.tokenizer,
-                record.top_k,
+                metadata.model,
+                metadata.tokenizer,
+                metadata.top_k,
                 arrays["mean"],
                 arrays["tokens"],
                 arrays["experts"],
                 arrays["variance"],
-                record.fingerprint,
+                metadata.fingerprint,
             ),
         )

@@ -32,15 +32,15 @@ class DecodeStartEstimator:
         num_waiting = self._call_starts.num_waiting(call.worker)
         if num_waiting == num_before:
             return
-        if num_waiting and self._is_full(call.worker):
+        if num_waiting and self._has_waiting_calls(call.worker):
             self._waits.setdefault(call.worker, WaitEstimator(clock=_now)).record_departure(empty=False)
-        else:  # start over; a worker that has gone is not full either
+        else:  # start over; also for a worker that has gone
             self._waits.pop(call.worker, None)
 
     def estimate_wait_s(self) -> float:
         """Estimate the wait of a new request for the first free slot of any worker, s."""
         workers = self._fleet.live_names
-        if not all(map(self._is_full, workers)):  # most often the first worker has a slot
+        if not all(map(self._has_waiting_calls, workers)):  # most often not even the first
             return 0.0
         if any(name not in self._waits for name in workers):
             return 0.0
@@ -52,11 +52,12 @@ class DecodeStartEstimator:
     def postpone_if_full(self, call: WaitingCall) -> float:
         """Postpone the assumed start of a worker's work on a call without a token yet, and return it.
 
-        The call waits for a slot while the worker is full and other calls may be generating, whose tokens
-        have a time limit. If no call has a token yet, only first tokens and ends of calls postpone the start.
+        The call waits for a slot while its worker has more calls than slots and others may be generating,
+        whose tokens have a time limit. If no call has a token yet, only first tokens and ends of calls
+        postpone the start.
         """
         worker = call.worker
-        if self._is_full(worker) and self._calls(worker) > self._call_starts.num_waiting(worker):
+        if self._has_waiting_calls(worker) and self._calls(worker) > self._call_starts.num_waiting(worker):
             call.expected_start_s = _now()
         return call.expected_start_s
 
@@ -74,7 +75,7 @@ class DecodeStartEstimator:
         report = self._fleet.directory.reports.get(worker, QueueReport())
         return max(report.calls, self._fleet.slot_calls_of(worker))
 
-    def _is_full(self, worker: str) -> bool:
+    def _has_waiting_calls(self, worker: str) -> bool:
         return 0 < self.slots(worker) < self._calls(worker)
 
 

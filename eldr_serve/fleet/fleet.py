@@ -75,19 +75,19 @@ class Fleet:
     @property
     def open_calls(self) -> dict[str, int]:
         """Return the number of this process's open calls to the replica of each live worker."""
-        return {name: self._channels[replica_of(name)].in_flight for name in self._live_names}
+        return {worker: self._channels[replica_of(worker)].in_flight for worker in self._live_names}
 
-    def slot_calls_of(self, name: str) -> int:
+    def slot_calls_of(self, worker: str) -> int:
         """Return the number of this process's calls to a worker that need a slot; 0 if it is not live."""
-        channel = self._channels.get(replica_of(name))
+        channel = self._channels.get(replica_of(worker))
         if channel is None or not channel.is_open:
             return 0
-        return channel.in_flight_of(SLOT_METHODS, rank_of(name))
+        return channel.in_flight_of(SLOT_METHODS, rank_of(worker))
 
     @property
     def oldest_call_ages_s(self) -> dict[str, float]:
         """Return the age of this process's oldest open call to the replica of each live worker, s."""
-        return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live_names}
+        return {worker: round(self._channels[replica_of(worker)].oldest_s, 1) for worker in self._live_names}
 
     @property
     def block_tokens(self) -> int:
@@ -103,9 +103,9 @@ class Fleet:
         """Return the prefill replicas that may get a prompt; see KvUsage."""
         return self.directory.kv_usage.replicas_with_room(replicas)
 
-    def is_connected(self, name: str) -> bool:
+    def is_connected(self, replica: str) -> bool:
         """Return whether there is a channel to a replica, which may take no further calls."""
-        return name in self._channels
+        return replica in self._channels
 
     def call(self, worker: str, method: str, request: EngineRequest) -> Call:
         """Start a call; raise ChannelLostError if there is no channel to the worker's replica.
@@ -120,63 +120,63 @@ class Fleet:
 
     def _follow_directory(self) -> None:
         metadata = self.directory.metadata
-        for name in [name for name in self._keepers if name not in metadata]:
-            self._keepers.pop(name)  # its channel stays open for its streams, until the replica closes it
+        for replica in [replica for replica in self._keepers if replica not in metadata]:
+            self._keepers.pop(replica)  # its channel stays open for its streams, until the replica closes it
             self._update()
-        for name in metadata:
-            if name not in self._keepers:
-                keeper = asyncio.get_running_loop().create_task(self._keep_connected(name))
-                self._keepers[name] = keeper
+        for replica in metadata:
+            if replica not in self._keepers:
+                keeper = asyncio.get_running_loop().create_task(self._keep_connected(replica))
+                self._keepers[replica] = keeper
                 self._tasks.add(keeper)
                 keeper.add_done_callback(self._tasks.discard)
 
-    async def _keep_connected(self, name: str) -> None:
+    async def _keep_connected(self, replica: str) -> None:
         """Connect, and reconnect after a loss, while Serve knows the replica."""
         this_task, retry_s = asyncio.current_task(), _RETRY_S
-        while self._keepers.get(name) is this_task:
+        while self._keepers.get(replica) is this_task:
             try:
-                address = Address(**self.directory.metadata[name][ADDRESS])
+                address = Address(**self.directory.metadata[replica][ADDRESS])
                 channel = await address.connect(self._update)
             except (ChannelLostError, KeyError, TypeError) as error:
                 if retry_s == _RETRY_S:
-                    logger.warning("cannot connect to replica %s yet: %r", name, error)
+                    logger.warning("cannot connect to replica %s yet: %r", replica, error)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 continue
             if retry_s > _RETRY_S:
-                logger.warning("connected to replica %s", name)
+                logger.warning("connected to replica %s", replica)
                 retry_s = _RETRY_S
-            self._channels[name] = channel
-            channel.on_report = partial(self._add_report, name)
+            self._channels[replica] = channel
+            channel.on_report = partial(self._add_report, replica)
             self._update()
             try:
                 reason = await asyncio.shield(channel.closed)
             finally:
                 channel.close("the ingress stops")
-                if self._channels.get(name) is channel:
-                    del self._channels[name]
+                if self._channels.get(replica) is channel:
+                    del self._channels[replica]
                 self._update()
-            logger.warning("the channel to replica %s is closed: %s", name, reason)
+            logger.warning("the channel to replica %s is closed: %s", replica, reason)
 
-    def _add_report(self, name: str, report: Mapping[str, Any]) -> None:
-        self._reports[name] = report
+    def _add_report(self, replica: str, report: Mapping[str, Any]) -> None:
+        self._reports[replica] = report
         if self._sample_timer is None:
             self._sample_timer = asyncio.get_running_loop().call_later(_GATHER_S, self._sample_reports)
 
     def _sample_reports(self) -> None:
         self._sample_timer = None
         metadata = self.directory.metadata
-        self._reports = {name: report for name, report in self._reports.items() if name in metadata}
-        self.directory.update_reports({name: self._reports.get(name, {}) for name in metadata})
+        self._reports = {replica: report for replica, report in self._reports.items() if replica in metadata}
+        self.directory.update_reports({replica: self._reports.get(replica, {}) for replica in metadata})
         self.waiters.wake()
 
     def _update(self) -> None:
         """Update the live workers: their replica is known to Serve, connected and not draining."""
         metadata = self.directory.metadata
         live_metadata = {
-            name: metadata[name]
-            for name in self._keepers.keys() & metadata.keys()
-            if name in self._channels and self._channels[name].is_open
+            replica: metadata[replica]
+            for replica in self._keepers.keys() & metadata.keys()
+            if replica in self._channels and self._channels[replica].is_open
         }
         self._live_names = tuple(sorted(workers_of(live_metadata)))
         self.waiters.wake()

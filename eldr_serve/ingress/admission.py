@@ -130,7 +130,7 @@ class AdmissionMiddleware:
         try:
             if administrative and scope["method"] not in _READ_METHODS:
                 await self._administer(gate, headers, scope, receive, send)
-            elif administrative or path in self._public_paths:  # routes for operators check the key
+            elif administrative or path in self._public_paths:  # endpoints for operators check the key
                 await self._app(scope, receive, send)
             elif scope["method"] in _READ_METHODS:
                 gate.admit(headers)

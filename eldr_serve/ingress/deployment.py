@@ -59,7 +59,7 @@ class EldrIngress:
 
     Attributes:
         gate: admits requests.
-        openai, admin: handle the requests to the endpoints in ROUTES.
+        openai, admin: handle the requests to the endpoints in ENDPOINTS.
 
     Args:
         prefill, decode: handles of the deployments, used only for their health and to discover their

@@ -1,4 +1,4 @@
-"""The HTTP application of an ingress replica: routes and error responses."""
+"""The HTTP application of an ingress replica: endpoints and error responses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from starlette.routing import Route
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.errors import RequestRefusedError, one_line_message
 from eldr_serve.ingress.admission import AdmissionMiddleware
+from eldr_serve.ingress.endpoints import ENDPOINTS, PUBLIC_PATHS, Caller, Endpoint, Replica
 from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
-from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES, Caller, Endpoint, Replica
 
 
 def _replica() -> Replica:
@@ -50,7 +50,7 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
     """
     cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     return Starlette(
-        routes=[_route(endpoint) for endpoint in ROUTES],
+        routes=[_route(endpoint) for endpoint in ENDPOINTS],
         middleware=[
             *([cors] if cors_origins else []),
             Middleware(AdmissionMiddleware, gate=lambda: _replica().gate, public_paths=PUBLIC_PATHS),

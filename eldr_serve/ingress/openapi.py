@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from eldr_serve.ingress.routes import ROUTES, Endpoint
+from eldr_serve.ingress.endpoints import ENDPOINTS, Endpoint
 
 
 def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
         requests: the engine's request types, by method.
     """
     app = FastAPI(title="eldr-serve")
-    for endpoint in ROUTES:
+    for endpoint in ENDPOINTS:
         for method in endpoint.methods:  # one operation each, since they need different ids
             app.add_api_route(
                 endpoint.documented_path,

@@ -54,7 +54,7 @@ class Attempt:
             async with services.retries.permit(context):
                 await self._wait_for_decode()
                 self._check_slots()
-                await services.prefill.tokenise(context)
+                await services.prefill.tokenise_for_admission(context)
                 context.admission = await services.latency_admission.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.record.stage("place") as placing:

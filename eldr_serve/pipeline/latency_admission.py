@@ -86,7 +86,7 @@ class LatencyAdmission:
             delay_s = max(min(d.values(), default=0.0) for d in (ttft_delays, tpot_delays))
             late_replicas = late_names(ttft_delays)
         if delay_s:
-            self._refuse(context, prediction, delay_s)
+            self._refuse_unless_trial(context, prediction, delay_s)
         self._retries.claim(context.retry_key)
         return AdmissionResult(prediction, late_replicas, late_workers)
 
@@ -118,11 +118,16 @@ class LatencyAdmission:
             tpot_delays = self._predictor.predict_tpot_delays(latencies, bound_s, num_returning)
         return ttft_delays, tpot_delays
 
-    def _refuse(self, context: RequestContext, prediction: LatencyPrediction, delay_s: float) -> None:
-        """Raise OverloadedError with the time after which the objective could be met.
+    def _refuse_unless_trial(
+        self, context: RequestContext, prediction: LatencyPrediction, delay_s: float
+    ) -> None:
+        """Refuse the request, or return without an error if it is admitted as a trial.
 
         An objective that even an idle engine would miss, by what was measured before, cannot change the
         prediction while all such requests are refused. So one is admitted if none was measured for WINDOW_S.
+
+        Raises:
+            OverloadedError: with the time after which the objective could be met.
         """
         now = self._clock()
         measured_at_s = max(self._recorder.measured_at_s, self._trial_at_s)

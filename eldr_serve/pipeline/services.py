@@ -30,7 +30,7 @@ from eldr_serve.router_client.client import RouterClient
 class Prefill(Protocol):
     """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
 
-    async def tokenise(self, context: RequestContext) -> None:
+    async def tokenise_for_admission(self, context: RequestContext) -> None:
         """Tokenise the prompt for its admission, if no prefill engine will tokenise it."""
 
     async def prepare(self, context: RequestContext) -> Prompt:

@@ -67,8 +67,8 @@ class SplitPrefill:
             options.whole_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
 
-    async def tokenise(self, context: RequestContext) -> None:
-        """Do nothing: the prefill engine tokenises the prompt."""
+    async def tokenise_for_admission(self, context: RequestContext) -> None:
+        """Do nothing: admission needs no token ids here, and `prepare` adds them."""
 
     async def prepare(self, context: RequestContext) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
@@ -84,7 +84,7 @@ class SplitPrefill:
         prompt: Prompt = UncomputedPrompt()
         if needs_whole_replica(context.request.method, context.request.fields) is None:
             try:
-                prompt = await self.prefill(context)
+                prompt = await self._prefill(context)
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:
                 if not context.answer.num_tokens:
                     raise
@@ -94,7 +94,7 @@ class SplitPrefill:
             await self._tokenizer.add_to(context)
         return prompt
 
-    async def prefill(self, context: RequestContext) -> Prompt:
+    async def _prefill(self, context: RequestContext) -> Prompt:
         """Prefill the prompt; return it without prefill if a decode engine must compute it.
 
         Raises:

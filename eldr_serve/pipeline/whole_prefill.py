@@ -25,7 +25,7 @@ class WholePrefill:
         self._admission, self._queues = admission, admission.queues
         self._tokenizer = tokenizer
 
-    async def tokenise(self, context: RequestContext) -> None:
+    async def tokenise_for_admission(self, context: RequestContext) -> None:
         """Tokenise the prompt, to find its cached tokens."""
         if self._tokenizer is not None:
             await self._tokenizer.add_to(context)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.records import ArtifactError
 from eldr_serve.router.messages import LiveSettings
 from eldr_serve.scheduling import PlacementRequest, Policy, PolicyError, make_policy
 

@@ -229,7 +229,7 @@ class RouterState:
         return DecodeLoads(
             self.placer.worker_loads(blocks),
             self.queue_size,
-            self.costs.load(math.prod(self.counts_shape or (0,))),
+            self.costs.time_model(math.prod(self.counts_shape or (0,))),
             self.counters[RouterEvent.PREFILL_TOKENS_CACHED]
             / max(self.counters[RouterEvent.PREFILL_TOKENS], 1),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eldr_serve.scheduling import StepCost, StepLoad, StepSums
+from eldr_serve.scheduling import StepCost, StepSums, StepTimeModel
 
 _HALF_LIFE_S = 600.0  # half-life of a decode step's weight in the fitted cost
 
@@ -39,9 +39,9 @@ class StepCosts:
         self._recent, self._recent_at = self._recent.scale(remaining_share) + steps, now
         self._fitted = self._recent.fit() or self._fitted
 
-    def load(self, num_experts: int) -> StepLoad:
-        """Return what a step costs and what a request adds to it; see StepLoad.from_steps."""
-        return StepLoad.from_steps(self.cost, self._recent, num_experts)
+    def time_model(self, num_experts: int) -> StepTimeModel:
+        """Return the model of the time of a step; see StepTimeModel.from_steps."""
+        return StepTimeModel.from_steps(self.cost, self._recent, num_experts)
 
     def status(self) -> dict[str, Any]:
         """Return the weighted number of steps, the cost, s, and its relative error once it is fitted."""

@@ -91,7 +91,7 @@ class RouterClient:
         self._progress: set[str] = set()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
-        # Last, since the link calls this client.
+        # Last, since the subscription calls this client.
         self._subscription = RouterSubscription(
             self.name, router_calls, workers, self, self._counters, timeout_s=timeout_s
         )

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.records import ArtifactError
 from eldr_serve.router.messages import LiveSettings
 from eldr_serve.scheduling import PlacementRequest
 

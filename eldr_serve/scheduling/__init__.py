@@ -1,7 +1,7 @@
 """Placement policies and the placer. They depend on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
 from eldr_serve.scheduling.cost import StepAnswer, StepCost, StepSums
-from eldr_serve.scheduling.decode_loads import DecodeLoads, StepLoad, WorkerLoads
+from eldr_serve.scheduling.decode_loads import DecodeLoads, StepTimeModel, WorkerLoads
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.placer import Placer
@@ -83,8 +83,8 @@ __all__ = [
     "Shadow",
     "StepAnswer",
     "StepCost",
-    "StepLoad",
     "StepSums",
+    "StepTimeModel",
     "Survival",
     "TrackedBlocks",
     "WorkerLoads",

@@ -12,8 +12,8 @@ from eldr_serve.scheduling.cost import StepCost, StepSums
 
 
 @dataclass(frozen=True)
-class StepLoad:
-    """The cost of the engines' steps, and the experts that a request adds to a step.
+class StepTimeModel:
+    """A model of the time of a step, by the requests and KV tokens of a worker.
 
     Attributes:
         cost: cost of a step; None until steps are measured, if the deployment has no prior.
@@ -30,8 +30,8 @@ class StepLoad:
     prompt_tokens: float = 0.0
 
     @classmethod
-    def from_steps(cls, cost: StepCost | None, steps: StepSums, num_experts: int) -> StepLoad:
-        """Return the load by sums over recent steps.
+    def from_steps(cls, cost: StepCost | None, steps: StepSums, num_experts: int) -> StepTimeModel:
+        """Return the model that sums over recent steps give.
 
         Args:
             num_experts: number of experts of all MoE layers; 0 if unknown.
@@ -45,7 +45,7 @@ class StepLoad:
         return cls(cost, num_experts, idle_share, per_request)
 
     def seconds(self, requests: float, kv_tokens: float) -> float:
-        """Return the time of a step, s, of a worker with this load.
+        """Return the time of a step, s, of a worker with these requests and KV tokens.
 
         Raises:
             ValueError: the cost is unknown.
@@ -91,5 +91,5 @@ class DecodeLoads:
 
     workers: WorkerLoads
     waiting: int = 0
-    step: StepLoad = StepLoad()
+    step: StepTimeModel = StepTimeModel()
     cached_share: float = 0.0

@@ -29,7 +29,8 @@ class PlacementRequest:
         counts_missing: there are neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
         blocks: the blocks of the prompt if the worker also prefills; else None.
-        exclude: workers to avoid: they have failed this request, or its ingress has ejected them.
+        exclude: workers to avoid, since they failed this request or left while they answered it, were ejected
+            by its ingress, or would miss its objective.
         may_wait: the request may wait in the policy's decode queue; else it is placed at once.
         tenant: name of the tenant.
         priority: weight of the tenant's fair share of workers while requests wait.

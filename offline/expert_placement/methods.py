@@ -24,7 +24,7 @@ from offline.expert_placement.grace import grace_placement
 Report = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """The input of a method: the routes to fit to, and where experts may go.
 

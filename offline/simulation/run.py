@@ -29,7 +29,7 @@ from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, SimulationError
 
 _STEP, _ROUND, _PREFILLED, _PLACE, _READY, _CHANGE = range(6)  # kinds of events
-_SAMPLE_EVERY = 0.1  # s, between samples of imbalance; with a barrier every step is sampled
+_SAMPLE_INTERVAL_S = 0.1  # between samples of imbalance; with a barrier every step is sampled
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,16 @@ def simulate(
         SimulationError: a request that no worker can hold, or kinds that `experts` lacks.
     """
     return _Simulation(
-        requests, policy, cluster, experts, ranks, changes, in_flight, shadow, seed, on_finished
+        requests,
+        policy,
+        cluster,
+        experts=experts,
+        ranks=ranks,
+        changes=changes,
+        in_flight=in_flight,
+        shadow=shadow,
+        seed=seed,
+        on_finished=on_finished,
     ).run()
 
 
@@ -93,6 +102,7 @@ class _Simulation:
         requests: Requests,
         policy: Policy,
         cluster: Cluster,
+        *,
         experts: Experts | None,
         ranks: NDArray[np.integer] | None,
         changes: Sequence[OperatorChange],
@@ -115,7 +125,7 @@ class _Simulation:
         self._placer = Placer(
             policy, on_policy_error=_fail, ledger=self._ledger, seed=seed, clock=lambda: self._now
         )
-        self._names = [str(w) for w in range(len(self._decode))]
+        self._names = [str(worker) for worker in range(len(self._decode))]
         self._placer.set_workers(self._names)
         if (whole := cluster.decode.whole) is not None:
             kv_tokens = whole.cache_blocks * whole.block_tokens
@@ -129,16 +139,16 @@ class _Simulation:
         self._num_arrived = n if in_flight is None else min(in_flight, n)  # requests that have arrived
         self._record.arrival_s[: 0 if in_flight is None else n] = 0.0
         self._router_free_s = 0.0  # time at which the router has made all placements that wait for it
-        self._reported_at = -np.inf
+        self._reported_at_s = -np.inf
         self._events: list[tuple[float, int, int, int]] = []  # time, number, kind, subject
-        self._number = 0
+        self._num_events = 0
         self._in_round = False
         self._changes = sorted(changes, key=lambda change: change.at_s)
         for index, change in enumerate(self._changes):
             self._at(change.at_s, _CHANGE, index)
-        self._sampled_at = -np.inf
-        self._ended = 0
-        self._departures = 0  # requests that have ended since the last arrival
+        self._sampled_at_s = -np.inf
+        self._num_unreported = 0  # ended requests that on_finished does not know yet
+        self._num_departures = 0  # requests that have ended since the last arrival
 
     def _add_shadow(self, policy: Policy, seed: int) -> Shadow:
         """Create and return a shadow that gets the placer's events."""
@@ -159,20 +169,20 @@ class _Simulation:
             _CHANGE: self._on_change,
         }
         events = self._events
-        for j, arrival in enumerate(self._record.arrival_s[: self._num_arrived].tolist()):
+        for request_index, arrival in enumerate(self._record.arrival_s[: self._num_arrived].tolist()):
             while events and events[0][0] <= arrival:
                 now, _, kind, subject = heapq.heappop(events)
                 handlers[kind](now, subject)
-            self._arrive(arrival, j)
+            self._arrive(arrival, request_index)
         while events:
             now, _, kind, subject = heapq.heappop(events)
             handlers[kind](now, subject)
-            while self._departures and self._num_arrived < len(self._requests):
-                self._departures, self._num_arrived = self._departures - 1, self._num_arrived + 1
+            while self._num_departures and self._num_arrived < len(self._requests):
+                self._num_departures, self._num_arrived = self._num_departures - 1, self._num_arrived + 1
                 self._record.arrival_s[self._num_arrived - 1] = now
                 self._arrive(now, self._num_arrived - 1)
         self._expire(np.inf)
-        self._on_finished(self._ended)
+        self._on_finished(self._num_unreported)
         return self._record.outcome(self._saving())
 
     def _saving(self) -> Saving | None:
@@ -181,34 +191,36 @@ class _Simulation:
         self._shadow.catch_up()
         return self._shadow.saving()
 
-    def _at(self, time: float, kind: int, subject: int) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (time, self._number, kind, subject))
+    def _at(self, time_s: float, kind: int, subject: int) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, kind, subject))
 
     # -- prefill and placement -------------------------------------------------------------------
 
-    def _arrive(self, now: float, j: int) -> None:
+    def _arrive(self, now: float, request_index: int) -> None:
         if self._prefill is None:
-            self._on_prefilled(now, j)
+            self._on_prefilled(now, request_index)
             return
-        blocks = self._requests.blocks[j] if self._requests.blocks else ()
-        head = str(blocks[0] if blocks else f"r{j}").encode()
-        p, end, self._record.hit_tokens[j] = self._prefill.run(now, head, blocks, self._prompt[j])
-        self._prefilled_by[j] = p
-        self._at(end, _PREFILLED, j)
+        blocks = self._requests.blocks[request_index] if self._requests.blocks else ()
+        head = str(blocks[0] if blocks else f"r{request_index}").encode()
+        prefill_worker, end, self._record.hit_tokens[request_index] = self._prefill.run(
+            now, head, blocks, self._prompt[request_index]
+        )
+        self._prefilled_by[request_index] = prefill_worker
+        self._at(end, _PREFILLED, request_index)
 
-    def _on_prefilled(self, now: float, j: int) -> None:
-        self._record.prefilled_s[j] = now  # whole replicas set it again later
+    def _on_prefilled(self, now: float, request_index: int) -> None:
+        self._record.prefilled_s[request_index] = now  # whole replicas set it again later
         if self._prefill is not None:
-            self._prefill.leave(self._prefilled_by[j])
+            self._prefill.leave(self._prefilled_by[request_index])
         if not self._cluster.router_s:
-            self._place(now, j)
+            self._place(now, request_index)
             return
         self._router_free_s = max(now, self._router_free_s) + self._cluster.router_s
-        self._at(self._router_free_s, _PLACE, j)
+        self._at(self._router_free_s, _PLACE, request_index)
 
-    def _place(self, now: float, j: int) -> None:
-        request = self._placements.make_request(j, self._decode.cacheable_blocks(j))
+    def _place(self, now: float, request_index: int) -> None:
+        request = self._placements.make_request(request_index, self._decode.cacheable_blocks(request_index))
         self._submit(now, [Lease(request, LeaseState.SENT)])
 
     def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
@@ -230,20 +242,20 @@ class _Simulation:
             self._placer.finish(first.request_id)
             self._count_end()
 
-    def _hand_over(self, now: float, j: int, w: int) -> None:
-        self._record.placed_s[j] = now
-        self._record.worker[j] = w
+    def _hand_over(self, now: float, request_index: int, worker: int) -> None:
+        self._record.placed_s[request_index] = now
+        self._record.worker[request_index] = worker
         cluster = self._cluster
-        delay = cluster.handover_fixed_s + cluster.handover_per_token_s * self._prompt[j]
+        delay = cluster.handover_fixed_s + cluster.handover_per_token_s * self._prompt[request_index]
         if delay:
-            self._at(now + delay, _READY, j)
+            self._at(now + delay, _READY, request_index)
         else:
-            self._on_ready(now, j)
+            self._on_ready(now, request_index)
 
     def _report_progress(self, now: float) -> None:
-        if self._wants_progress and now - self._reported_at >= self._cluster.progress_s:
-            self._reported_at = now
-            self._placer.progress({str(j): tokens for j, tokens in self._decode.tokens().items()})
+        if self._wants_progress and now - self._reported_at_s >= self._cluster.progress_s:
+            self._reported_at_s = now
+            self._placer.progress({str(index): tokens for index, tokens in self._decode.tokens().items()})
 
     def _on_change(self, now: float, index: int) -> None:
         change = self._changes[index]
@@ -256,18 +268,18 @@ class _Simulation:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    def _on_ready(self, now: float, j: int) -> None:
-        w = int(self._record.worker[j])
-        self._decode.enqueue(w, j)
+    def _on_ready(self, now: float, request_index: int) -> None:
+        worker = int(self._record.worker[request_index])
+        self._decode.enqueue(worker, request_index)
         if self._cluster.decode.barrier:
             if not self._in_round:
                 self._begin_round(now)
-        elif not self._decode.is_busy(w):
-            self._begin(now, w)
+        elif not self._decode.is_busy(worker):
+            self._begin(now, worker)
 
-    def _begin(self, now: float, w: int) -> None:
-        if (seconds := self._decode.begin(w)) > 0:
-            self._at(now + seconds, _STEP, w)
+    def _begin(self, now: float, worker: int) -> None:
+        if (seconds := self._decode.begin(worker)) > 0:
+            self._at(now + seconds, _STEP, worker)
 
     def _begin_round(self, now: float) -> None:
         longest = self._decode.begin_round()
@@ -276,47 +288,49 @@ class _Simulation:
             self._at(now + longest, _ROUND, 0)
             self._record.sample(now, self._decode.kv_tokens)
 
-    def _on_step_end(self, now: float, w: int) -> None:
-        num_ended = self._end_step(now, w)
-        if now - self._sampled_at >= _SAMPLE_EVERY:
-            self._sampled_at = now
+    def _on_step_end(self, now: float, worker: int) -> None:
+        num_ended = self._end_step(now, worker)
+        if now - self._sampled_at_s >= _SAMPLE_INTERVAL_S:
+            self._sampled_at_s = now
             self._record.sample(now, self._decode.kv_tokens)
         if num_ended:
             self._submit(now)
-        if not self._decode.is_busy(w):  # otherwise a newly placed request has begun the next step
-            self._begin(now, w)
+        if not self._decode.is_busy(worker):  # otherwise a newly placed request has begun the next step
+            self._begin(now, worker)
 
     def _on_round_end(self, now: float, _: int) -> None:
-        num_ended = sum([self._end_step(now, w) for w in range(len(self._decode))])
+        num_ended = sum([self._end_step(now, worker) for worker in range(len(self._decode))])
         if num_ended:
             self._submit(now)  # the round still counts as running, so all workers begin together
         self._begin_round(now)
 
-    def _end_step(self, now: float, w: int) -> int:
+    def _end_step(self, now: float, worker: int) -> int:
         """End the worker's step. Return how many requests have ended."""
-        ended = self._decode.end_step(w)
-        for j in ended.prefilled:
-            self._record.prefilled_s[j] = now
-            running = self._placer.running.get(str(j))
-            if running is not None and (counted := self._placements.with_true_counts(j, running.request)):
+        ended = self._decode.end_step(worker)
+        for request_index in ended.prefilled:
+            self._record.prefilled_s[request_index] = now
+            running = self._placer.running.get(str(request_index))
+            if running is not None and (
+                counted := self._placements.with_true_counts(request_index, running.request)
+            ):
                 self._placer.set_measured_counts(counted)
-            self._placer.progress({str(j): 1})
-        self._ledger.add_tokens(self._names[w], ended.answers)
+            self._placer.progress({str(request_index): 1})
+        self._ledger.add_tokens(self._names[worker], ended.answers)
         if ended.first:
             self._record.first_s[ended.first] = now
-        for j in ended.finished:
-            self._record.last_s[j] = now
-            self._placer.progress({str(j): self._output[j]})
-            self._placer.finish(str(j))
+        for request_index in ended.finished:
+            self._record.last_s[request_index] = now
+            self._placer.progress({str(request_index): self._output[request_index]})
+            self._placer.finish(str(request_index))
             self._count_end()
         return len(ended.finished)
 
     def _count_end(self) -> None:
-        self._departures += 1
-        self._ended += 1
-        if self._ended >= 1000:
-            self._on_finished(self._ended)
-            self._ended = 0
+        self._num_departures += 1
+        self._num_unreported += 1
+        if self._num_unreported >= 1000:
+            self._on_finished(self._num_unreported)
+            self._num_unreported = 0
 
 
 def _check(requests: Requests, cluster: Cluster, experts: Experts | None) -> None:

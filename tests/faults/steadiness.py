@@ -12,7 +12,7 @@ from loadgen import processes
 
 WATCHED = ("ingress", "router", "prefill", "decode")
 LOOPS = ("ingress", "router")  # roles whose event loop may never be blocked; engines compile
-MORE_MIB, MORE_SHARE = 64.0, 0.25  # allowed growth after warm-up; a violation exceeds both
+MAX_GROWTH_MIB, MAX_GROWTH_SHARE = 64.0, 0.25  # allowed growth after warm-up; a violation exceeds both
 MORE_DESCRIPTORS = 64
 MORE_TASKS = 64
 _SAMPLE = re.compile(r"^ray_eldr_loop_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
@@ -103,7 +103,7 @@ def find_problems(rows: list[dict[str, Any]]) -> list[str]:
     problems = []
     for row in rows:
         role = row["process"]
-        if (row["memory_growth_mib"] or 0) > MORE_MIB and row["memory_growth"] > MORE_SHARE:
+        if (row["memory_growth_mib"] or 0) > MAX_GROWTH_MIB and row["memory_growth"] > MAX_GROWTH_SHARE:
             problems.append(f"{role}: {row['memory_growth_mib']:.0f} MiB of memory more than after warm-up")
         if (row["descriptors_growth"] or 0) > MORE_DESCRIPTORS:
             problems.append(f"{role}: {row['descriptors_growth']} descriptors more than after warm-up")

@@ -79,8 +79,8 @@ class FakeFleet(Fleet):
         counts = Counter(sent.replica for sent in self._open)
         return {name: counts[name] for name in self.live_names}
 
-    def slot_calls_of(self, name: str) -> int:
-        return sum(sent.replica == name and sent.method in SLOT_METHODS for sent in self._open)
+    def slot_calls_of(self, worker: str) -> int:
+        return sum(sent.replica == worker and sent.method in SLOT_METHODS for sent in self._open)
 
     @property
     def oldest_call_ages_s(self) -> dict[str, float]:
@@ -91,8 +91,8 @@ class FakeFleet(Fleet):
         """Return the calls that an engine works for."""
         return [sent for sent in self.sent if sent.method != "release"]
 
-    def is_connected(self, name: str) -> bool:
-        return name in self.directory.known_workers and name not in self.lost
+    def is_connected(self, replica: str) -> bool:
+        return replica in self.directory.known_workers and replica not in self.lost
 
     def start(self) -> None: ...
 

@@ -38,16 +38,16 @@ def synthetic_trace(
     prefill, _ = route(prompt)
     decode, routes = route(steps)
     return CalibrationTrace(
-        "m",
-        top_k,
-        prefill,
-        decode,
-        steps,
-        prompt,
-        [f"d{d}" for d in domain],
-        [str(r) for r in range(n)],
-        routes,
-        np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
+        model="m",
+        top_k=top_k,
+        prefill_counts=prefill,
+        decode_counts=decode,
+        decode_steps=steps,
+        prompt_tokens=prompt,
+        domains=[f"d{d}" for d in domain],
+        ids=[str(r) for r in range(n)],
+        routes=routes,
+        route_offsets=np.concatenate([[0], np.cumsum(steps, dtype=np.int64)]),
         **_tokens(domain, prompt, seed),
     )
 
@@ -79,16 +79,16 @@ def favourites_trace(
     )
     tokens = np.full(len(names), steps, np.uint32)
     return CalibrationTrace(
-        "tiny",
-        2,
-        prefill,
-        decode,
-        tokens,
-        tokens,
-        names.tolist(),
-        [f"r{n}" for n in range(len(names))],
-        routes[:, steps:].reshape(-1, num_layers, 2),
-        np.arange(len(names) + 1) * steps,
+        model="tiny",
+        top_k=2,
+        prefill_counts=prefill,
+        decode_counts=decode,
+        decode_steps=tokens,
+        prompt_tokens=tokens,
+        domains=names.tolist(),
+        ids=[f"r{n}" for n in range(len(names))],
+        routes=routes[:, steps:].reshape(-1, num_layers, 2),
+        route_offsets=np.arange(len(names) + 1) * steps,
         **_tokens(np.arange(len(names)) // each, tokens, 0),
     )
 

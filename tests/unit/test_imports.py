@@ -35,7 +35,7 @@ PARTS = (
     "eldr_serve.files",
     "eldr_serve.data_root",
     "eldr_serve.metrics",
-    "eldr_serve.records",
+    "eldr_serve.artifact_metadata",
     "eldr_serve.validation",
     "eldr_serve.experts",
     "eldr_serve.scheduling",

@@ -15,7 +15,7 @@ from benchmarks.lib.prompts import MODEL
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from examples.demo_model import WEIGHTS
-from loadgen.traces import TraceRequest
+from loadgen.traces import RecordedArrival
 from loadgen.workload import read_prompts
 from offline.calibrate import prompt_tokens
 
@@ -42,7 +42,7 @@ class Scale:
         """Return the maximum of a prompt."""
         return self.context - self.longest_output
 
-    def lengths(self, trace: Sequence[TraceRequest]) -> Ints:
+    def lengths(self, trace: Sequence[RecordedArrival]) -> Ints:
         """Return prompt and output tokens of each request of the trace, int64[N,2].
 
         All tokens of a prompt but one fill whole KV blocks.

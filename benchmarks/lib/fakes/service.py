@@ -26,16 +26,16 @@ def in_new_process(work: Callable[..., T], *arguments: Any) -> T:
 
 
 @contextmanager
-def fake_service(port: int, *, own: bool, **options: Any) -> Iterator[str]:
-    """Run `fake_application`, and yield its URL: Serve's `port` or, if `own`, the ingress's, `port` + 1."""
+def fake_service(port: int, *, use_ingress_port: bool, **options: Any) -> Iterator[str]:
+    """Run `fake_application`, and yield its URL: Serve's `port` or the ingress's, `port` + 1."""
     with local_ray(http_port=port):
         from ray import serve
 
         from benchmarks.lib.fakes.application import fake_application
 
-        application = fake_application(own_port=port + 1 if own else None, **options)
+        application = fake_application(own_port=port + 1 if use_ingress_port else None, **options)
         serve.run(application, name=APPLICATION, route_prefix="/")
-        url = f"http://127.0.0.1:{port + own}"
+        url = f"http://127.0.0.1:{port + use_ingress_port}"
         wait_ready(url)
         yield url
 

@@ -120,11 +120,11 @@ class ReplayEngine:
 
     def probe_s(self) -> float:
         """Return the CPU time of CpuSpeed's matrix product on this core, in seconds, or 1 on a GPU."""
-        return 1.0 if self._cuda else self._cpu_speed.typical()
+        return 1.0 if self._cuda else self._cpu_speed.measure_median()
 
     def slowdown(self, probe_s: float) -> float:
         """Return how many times longer a step takes now than at a probe time of `probe_s`."""
-        return 1.0 if self._cuda else float((self._cpu_speed.seconds() / probe_s) ** _FELT)
+        return 1.0 if self._cuda else float((self._cpu_speed.measure_recent_mean() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
         """Run one step, and return outputs, seconds by the engine's clock, and the newly complete records.

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.lib.prompts import MODEL
-from loadgen.traces import BLOCK_TOKENS, TraceRequest, replay
+from loadgen.traces import BLOCK_TOKENS, RecordedArrival, replay
 from loadgen.workload import WorkloadPrompt
 
 Chains = list[list[dict[str, Any]]]  # bodies of /v1/completions
@@ -35,12 +35,12 @@ def many_domains(
     return [[_body(f"{tag} {order[n % len(order)].text}", rng.choice(answers))] for n in range(count)]
 
 
-def conversations(records: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
+def conversations(records: Sequence[RecordedArrival]) -> list[list[RecordedArrival]]:
     """Return the turns of each conversation of a trace that is neither too short nor too long.
 
     The second block identifies a conversation, since all of them share the first.
     """
-    turns: dict[tuple[int, ...], list[TraceRequest]] = {}
+    turns: dict[tuple[int, ...], list[RecordedArrival]] = {}
     for record in records:
         turns.setdefault(record.hash_ids[:2], []).append(record)
     return [
@@ -51,7 +51,7 @@ def conversations(records: Sequence[TraceRequest]) -> list[list[TraceRequest]]:
 
 
 def sessions(
-    records: Sequence[TraceRequest],
+    records: Sequence[RecordedArrival],
     prompts: Sequence[WorkloadPrompt],
     answers: range,
     rng: random.Random,
@@ -70,7 +70,7 @@ def sessions(
     )
     texts = (f"{tag} {arrival.prompt.text}" for arrival in list(arrivals)[:-1])
 
-    def body(turn: TraceRequest, key: str) -> dict[str, Any]:
+    def body(turn: RecordedArrival, key: str) -> dict[str, Any]:
         tokens = min(max(turn.output_tokens // SHRINK_ANSWERS, answers[0]), answers[-1])
         return _body(next(texts), tokens, key=key)
 

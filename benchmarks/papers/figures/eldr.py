@@ -31,7 +31,14 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import StepCost
-from offline.scenario import Poisson, PolicyChoice, Scenario, ScenarioInputs, read_observed, routes_of
+from offline.scenario import (
+    Poisson,
+    PolicyChoice,
+    Scenario,
+    ScenarioInputs,
+    read_calibration_trace,
+    routes_of,
+)
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.outcome import Outcome
 from offline.simulation.run import OperatorChange, simulate
@@ -229,7 +236,7 @@ def workloads(trace: CalibrationTrace) -> dict[str, tuple[str, ...]]:
 
 
 def _observed(options: Options) -> CalibrationTrace:
-    return read_observed(options.trace("a calibration trace with routes, or published routes"))
+    return read_calibration_trace(options.trace("a calibration trace with routes, or published routes"))
 
 
 def _outcome(

@@ -30,7 +30,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.scheduling import StepCost, make_policy
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts
@@ -108,7 +108,7 @@ def domains(options: Options) -> Rows:
 
     def run(case: tuple[Path, int, str], seed: int) -> dict[str, dict[str, Any]]:
         path, workers, mix = case
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         outcomes, names = simulate_policies(options, trace, workers, mix, seed)
         return {
             label: {
@@ -120,7 +120,7 @@ def domains(options: Options) -> Rows:
 
     rows: Rows = []
     for (path, workers, mix), runs in each_seed(options, product(paths, WORKERS, MIXES), run):
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         means = {
             label: {
                 part: {
@@ -161,14 +161,14 @@ def simulate_policies(
 def _repeat_requests(trace: CalibrationTrace, index: Index) -> CalibrationTrace:
     """Return the requests at `index`, where one may occur several times, each with an id of its own."""
     return CalibrationTrace(
-        trace.model,
-        trace.top_k,
-        trace.prefill_counts[index],
-        trace.decode_counts[index],
-        trace.decode_steps[index],
-        trace.prompt_tokens[index],
-        [trace.domains[i] for i in index],
-        [str(n) for n in range(len(index))],
+        model=trace.model,
+        top_k=trace.top_k,
+        prefill_counts=trace.prefill_counts[index],
+        decode_counts=trace.decode_counts[index],
+        decode_steps=trace.decode_steps[index],
+        prompt_tokens=trace.prompt_tokens[index],
+        domains=[trace.domains[i] for i in index],
+        ids=[str(n) for n in range(len(index))],
     )
 
 

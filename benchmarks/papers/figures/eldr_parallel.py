@@ -20,7 +20,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.plots import lines
 from offline.expert_placement.eplb import activation_placement
-from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_observed
+from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_calibration_trace
 from offline.simulation.run import simulate
 
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
@@ -39,13 +39,13 @@ PAPER = {"paper_p50_pct": "-2.7 to -4.3", "paper_p99_pct": "-0.6 to -2.0"}  # la
 def expert_parallel(options: Options) -> Rows:
     """Compare TPOT and active experts of the slowest rank at 2P8D, TP=4 and EP=4, by rate."""
     path = options.trace("a calibration trace with routes, or published routes")
-    groups = workloads(read_observed(path))
+    groups = workloads(read_calibration_trace(path))
 
     def run(case: tuple[str, int], seed: int) -> dict[tuple[str, str], dict[str, Any]]:
         group, rate = case
         scenario = _scenario(options, groups[group], rate, seed)
         inputs = ScenarioInputs(scenario, seed)
-        ranks_by_placement = _placements(read_observed(path), inputs)
+        ranks_by_placement = _placements(read_calibration_trace(path), inputs)
         return {
             (policy, placement): simulate(
                 inputs.requests,

@@ -34,7 +34,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import TRANSFORMS, SignatureSpec
 from eldr_serve.scheduling import make_policy
 from offline.route_files import read_samples, select_long_enough
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts
 from offline.simulation.run import simulate
@@ -65,7 +65,7 @@ def signatures(options: Options) -> Rows:
 
     def run(case: tuple[Path, str], seed: int) -> dict[str, float]:
         path, transform = case
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         fit, test = (trace.subset(part) for part in halves(trace, seed))
         masked = fit_signature(fit, transform, seed=seed)
         rhos: dict[str, float] = {}
@@ -78,7 +78,7 @@ def signatures(options: Options) -> Rows:
 
     rows: Rows = []
     for (path, transform), runs in each_seed(options, product(options.all_traces(TRACES), TRANSFORMS), run):
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         row: dict[str, Any] = {"model": trace.model, "transform": transform, "requests": len(trace.ids)}
         for key in runs[0]:
             row |= over_seeds(key, [rhos[key] for rhos in runs])
@@ -90,7 +90,7 @@ def prompt_length(options: Options) -> Rows:
     """Measure rho with and without IDF, with all layers, counting only the first tokens of prompts."""
     rows: Rows = []
     for path in steps(options.all_traces(TRACES)):
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         for length, counts in _first_tokens(path, trace).items():
             part = replace(trace, prefill_counts=counts, prompt_tokens=_tokens(counts, trace.top_k))
             points = [_mean_share(part, which) for which in ("prefill_counts", "decode_counts")]
@@ -115,7 +115,7 @@ def starts(options: Options) -> Rows:
     """Measure how far the best of n starts of balanced K-means is above the best of all, and its CPU time."""
     rows: Rows = []
     for path, k in steps(product(options.all_traces(TRACES), CLUSTERS)):
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         points = fit_signature(trace).encode(trace.prefill_counts)
         began = time.process_time()
         distances = [
@@ -140,7 +140,7 @@ def variants(options: Options) -> Rows:
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
         path, workers = case
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         cost, experts = cost_of(options, trace), Experts.from_trace(trace)
         fit, test = halves(trace, seed)
         rng = np.random.default_rng([seed, workers])
@@ -166,7 +166,7 @@ def variants(options: Options) -> Rows:
     rows: Rows = []
     for (path, workers), runs in each_seed(options, product(options.all_traces(TRACES), WORKERS), run):
         for label in runs[0]:
-            row: dict[str, Any] = {"model": read_observed(path).model, "workers": workers}
+            row: dict[str, Any] = {"model": read_calibration_trace(path).model, "workers": workers}
             row["arm"] = label
             for q in ("p50", "p99"):
                 key = f"tpot_{q}_ms"

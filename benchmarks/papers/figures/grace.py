@@ -39,7 +39,7 @@ from offline.expert_placement.grouping import (
 )
 from offline.expert_placement.locality import local_rule, weighted_rule
 from offline.expert_placement.replication import hot_experts, load_skew, num_replicas, with_replicas
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 
 TOKENS = 128  # tokens of a step, the paper's batch size
 BATCHES = 100  # held-out steps
@@ -345,7 +345,7 @@ def _name_of(topology: Topology) -> str:
 def _mean_over_seeds(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
     """Return the rows of each trace, with numbers averaged over the seeds."""
     paths = options.all_traces("calibration traces with routes, or published routes")
-    traces = {path: read_observed(path) for path in paths}
+    traces = {path: read_calibration_trace(path) for path in paths}
     rows: Rows = []
     for path, runs in each_seed(options, traces, lambda path, seed: make(traces[path], seed)):
         for same in zip(*runs, strict=True):

@@ -25,7 +25,7 @@ from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import hosts_of
 from offline.expert_placement.cost import LayerCost, LayerWork
 from offline.expert_placement.eplb import eplb_placement
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 
 RANKS = 8
 RATIOS = (1.0, 1.125, 1.25, 1.5)
@@ -59,7 +59,7 @@ class Source:
     @classmethod
     def read(cls, path: Path, seed: int) -> Source:
         """Read a trace and split it by the seed. Raise UserInputError if the file has no routes."""
-        trace = read_observed(path)
+        trace = read_calibration_trace(path)
         if trace.routes is None:
             raise UserInputError(f"{path} has no routes")
         order = np.random.default_rng(seed).permutation(len(trace.ids))

@@ -23,7 +23,7 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 from examples.demo_model import WEIGHTS
 from offline.predictor import expert_frequencies, fit_signature_predictor, token_shares
 from offline.route_files import MODELS, read_samples, trace_of
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 
 SIZES = (50, 100, 300, 1000)  # calibration prompts
 USUAL = 300
@@ -34,7 +34,7 @@ Index = NDArray[np.int64]
 def prompts_of(options: Options) -> Prompts:
     """Return the prompts of the options' trace. Raise UserInputError if it lacks routes or token ids."""
     path = options.trace("a calibration trace with routes and token ids (offline.calibrate --routes)")
-    trace = read_observed(path)
+    trace = read_calibration_trace(path)
     if trace.routes is None or trace.token_ids is None:
         raise UserInputError(f"{path} has no routes or no token ids; make it with offline.calibrate --routes")
     return Prompts.from_trace(trace)

@@ -24,7 +24,7 @@ from offline.expert_placement.cost import LayerCost, LayerWork
 from offline.expert_placement.director import director_placement
 from offline.expert_placement.forecast import decode_correction, expected_workload
 from offline.expert_placement.workload import placed_work
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 
 STEPS = 256  # decode steps of a batch, in which observed steps repeat
 PER_RANK = 64  # requests per rank
@@ -74,7 +74,7 @@ Forecast = Callable[[Batch], NDArray[np.float64]]
 
 def read_routes(path: Path) -> CalibrationTrace:
     """Read a calibration trace with routes, or published routes. Raise UserInputError without routes."""
-    trace = read_observed(path)
+    trace = read_calibration_trace(path)
     if trace.routes is None:
         raise UserInputError(f"{path} has no routes (calibrate with --routes)")
     if len(set(trace.decode_steps.tolist())) > 1:

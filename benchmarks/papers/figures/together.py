@@ -20,7 +20,7 @@ from benchmarks.papers.figures.eldr import COST
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.scheduling import make_policy
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts
 from offline.simulation.run import simulate
@@ -43,7 +43,7 @@ BETTER = {"tpot_p50_ms": 1, "tpot_p99_ms": 1, "output_tokens_per_s": -1, "imbala
 def policies(options: Options) -> Rows:
     """Compare policies by load and barrier. `dominated_by` lists policies better in all of BETTER."""
     experts_path, trace_path = options.two_traces()
-    trace = read_observed(experts_path)
+    trace = read_calibration_trace(experts_path)
     traffic = Traffic(trace_path)
     experts = Experts.from_trace(trace)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loadgen.traces import TraceRequest, read_trace
+from loadgen.traces import RecordedArrival, read_arrival_trace
 from offline.simulation.requests import Requests
 
 SHARE_LEARNT = 0.2  # first part of a trace, from which predictors learn
@@ -17,7 +17,7 @@ class Traffic:
     """A request trace (Azure CSV or Mooncake JSON lines): a part for predictors, and a replayed part."""
 
     def __init__(self, path: Path) -> None:
-        records = read_trace(path)
+        records = read_arrival_trace(path)
         cut = round(SHARE_LEARNT * len(records))
         self.past, self.played = records[:cut], records[cut:]
 
@@ -48,7 +48,7 @@ class Traffic:
         )
         return float((output * (prompt + output / 2)).sum() / output.sum())
 
-    def keys(self, requests: list[TraceRequest]) -> tuple[str, ...]:
+    def keys(self, requests: list[RecordedArrival]) -> tuple[str, ...]:
         """Return the keys of the prompt-keyed predictor: the recorded prefix, or a bucket of prompt lengths.
 
         Azure's traces have no prompt ids. The paper permits quantiles of the length instead (C.2.1).

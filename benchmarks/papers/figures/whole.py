@@ -45,9 +45,9 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import Policy, StepCost, make_policy
-from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace
+from loadgen.traces import BLOCK_TOKENS, RecordedArrival, read_arrival_trace
 from offline.predictor import fit_signature_predictor
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode, Whole
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
@@ -81,7 +81,7 @@ class Inputs:
 
     trace: CalibrationTrace
     experts: Experts
-    records: list[TraceRequest]
+    records: list[RecordedArrival]
     cost: StepCost
 
     @classmethod
@@ -91,7 +91,7 @@ class Inputs:
         Raises:
             UserInputError: a file or the cost lacks what the study needs.
         """
-        trace, records = read_observed(routes_path), read_trace(trace_path)
+        trace, records = read_calibration_trace(routes_path), read_arrival_trace(trace_path)
         if not all(record.hash_ids for record in records):
             raise UserInputError(f"{trace_path} has no prefix blocks; give Mooncake's conversation trace")
         if trace.token_ids is None:
@@ -243,7 +243,7 @@ def _many_domains(trace: CalibrationTrace, members: Index, number: int, rng: np.
 def _sessions(
     trace: CalibrationTrace,
     members: Index,
-    records: list[TraceRequest],
+    records: list[RecordedArrival],
     number: int,
     rng: np.random.Generator,
 ) -> Requests:

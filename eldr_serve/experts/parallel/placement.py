@@ -17,14 +17,20 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eldr_serve.arrays import Ints
+from eldr_serve.artifact_metadata import (
+    ArtifactError,
+    ArtifactMetadata,
+    build_artifact,
+    parse_metadata,
+    read_file,
+)
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_all
-from eldr_serve.records import ArtifactError, Record, build, parse_record, read_file
 
 _KEY = "physical_to_logical_map"
 
 
-class _PlacementRecord(Record):
+class _PlacementMetadata(ArtifactMetadata):
     schema_: Literal["eldr.expert-placement/1"] = Field(default="eldr.expert-placement/1", alias="schema")
     layers: int = Field(ge=1)
     slots: int = Field(ge=1)
@@ -137,7 +143,7 @@ class ExpertPlacement:
         """
         content = self.to_json()
         layers, slots = self.physical_to_logical.shape
-        record = _PlacementRecord(
+        metadata = _PlacementMetadata(
             model=self.model,
             fingerprint=self.fingerprint,
             layers=layers,
@@ -152,7 +158,7 @@ class ExpertPlacement:
         )
         return {
             path: content,
-            _sidecar_path(path): record.model_dump_json(by_alias=True, indent=1).encode() + b"\n",
+            _sidecar_path(path): metadata.model_dump_json(by_alias=True, indent=1).encode() + b"\n",
         }
 
     def save(self, path: Path | str) -> None:
@@ -169,22 +175,22 @@ class ExpertPlacement:
     def parse(cls, content: bytes, sidecar: bytes | str, names: tuple[str, str]) -> Self:
         """Parse the contents of a file and its sidecar; errors contain the `names` of the two files."""
         name, sidecar_name = names
-        record = parse_record(_PlacementRecord, sidecar, sidecar_name)
-        slots = build(name, lambda: _parse_map(content, record.layers, record.slots))
-        if hashlib.sha256(content).hexdigest() != record.map_sha256:
+        metadata = parse_metadata(_PlacementMetadata, sidecar, sidecar_name)
+        slots = build_artifact(name, lambda: _parse_map(content, metadata.layers, metadata.slots))
+        if hashlib.sha256(content).hexdigest() != metadata.map_sha256:
             raise ArtifactError(f"{name} is not the placement that {Path(sidecar_name).name} describes")
-        return build(
+        return build_artifact(
             name,
             lambda: cls(
                 slots,
-                record.ranks,
-                record.num_experts,
-                record.model,
-                record.method,
-                record.nodes,
-                record.fingerprint,
-                record.report,
-                None if record.expected_tokens is None else _to_array(record.expected_tokens),
+                metadata.ranks,
+                metadata.num_experts,
+                metadata.model,
+                metadata.method,
+                metadata.nodes,
+                metadata.fingerprint,
+                metadata.report,
+                None if metadata.expected_tokens is None else _to_array(metadata.expected_tokens),
             ),
         )
 

@@ -108,7 +108,8 @@ class MarginalCost(Policy):
     def added_cost(self, request: PlacementRequest, loads: Loads) -> NDArray[np.float64]:
         """Return the cost of the request at each worker, float64[W]; zeros if no counts are known.
 
-        With a tail power of 1 the cost is the time that the request adds to a step over all requests, s.
+        With a tail power of 1 the cost is the time that the request adds to a step, summed over all requests
+        of the worker and itself, s. The time of its uncached prompt is divided by the steps of its answer.
         """
         levels = self.active.levels(request)
         if levels is None:

@@ -25,7 +25,7 @@ from benchmarks.serving.barrier import barrier, barrier_arguments, policy_and_pa
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.sse import StreamTiming
-from loadgen.traces import TraceRequest
+from loadgen.traces import RecordedArrival
 from offline.simulation.cluster import Cluster, Decode
 from tests.support.in_process import command, sentence
 from tests.support.shipped import ROOT
@@ -97,7 +97,7 @@ def test_a_scheduler_writes_its_steps_and_an_incomplete_line_is_ignored(
 
 
 def test_lengths_are_scaled_to_their_means_and_limited() -> None:
-    trace = [TraceRequest(0.0, prompt, output) for prompt, output in [(10, 8), (30, 2)]]
+    trace = [RecordedArrival(0.0, prompt, output) for prompt, output in [(10, 8), (30, 2)]]
     scale = Scale(prompt=200, output=10, longest_output=12, context=260)
     assert scale.longest_prompt == 248
     lengths = scale.lengths(trace)

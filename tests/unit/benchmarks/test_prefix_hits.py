@@ -7,12 +7,12 @@ import random
 
 from benchmarks.lib.whole.workloads import SHRINK, conversations
 from benchmarks.serving.prefix_hits import first_prompt, next_prompt, row
-from loadgen.traces import BLOCK_TOKENS, TraceRequest
+from loadgen.traces import BLOCK_TOKENS, RecordedArrival
 from tests.support.in_process import command, sentence
 
 
-def turn(tokens: int, *blocks: int, output: int = 64) -> TraceRequest:
-    return TraceRequest(0.0, tokens, output, blocks)
+def turn(tokens: int, *blocks: int, output: int = 64) -> RecordedArrival:
+    return RecordedArrival(0.0, tokens, output, blocks)
 
 
 def test_first_prompts_share_the_blocks_that_they_share_in_the_trace() -> None:

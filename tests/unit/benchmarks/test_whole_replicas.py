@@ -24,7 +24,7 @@ from benchmarks.lib.whole.workloads import (
 from benchmarks.serving import whole_replicas
 from eldr_serve.errors import UserInputError
 from loadgen.sse import StreamTiming
-from loadgen.traces import BLOCK_TOKENS, TraceRequest
+from loadgen.traces import BLOCK_TOKENS, RecordedArrival
 from loadgen.workload import WorkloadPrompt
 from tests.support.in_process import command, sentence
 
@@ -45,7 +45,7 @@ def test_turns_of_a_session_follow_the_trace_in_order() -> None:
     turns: dict[str, list[tuple[int, ...]]] = {}
     turns |= {"a": [(0, 1), (0, 1, 2), (0, 1, 2, 3)], "b": [(0, 9), (0, 9, 8), (0, 9, 7)], "c": [(0, 5)]}
     records = [
-        TraceRequest(float(turn), len(ids) * BLOCK_TOKENS, 80, ids)
+        RecordedArrival(float(turn), len(ids) * BLOCK_TOKENS, 80, ids)
         for turn in range(3)
         for ids in (session[turn] for session in turns.values() if turn < len(session))
     ]

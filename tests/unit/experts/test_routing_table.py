@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save as save_tensors
 
+from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.files import write_atomically
-from eldr_serve.records import ArtifactError
 from tests.support.full_disk import full_disk
 from tests.support.predictors import PREDICTOR
 from tests.support.tables import unit_table

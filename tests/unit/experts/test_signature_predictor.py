@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.experts.signature_predictor import SignaturePredictor, tokenizer_fingerprint
-from eldr_serve.records import ArtifactError
 from tests.support.predictors import PREDICTOR, E, K, L, R, V, predictor
 
 

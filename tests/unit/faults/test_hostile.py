@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from eldr_serve.ingress.routes import ROUTES
+from eldr_serve.ingress.endpoints import ENDPOINTS
 from tests.fuzz.__main__ import _read, hostile, send, send_all
 from tests.fuzz.cases import FuzzCase, by_hand, case, known_cases
 from tests.fuzz.connections import occupy, slow_request
@@ -86,7 +86,7 @@ def test_cases_are_numerous_and_distinct_and_repeat_by_seed() -> None:
 
 def test_each_endpoint_has_hundreds_of_written_cases_and_its_share_of_mutations() -> None:
     path_of: dict[str, str] = {}
-    for endpoint in ROUTES:
+    for endpoint in ENDPOINTS:
         if endpoint.body is not None:
             path_of.setdefault(endpoint.body, endpoint.path)  # the others are aliases
     written, mutated = (

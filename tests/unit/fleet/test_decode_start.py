@@ -23,8 +23,8 @@ class Replicas:
         self.reports: dict[str, QueueReport] = {}
         self.directory = self
 
-    def slot_calls_of(self, name: str) -> int:
-        return self.calls[name]
+    def slot_calls_of(self, worker: str) -> int:
+        return self.calls[worker]
 
 
 def run(main: Callable[[Any, DecodeStartEstimator], Any], **calls: int) -> None:

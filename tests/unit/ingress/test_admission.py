@@ -24,8 +24,8 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.ingress import body as request_body
 from eldr_serve.ingress.admission import AdmissionMiddleware, Gate
 from eldr_serve.ingress.body import BodyShare, parse_json
+from eldr_serve.ingress.endpoints import ENDPOINTS, PUBLIC_PATHS
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.ingress.routes import PUBLIC_PATHS, ROUTES
 from tests.support.fake_fleet import answer_with
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app
@@ -187,7 +187,7 @@ async def test_unknown_adapters_are_refused_without_an_engine_call() -> None:
 async def test_the_openapi_document_is_served() -> None:
     async with running_app() as app:
         paths = (await app.client.get("/openapi.json")).json()["paths"]
-    assert paths.keys() == {endpoint.documented_path for endpoint in ROUTES}
+    assert paths.keys() == {endpoint.documented_path for endpoint in ENDPOINTS}
     assert paths["/eldr/shadow"].keys() == {"put", "delete"}
     assert [parameter["name"] for parameter in paths["/v1/models/{model}"]["get"]["parameters"]] == ["model"]
     headers = [parameter["name"] for parameter in paths[COMPLETIONS]["post"]["parameters"]]

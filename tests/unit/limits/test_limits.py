@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eldr_serve.engine.calls import STEERING_HEADERS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
-from eldr_serve.ingress.routes import ROUTES, Caller
+from eldr_serve.ingress.endpoints import ENDPOINTS, Caller
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
 from tests.support.fake_fleet import answer_with
@@ -42,7 +42,7 @@ async def test_endpoints_need_the_key_of_their_callers(tmp_path: Path, caller: C
         Caller.TENANTS: ("", "Bearer no", "a", f"Bearer {KEY}"),
         Caller.OPERATORS: ("", "Bearer no", KEY, "Bearer a"),
     }
-    endpoints = [endpoint for endpoint in ROUTES if endpoint.caller is caller]
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.caller is caller]
     calls = [(method, endpoint.documented_path) for endpoint in endpoints for method in endpoint.methods]
     async with with_tenants(tmp_path, {"a": {}}) as app:
         for method, path in calls:

@@ -14,7 +14,7 @@ from scipy import stats
 from eldr_serve.errors import UserInputError
 from loadgen.arrivals import Arrival, closed_loop, open_loop, output_lengths, poisson, share
 from loadgen.load import Load
-from loadgen.traces import BLOCK_TOKENS, TraceRequest, read_trace, replay
+from loadgen.traces import BLOCK_TOKENS, RecordedArrival, read_arrival_trace, replay
 from loadgen.workload import WorkloadPrompt
 from tests.support.shipped import ROOT
 
@@ -92,15 +92,15 @@ MOONCAKE = (
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> list[TraceRequest]:
+def trace(tmp_path: Path) -> list[RecordedArrival]:
     (tmp_path / "m.jsonl").write_text(MOONCAKE)
-    return read_trace(tmp_path / "m.jsonl")
+    return read_arrival_trace(tmp_path / "m.jsonl")
 
 
-def test_both_formats_can_be_read(trace: list[TraceRequest], tmp_path: Path) -> None:
+def test_both_formats_can_be_read(trace: list[RecordedArrival], tmp_path: Path) -> None:
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(AZURE.encode()))
-    assert read_trace(tmp_path / "a.csv.gz")[1] == TraceRequest(4.3146, 396, 109)
-    assert trace[1] == TraceRequest(1.5, 2000, 9, (0, 1, 2, 3))
+    assert read_arrival_trace(tmp_path / "a.csv.gz")[1] == RecordedArrival(4.3146, 396, 109)
+    assert trace[1] == RecordedArrival(1.5, 2000, 9, (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_a_bad_trace_is_refused_in_one_sentence_with_its_line(
 ) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(UserInputError, match=rf"\A.*{line}.*\Z"):
-        read_trace(tmp_path / name)
+        read_arrival_trace(tmp_path / name)
 
 
-def test_only_equal_leading_blocks_become_equal_text(trace: list[TraceRequest]) -> None:
+def test_only_equal_leading_blocks_become_equal_text(trace: list[RecordedArrival]) -> None:
     first, longer, other = list(replay(trace, PROMPTS, chars_per_token=2))
     block = BLOCK_TOKENS * 2
     assert [len(a.prompt.text) for a in (first, longer, other)] == [2400, 4000, 1200]
@@ -138,12 +138,12 @@ def test_only_equal_leading_blocks_become_equal_text(trace: list[TraceRequest]) 
     assert block <= common_prefix(first.prompt.text, other.prompt.text) < block + 10
     assert first.prompt.domain == longer.prompt.domain  # one conversation
     assert list(replay(trace, PROMPTS, chars_per_token=2)) == [first, longer, other]
-    one, two = replay([TraceRequest(0, 100, 5), TraceRequest(1, 100, 5)], PROMPTS[:1])  # without blocks
+    one, two = replay([RecordedArrival(0, 100, 5), RecordedArrival(1, 100, 5)], PROMPTS[:1])  # without blocks
     assert len(one.prompt.text) == len(two.prompt.text) == 400
     assert common_prefix(one.prompt.text, two.prompt.text) < 5
 
 
-def test_speed_and_limits_are_applied(trace: list[TraceRequest]) -> None:
+def test_speed_and_limits_are_applied(trace: list[RecordedArrival]) -> None:
     options = {"speed": 2, "max_prompt_tokens": 200, "max_tokens": 8, "chars_per_token": 4}
     arrivals = list(replay(trace, PROMPTS, **options))
     assert [a.due_s for a in arrivals] == [0.0, 0.75, 1.25]

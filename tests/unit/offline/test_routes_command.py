@@ -22,7 +22,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import StepCost
 from offline.place import place
 from offline.route_files import MODELS, read_trace_of_routes
-from offline.scenario import Routes, ScenarioInputs, read_observed, read_scenario
+from offline.scenario import Routes, ScenarioInputs, read_calibration_trace, read_scenario
 from offline.simulate import with_traces
 from offline.simulation.calibration import FittedCost
 from tests.support.in_process import command, sentence
@@ -119,13 +119,13 @@ def test_samples_are_drawn_and_held_out_by_domain(published: Path, tmp_path: Pat
 
 
 def test_published_files_are_read_where_traces_are(published: Path, tmp_path: Path) -> None:
-    assert read_observed(published, "routes").model == DEEPSEEK
+    assert read_calibration_trace(published, "routes").model == DEEPSEEK
     records = [record | {"prompt": "a b"} for record in route_records(GPTOSS, each=5, tokens=(150, 170))]
     records[0]["prompt"] = None  # not published
     path = route_file(tmp_path / "routes.jsonl.gz", records)
     long = [record for record in records if record["decode_tokens"] >= 160]
     assert 1 < len(long) < 10
-    assert read_observed(path, "gpt-oss").ids == [record["id"] for record in long]
+    assert read_calibration_trace(path, "gpt-oss").ids == [record["id"] for record in long]
     prompts = gptoss_prompts(path)
     assert prompts.trace.ids == [record["id"] for record in long if record["prompt"]]
     assert prompts.trace.routes is not None

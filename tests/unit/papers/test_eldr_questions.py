@@ -10,7 +10,7 @@ from benchmarks.papers.figures import eldr_domains, eldr_signatures
 from benchmarks.papers.figures.common import Options
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import TRANSFORMS
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from tests.support.traces import favourites_trace, route_file, route_records, save_trace
 
 
@@ -29,7 +29,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_half_has_half_of_every_domain(trace: Path) -> None:
-    requests = read_observed(trace)
+    requests = read_calibration_trace(trace)
     fit, test = eldr_domains.halves(requests, seed=3)
     assert sorted([*fit, *test]) == list(range(90))
     for part in (fit, test):
@@ -39,7 +39,7 @@ def test_each_half_has_half_of_every_domain(trace: Path) -> None:
 
 
 def test_requests_are_drawn_in_the_mix(trace: Path) -> None:
-    requests = read_observed(trace).subset(np.arange(10, 90))  # 20, 30 and 30 requests
+    requests = read_calibration_trace(trace).subset(np.arange(10, 90))  # 20, 30 and 30 requests
     assert eldr_domains.shares(requests, "even") == pytest.approx(dict.fromkeys(("law", "math", "en"), 1 / 3))
     assert eldr_domains.shares(requests, "as recorded") == pytest.approx(
         {"law": 1 / 4, "math": 3 / 8, "en": 3 / 8}

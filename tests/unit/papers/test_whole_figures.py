@@ -13,9 +13,9 @@ from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
 from benchmarks.papers.reproduce import reproduce
 from eldr_serve.scheduling import Loads, MarginalCost, StepCost, check_policy
 from eldr_serve.scheduling.cost_file import FittedCost
-from loadgen.traces import read_trace
+from loadgen.traces import read_arrival_trace
 from offline.predictor import fit_signature_predictor
-from offline.scenario import read_observed
+from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode, Whole
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
@@ -40,9 +40,9 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conversations: Path) -> None:
-    records = read_trace(conversations)
+    records = read_arrival_trace(conversations)
     requests = whole._sessions(
-        read_observed(observed), np.arange(360), records, 1200, np.random.default_rng(0)
+        read_calibration_trace(observed), np.arange(360), records, 1200, np.random.default_rng(0)
     )
     kinds: dict[str, set[int]] = {}
     for key, kind, blocks in zip(requests.keys, requests.kind.tolist(), requests.blocks, strict=True):
@@ -56,7 +56,7 @@ def test_a_session_has_one_kind_and_its_turns_share_blocks(observed: Path, conve
 
 
 def test_an_applications_requests_share_only_its_system_prompt(observed: Path) -> None:
-    trace = read_observed(observed)
+    trace = read_calibration_trace(observed)
     requests = whole._system_prompts(trace, np.arange(360), 400, np.random.default_rng(0))
     system = {
         key: blocks[: whole.SYSTEM_BLOCKS] for key, blocks in zip(requests.keys, requests.blocks, strict=True)
@@ -72,7 +72,7 @@ def test_an_applications_requests_share_only_its_system_prompt(observed: Path) -
 
 
 def test_a_long_prompt_begins_like_its_session_and_all_its_tokens_predict(observed: Path) -> None:
-    trace = read_observed(observed)  # prompts of 20 tokens
+    trace = read_calibration_trace(observed)  # prompts of 20 tokens
     members, kind = np.arange(360), np.array([3, 3, 70])
     lengths = np.array([20, 47, 47])
     requests = Requests(np.arange(3.0), lengths, np.full(3, 5), kind, keys=("a", "a", "b"))

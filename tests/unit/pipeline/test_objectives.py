@@ -22,7 +22,7 @@ from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import build_services
 from eldr_serve.queues.prediction import WINDOW_S
-from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, WorkerLoads
+from eldr_serve.scheduling import DecodeLoads, StepCost, StepTimeModel, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
 from tests.support.request_path import (
     FakeRouterClient,
@@ -33,7 +33,7 @@ from tests.support.request_path import (
 )
 
 RATE = 1000.0  # of a prefill engine, tokens/s
-STEP = StepLoad(StepCost(fixed_s=0.01, per_request_s=0.01, per_expert_s=0.0))
+STEP = StepTimeModel(StepCost(fixed_s=0.01, per_request_s=0.01, per_expert_s=0.0))
 
 
 class Service:
@@ -207,7 +207,7 @@ def loads(*in_flight: int, **fields: Any) -> DecodeLoads:
         (loads(4, 8), 0.0601, True),  # 10 ms, and 10 ms for each of five requests
         (loads(4, 8), 0.0599, False),
         (loads(4, 8, waiting=2), 0.0601, False),  # one more at each worker
-        (loads(4, 8, step=StepLoad()), 0.001, True),  # no step was measured
+        (loads(4, 8, step=StepTimeModel()), 0.001, True),  # no step was measured
         (None, 0.001, True),  # the router does not answer
     ],
 )
@@ -321,7 +321,7 @@ def test_cached_tokens_of_a_whole_replica_take_no_time() -> None:
 
     async def main() -> None:
         service.report_measurement()
-        service.router.loads = loads(0, 0, cached_tokens=[0, 1900], step=StepLoad(), cached_share=0.5)
+        service.router.loads = loads(0, 0, cached_tokens=[0, 1900], step=StepTimeModel(), cached_share=0.5)
         context = await service.send(2000, ttft_s=1.0)
         assert context is not None
         # The rate is that of prompts that are half cached.

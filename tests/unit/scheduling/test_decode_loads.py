@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.router.messages import decoder, encode
-from eldr_serve.scheduling import DecodeLoads, StepCost, StepLoad, StepSums, WorkerLoads, prompt_blocks
+from eldr_serve.scheduling import DecodeLoads, StepCost, StepSums, StepTimeModel, WorkerLoads, prompt_blocks
 from tests.support.fake_router import place_one, router_and_client, router_state
 
 COST = StepCost(fixed_s=4e-3, per_request_s=1e-4, per_kv_token_s=1e-6, per_expert_s=5e-5)
@@ -26,24 +26,24 @@ def test_active_experts_grow_like_those_of_independent_requests() -> None:
 
     measured = {n: active(n) for n in (4, 8, 16)}
     steps = StepSums.from_steps([8] * 50, [800] * 50, [measured[8]] * 50, [0.01] * 50)
-    load = StepLoad.from_steps(COST, steps, experts)
+    model = StepTimeModel.from_steps(COST, steps, experts)
     for requests, found in measured.items():
-        assert load.seconds(requests, 100) == pytest.approx(COST.seconds(requests, 100, found), rel=0.02)
+        assert model.seconds(requests, 100) == pytest.approx(COST.seconds(requests, 100, found), rel=0.02)
 
 
 def test_prompts_lengthen_the_steps_of_whole_replicas() -> None:
     cost = StepCost(per_prompt_token_s=1e-4)
     decode = StepSums.from_steps([4] * 10, [40] * 10, [9] * 10, [0.01] * 10)
     prompts = StepSums.from_prompts([4] * 10, [40] * 10, [800] * 10, [0.09] * 10)
-    steady, busy = (StepLoad.from_steps(cost, steps, 0) for steps in (decode, decode + prompts))
+    steady, busy = (StepTimeModel.from_steps(cost, steps, 0) for steps in (decode, decode + prompts))
     # 8000 tokens in 20 steps of 4 requests: 100 tokens for each request in a step.
     assert busy.seconds(6, 0) - steady.seconds(6, 0) == pytest.approx(6 * 100 * 1e-4)
 
 
 def test_nothing_is_predicted_without_a_cost() -> None:
     with pytest.raises(ValueError, match="unknown"):
-        StepLoad().seconds(1, 1)
-    assert StepLoad.from_steps(COST, StepSums(), 64).seconds(1, 0) == pytest.approx(4.1e-3)
+        StepTimeModel().seconds(1, 1)
+    assert StepTimeModel.from_steps(COST, StepSums(), 64).seconds(1, 0) == pytest.approx(4.1e-3)
 
 
 def test_loads_travel_as_messages() -> None:
@@ -51,7 +51,7 @@ def test_loads_travel_as_messages() -> None:
     assert cost.seconds(2, 0, 0) > 0  # and caches a table
     columns = {"in_flight": [3], "kv_tokens": [70], "cached_tokens": [16]}
     workers = WorkerLoads(("r0",), **{name: np.array(column) for name, column in columns.items()})
-    loads = DecodeLoads(workers, 2, StepLoad(cost, 64, 0.9, 5.0), 0.25)
+    loads = DecodeLoads(workers, 2, StepTimeModel(cost, 64, 0.9, 5.0), 0.25)
     copy = decoder(DecodeLoads)(encode(loads))
     assert replace(copy, workers=workers) == loads
     assert copy.workers.rows == {"r0": 0}

@@ -57,7 +57,7 @@ def parse_request(engine_request: EngineRequest) -> Any:
     except Exception as error:
         raise RequestRefusedError(one_line_message(error), status=400, param=parameter_of(error)) from error
     if isinstance(request, ResponsesRequest):
-        _check_response(request)
+        _refuse_stored_responses(request)
     prefix = "resp_" if engine_request.id and engine_request.method == "responses" else ""
     own_fields = {
         "request_id": f"{prefix}{engine_request.id}",
@@ -67,7 +67,7 @@ def parse_request(engine_request: EngineRequest) -> Any:
     request = request.model_copy(
         update={name: value for name, value in own_fields.items() if name in field_names and value}
     )
-    _check_neighbours(request)
+    _refuse_harm_to_batch(request)
     is_chat = "messages" in field_names and engine_request.method not in ("messages", "count_tokens")
     return _validate_messages(request) if is_chat else request
 
@@ -96,7 +96,7 @@ async def parse_generation(engine_request: EngineRequest, engine: Any) -> Any:
     return _validate_messages(chat)
 
 
-def _check_neighbours(request: Any) -> None:
+def _refuse_harm_to_batch(request: Any) -> None:
     """Refuse a field with which vLLM would spoil or delay the other requests of a batch."""
     if getattr(request, "logprob_token_ids", None):
         # vLLM pads the log-probabilities of all requests of the batch to these tokens.
@@ -116,7 +116,7 @@ def _check_neighbours(request: Any) -> None:
         )
 
 
-def _check_response(request: ResponsesRequest) -> None:
+def _refuse_stored_responses(request: ResponsesRequest) -> None:
     """Refuse a request that needs stored responses, which vLLM keeps in the memory of one engine."""
     for name in ("background", "previous_response_id"):
         if getattr(request, name):

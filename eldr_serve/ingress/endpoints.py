@@ -132,7 +132,7 @@ async def _page(replica: Replica, request: Request) -> Response:
 
 
 _GET = ("GET",)
-ROUTES: tuple[Endpoint, ...] = (
+ENDPOINTS: tuple[Endpoint, ...] = (
     _generation("/v1/chat/completions", "chat"),
     _generation("/v1/completions", "completions"),
     _generation("/v1/responses", "responses"),
@@ -166,4 +166,4 @@ ROUTES: tuple[Endpoint, ...] = (
     _operation("/eldr/experts", AdminEndpoints.place_experts),
     _operation("/eldr/drain", AdminEndpoints.drain),
 )
-PUBLIC_PATHS = frozenset(endpoint.path for endpoint in ROUTES if endpoint.caller is Caller.ANYONE)
+PUBLIC_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.caller is Caller.ANYONE)

@@ -1,4 +1,4 @@
-"""Common parts of all artifact files: a validated metadata record and one-sentence errors."""
+"""Common parts of all artifact files: validated metadata and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eldr_serve.errors import UserInputError, one_line_message
 
 A = TypeVar("A")
-R = TypeVar("R", bound="Record")
+M = TypeVar("M", bound="ArtifactMetadata")
 
 
 class ArtifactError(UserInputError):
     """A file is invalid; the message is one sentence."""
 
 
-class Record(BaseModel):
-    """Metadata of a file."""
+class ArtifactMetadata(BaseModel):
+    """Metadata of an artifact file, as JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,15 +43,15 @@ def read_file(path: Path | str) -> bytes:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parse_record(record: type[R], text: str | bytes, name: str) -> R:
-    """Parse the record of the file `name`; raise ArtifactError that names the first invalid field."""
+def parse_metadata(schema: type[M], text: str | bytes, name: str) -> M:
+    """Parse the metadata of the file `name`; raise ArtifactError that names the first invalid field."""
     try:
-        return record.model_validate_json(text)
+        return schema.model_validate_json(text)
     except ValidationError as error:
         raise ArtifactError(f"{name} has a record that does not fit, {one_line_message(error)}") from error
 
 
-def build(name: str, make: Callable[[], A]) -> A:
+def build_artifact(name: str, make: Callable[[], A]) -> A:
     """Return `make()`; convert its KeyError and ValueError to an ArtifactError with the file's name."""
     try:
         return make()
