@@ -30,8 +30,8 @@ from eldr_serve.request import (
     num_sequences,
     tenant_salt,
 )
-from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router_client.client import RouterClient
+from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling import Lease
 
 _NOT_FOR_ENGINES = {

@@ -24,8 +24,14 @@ from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.monitoring.supervision import start_supervised
-from eldr_serve.router import methods
-from eldr_serve.router.messages import (
+from eldr_serve.router_client.calls import RouterCalls
+from eldr_serve.router_client.local_fallback import LocalFallback
+from eldr_serve.router_client.operator_calls import OperatorCalls
+from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_client.subscription import RouterSubscription
+from eldr_serve.router_client.waiting import WaitingRequests
+from eldr_serve.router_protocol import methods
+from eldr_serve.router_protocol.messages import (
     Counted,
     IngressReport,
     Leased,
@@ -37,12 +43,6 @@ from eldr_serve.router.messages import (
     decoder,
     encode,
 )
-from eldr_serve.router_client.calls import RouterCalls
-from eldr_serve.router_client.local_fallback import LocalFallback
-from eldr_serve.router_client.operator_calls import OperatorCalls
-from eldr_serve.router_client.scorer import Scorer
-from eldr_serve.router_client.subscription import RouterSubscription
-from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
 
 _MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
