@@ -81,20 +81,17 @@ class RouterClient:
         self.leases: dict[str, Lease] = {}
         self._counters = counters or IngressCounters()
         self._fallback = LocalFallback(workers)
-        count_expired = partial(self._counters.count, IngressEvent.QUEUE_EXPIRED)
-        self._waiting = WaitingRequests(
-            timeout_s, lambda error: self._subscription.give_up(error), count_expired
-        )
         self._calls: dict[str, OpenCall] = {}  # open calls of requests
         self._reporting: asyncio.Task[None] | None = None
         # `_report` sends these to the router.
         self._progress: set[str] = set()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
-        # Last, since the link calls this client.
         self._subscription = RouterSubscription(
             self.name, router_calls, workers, self, self._counters, timeout_s=timeout_s
         )
+        count_expired = partial(self._counters.count, IngressEvent.QUEUE_EXPIRED)
+        self._waiting = WaitingRequests(timeout_s, self._subscription.give_up, count_expired)
         self.operator = OperatorCalls(self._subscription)
 
     def start(self) -> None:
