@@ -214,7 +214,7 @@ def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
         max_tokens=max(1, plan.load.max_tokens // 2),  # with shorter answers more requests end
         min_tokens=max(1, plan.load.min_tokens // 2),
     )
-    what = "load, of which the service makes its routing table"
+    what = "load from which the service fits its routing table"
     for number in range(_STRETCHES):
         _load(service, plan, ScheduledTrial(number, 0, POLICIES[0], seed=number), load, what=what)
         with _step("waiting for the routing table") as log:
@@ -351,7 +351,7 @@ def demo(
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before the measured part, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
     first_table: Annotated[
-        int, typer.Option(min=16, help="Requests from which the service makes its routing table.")
+        int, typer.Option(min=16, help="Requests from which the service fits its routing table.")
     ] = 120,
     table_seconds: Annotated[
         int, typer.Option(min=1, help="Load for the first routing table, s; repeated until it is live.")
