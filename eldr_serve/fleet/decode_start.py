@@ -50,10 +50,10 @@ class DecodeStartEstimator:
         )
 
     def postpone_if_full(self, call: WaitingCall) -> float:
-        """Postpone the assumed start of a worker's work on a call without a token yet, and return it.
+        """Postpone a call's expected start to now if other answers fill the worker, and return the start.
 
-        The call waits for a slot while the worker is full and other calls may be generating, whose tokens
-        have a time limit. If no call has a token yet, only first tokens and ends of calls postpone the start.
+        The call has no token yet, and waits for a slot. The time limits of the other answers' tokens bound
+        this wait. If no call has a token yet, only first tokens and ends of calls postpone the start.
         """
         worker = call.worker
         if self._is_full(worker) and self._calls(worker) > self._call_starts.num_waiting(worker):

@@ -1,4 +1,4 @@
-"""One attempt to answer a request: prefill, place, decode, release."""
+"""The steps that answer a request, in their order: prefill, place, decode, release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call to a decode engine, with its place in the engine's queue and the measurement of expert counts."""
+"""An attempt's use of its decode engine: a place in the queue, the answer, and measured expert counts."""
 
 from __future__ import annotations
 

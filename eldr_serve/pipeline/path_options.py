@@ -1,4 +1,4 @@
-"""Limits on attempts and waiting times for the steps of a request, and the choice of a prefill replica."""
+"""The sections `path` and `prefill_router` of a deployment YAML."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         gt=0,
         description="time limit for the first token of a decode call, s. It begins when the prompt should "
         "have been computed, or with the replica's last answer to an earlier call if that is later. Time in "
-        "which answers with tokens fill the replica's slots does not count. An answer without generated tokens, "
-        "such as embeddings, has the same limit",
+        "which answers with tokens fill the replica's slots does not count. An answer without generated "
+        "tokens, such as embeddings, has the same limit",
     )
     next_token_timeout_s: float = Field(
         default=15.0, gt=0, description="time limit for each further token of a decode call, s"

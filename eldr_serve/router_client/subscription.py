@@ -1,4 +1,4 @@
-"""An ingress's connection to the DecodeRouter actor: one subscription, renewed when its channel is lost."""
+"""Recovery of an ingress's connection to the DecodeRouter actor, with the leases that the ingress holds."""
 
 from __future__ import annotations
 
