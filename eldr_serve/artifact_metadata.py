@@ -48,7 +48,7 @@ def parse_metadata(schema: type[M], text: str | bytes, name: str) -> M:
     try:
         return schema.model_validate_json(text)
     except ValidationError as error:
-        raise ArtifactError(f"{name} has a record that does not fit, {one_line_message(error)}") from error
+        raise ArtifactError(f"{name} has invalid metadata: {one_line_message(error)}") from error
 
 
 def build_artifact(name: str, make: Callable[[], A]) -> A:

@@ -66,7 +66,7 @@ def start(
     service = OperatorClient(f"http://127.0.0.1:{port}", key)
     with ThreadPoolExecutor(1) as importing:
         builder = importing.submit(_builder)  # while Ray starts
-        log("a Ray cluster of its own")
+        log("starting a private Ray cluster")
         context = ray.init(
             "local",
             num_cpus=8,

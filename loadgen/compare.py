@@ -133,8 +133,8 @@ def compare(
             with _restore_policy_at_end(service, journal, names):
                 if burn_in_seconds:
                     console.print(f"burn-in: {burn_in_seconds} s of load that is not measured")
-                    first = Trial(unfinished[0].policy, unfinished[0].round)
-                    drive(service, first, replace(load, seconds=burn_in_seconds), seed=seed, scratch=out)
+                    first = replace(unfinished[0], seed=seed)
+                    drive(service, first, replace(load, seconds=burn_in_seconds), scratch=out)
                 _measure(service, journal, unfinished, load, console, scratch=out)
         except KeyboardInterrupt:
             console.print(f"stopped; the same command resumes from the trials in {out}")
@@ -233,12 +233,11 @@ def _measure(
         bar = progress.add_task("", total=len(scheduled) * load_s)
         for number, slot in enumerate(scheduled):
             progress.update(bar, description=f"{slot.policy}, round {slot.round + 1}")
-            trial = Trial(slot.policy, slot.round)
 
             def tick(elapsed_s: float, first_s: float = number * load_s) -> None:
                 progress.update(bar, completed=first_s + min(elapsed_s, load_s))
 
-            drive(service, trial, load, seed=slot.seed, scratch=scratch, tick=tick)
+            trial = drive(service, slot, load, scratch=scratch, tick=tick)
             journal.put(slot.key, asdict(trial))
             left_s = (time.perf_counter() - start) / (number + 1) * (len(scheduled) - number - 1)
             failed = sum("error" in record for record in trial.requests)

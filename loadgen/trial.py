@@ -26,6 +26,10 @@ JOURNAL = "journal.jsonl"  # in the folder of a comparison
 RESTORE = "restore"  # key of the server's own policy; None after it was restored
 
 
+class TrialFailedError(ChildProcessError):
+    """The load generator has failed; the message is one sentence."""
+
+
 @dataclass(frozen=True)
 class LoadSpec:
     """The load of every trial."""
@@ -117,41 +121,41 @@ def read_trials(folder: Path) -> list[Trial]:
 
 def drive(
     service: OperatorClient,
-    trial: Trial,
+    step: ScheduledTrial,
     load: LoadSpec,
     *,
-    seed: int,
     scratch: Path,
     tick: Callable[[float], None] = lambda elapsed_s: None,
-) -> None:
-    """Set the policy, send the load, wait for all answers, and fill the trial.
+) -> Trial:
+    """Set the policy, send the load, wait for all answers, and return the results.
 
     Args:
-        trial: its policy is one that parse_policy accepts.
-        seed: seed of prompts and arrivals. The same seed sends the same requests at the same times.
+        step: the trial. The same seed sends the same requests at the same times.
         scratch: folder for locust's log and record.
         tick: called about twice per second with the seconds since the load began.
 
     Raises:
-        UserInputError: the server refused the policy, or locust could not run.
+        UserInputError: the server refused the policy.
+        TrialFailedError: locust could not run.
     """
-    service.set_policy(*parse_policy(trial.policy))
+    service.set_policy(*parse_policy(step.policy))
     service.wait_idle()
     counters_before = service.status().get("counters", {})
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
     with _sample_status(service) as samples:
-        _run_locust(_command(service.url, load, seed, record), log, tick)
+        _run_locust(_command(service.url, load, step.seed, record), log, tick)
     service.wait_idle()
     counters_after = service.status().get("counters", {})
-    trial.requests = [json.loads(line) for line in record.read_text().splitlines()]
+    requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
-    trial.placed, trial.best = (
+    placed, best = (
         counters_after.get(name, 0) - counters_before.get(name, 0) for name in ("placed", "best_worker")
     )
-    start_s = load_start_unix_s(trial.requests, samples)
-    trial.load = [(s.unix_s - start_s, s.in_flight) for s in samples if s.unix_s >= start_s]
+    start_s = load_start_unix_s(requests, samples)
+    in_flight = [(s.unix_s - start_s, s.in_flight) for s in samples if s.unix_s >= start_s]
     from_s = start_s + load.warm_up_s
-    trial.engines = totals_between(samples, from_s, from_s + load.seconds)
+    engines = totals_between(samples, from_s, from_s + load.seconds)
+    return Trial(step.policy, step.round, requests, engines, placed, best, in_flight)
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,7 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
                     process.wait()
     if process.returncode not in (0, 1):  # 1: requests failed; their records say which
         output = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
-        raise UserInputError(f"locust ended with status {process.returncode}: {output[-1]} (see {log})")
+        raise TrialFailedError(f"locust ended with status {process.returncode}: {output[-1]} (see {log})")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from loadgen.report import distributions, figures_table, load_over_time, placeme
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import LatencyObjective
-from loadgen.trial import LoadSpec, Trial, drive, schedule_trials
+from loadgen.trial import LoadSpec, ScheduledTrial, Trial, drive, schedule_trials
 from loadgen.workload import balanced_sample, read_prompts
 from offline.demo_arguments import demo_arguments
 
@@ -177,9 +177,7 @@ def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], No
     return folder, _begin("offline.widen", *arguments, log=out / "widen.log")
 
 
-def _load(
-    service: OperatorClient, plan: _Plan, trial: Trial, load: LoadSpec, *, seed: int, what: str
-) -> None:
+def _load(service: OperatorClient, plan: _Plan, step: ScheduledTrial, load: LoadSpec, *, what: str) -> Trial:
     with _step(what) as log:
         whole_s = load.warm_up_s + load.seconds
 
@@ -187,7 +185,7 @@ def _load(
             sent = f"{elapsed_s:.0f} of {whole_s} s of requests"
             log(sent if elapsed_s < whole_s else "waiting for the last answers")
 
-        drive(service, trial, load, seed=seed, scratch=plan.out, tick=tick)
+        return drive(service, step, load, scratch=plan.out, tick=tick)
 
 
 def _wait_for_table(service: OperatorClient, log: Callable[[str], None]) -> tuple[bool, str]:
@@ -216,9 +214,9 @@ def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
         max_tokens=max(1, plan.load.max_tokens // 2),  # with shorter answers more requests end
         min_tokens=max(1, plan.load.min_tokens // 2),
     )
-    what = "load, of which the service makes its routing table"
+    what = "load from which the service fits its routing table"
     for number in range(_STRETCHES):
-        _load(service, plan, Trial(POLICIES[0], 0), load, seed=number, what=what)
+        _load(service, plan, ScheduledTrial(number, 0, POLICIES[0], seed=number), load, what=what)
         with _step("waiting for the routing table") as log:
             live, note = _wait_for_table(service, log)
         if live:
@@ -237,9 +235,8 @@ def _measure_rounds(service: OperatorClient, plan: _Plan) -> list[Trial]:
     """Measure every policy once in each round, in random order."""
     trials = []
     for step in schedule_trials(POLICIES, plan.rounds, plan.seed):
-        trial = Trial(step.policy, step.round)
         what = f"round {step.round + 1} of {plan.rounds}: {step.policy}"
-        _load(service, plan, trial, plan.load, seed=1 + step.seed, what=what)
+        trial = _load(service, plan, replace(step, seed=1 + step.seed), plan.load, what=what)
         trials.append(trial)
         if e := trial.engines:
             batch, cost = e["requests"] / e["steps"], 1000 * e["seconds"] / e["requests"]
@@ -354,7 +351,7 @@ def demo(
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before the measured part, s.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Trials of each policy, in turn.")] = 6,
     first_table: Annotated[
-        int, typer.Option(min=16, help="Requests from which the service makes its routing table.")
+        int, typer.Option(min=16, help="Requests from which the service fits its routing table.")
     ] = 120,
     table_seconds: Annotated[
         int, typer.Option(min=1, help="Load for the first routing table, s; repeated until it is live.")

@@ -68,9 +68,9 @@ def live_placement(
             pending, recent = ray.get([router.pending_counts.remote(), router.recent_counts.remote()])
             if (result := update_placement(planner, client, pending or recent)) is not None:
                 typer.echo(result)
-        except ServiceError as error:
+        except UserInputError as error:
             typer.echo(f"placement unchanged: {one_line_message(error)}")
-        except (RayError, ValueError) as error:  # unreachable, or of another deployment
+        except (RayError, ValueError) as error:  # no such actor, or it is lost
             typer.echo(f"the router of {application!r} does not answer: {one_line_message(error)}")
         time.sleep(every)
 
@@ -155,9 +155,7 @@ class Planner:
         """
         shapes = {(engine["ranks"], engine["slots"]) for engine in live.values()}
         if len(shapes) > 1:
-            raise UserInputError(
-                f"decode replicas have {len(shapes)} kinds of slots: no one placement fits them"
-            )
+            raise UserInputError("decode replicas differ in ranks or slots, so no single placement fits all")
         ((ranks, slots),) = shapes
         newest = recent[-self._prompts :]
         counts = np.stack([counts for counts in newest if counts.shape == newest[-1].shape]).astype(float)

@@ -68,7 +68,9 @@ def place(
     cost: Cost = None,
     token_bytes: TokenBytes = 4096,
     expert_bytes: ExpertBytes = None,
-    seed: Annotated[int, typer.Option(help="Seed of the halves, of clustering and of batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the split into fit and held-out samples, clustering and batches.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False,
 ) -> None:
     """Fit a placement to half of the requests, report on the other half, and write it."""
@@ -161,7 +163,7 @@ def _linear(problem: Problem) -> Ints:
 
 def _make_topology(ranks: int, nodes: int) -> Topology:
     if ranks % nodes:
-        raise UserInputError(f"{ranks} ranks do not divide by {nodes} nodes")
+        raise UserInputError(f"{ranks} ranks cannot be split evenly over {nodes} nodes")
     return Topology(ranks=ranks, nodes=nodes)
 
 

@@ -24,7 +24,8 @@ from loadgen.text_files import numbered_lines
 
 BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 BASE32 = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
-_AGAIN = "get the whole file again, or name its model by `eldr routes --model`"
+_FILE_REMEDY = "get the whole file again"
+_MODEL_REMEDY = f"{_FILE_REMEDY}, or name its model by `eldr routes --model`"
 _UNKNOWN = 2**16 - 1  # stands for a letter that names no expert
 
 
@@ -121,7 +122,7 @@ def read_samples(
             raise UserInputError(f"{where}: id {record['id']!r} is that of line {before}; remove one of them")
         on_sample()
     if model is None:
-        raise UserInputError(f"{path} is empty: {_AGAIN}")
+        raise UserInputError(f"{path} is empty: {_FILE_REMEDY}")
     return model, samples
 
 
@@ -181,10 +182,10 @@ def _parse_record(where: str, line: str) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserInputError(f"{where} is not JSON ({error}): {_AGAIN}") from None
+        raise UserInputError(f"{where} is not JSON ({error}): {_FILE_REMEDY}") from None
     for name in ("id", "domain", "routes"):
         if not isinstance(record, dict) or name not in record:
-            raise UserInputError(f"{where} has no field {name!r}: {_AGAIN}")
+            raise UserInputError(f"{where} has no field {name!r}: {_FILE_REMEDY}")
     return record
 
 
@@ -193,7 +194,7 @@ def _recognise_model(where: str, record: dict[str, Any]) -> RouteFileFormat:
         if model.tokens_field in record:
             return model
     fields = " or ".join(f"{model.tokens_field!r} ({name})" for name, model in MODELS.items())
-    raise UserInputError(f"{where} has no field {fields}, so that its model is unknown: {_AGAIN}")
+    raise UserInputError(f"{where} has no field {fields}, so that its model is unknown: {_MODEL_REMEDY}")
 
 
 def _parse_routes(where: str, record: dict[str, Any], model: RouteFileFormat) -> NDArray[np.uint16]:
@@ -201,7 +202,8 @@ def _parse_routes(where: str, record: dict[str, Any], model: RouteFileFormat) ->
     tokens = record.get(model.tokens_field)
     if not isinstance(tokens, int) or tokens < 1:
         raise UserInputError(
-            f"{where}: {model.tokens_field} of {model.name} is {tokens!r}, not a number of tokens: {_AGAIN}"
+            f"{where}: {model.tokens_field} of {model.name} is {tokens!r}, not a number of tokens: "
+            f"{_MODEL_REMEDY}"
         )
     ids = _expert_ids(record["routes"], model.alphabet)
     per_token = model.layers * model.top_k
@@ -209,7 +211,8 @@ def _parse_routes(where: str, record: dict[str, Any], model: RouteFileFormat) ->
     if ids is None or len(ids) != expected:
         content = "neither letters nor ids" if ids is None else f"{len(ids)} experts"
         raise UserInputError(
-            f"{where}: routes are {content}, not {expected} of {tokens} tokens of {model.name}: {_AGAIN}"
+            f"{where}: routes are {content}, not {expected} of {tokens} tokens of {model.name}: "
+            f"{_MODEL_REMEDY}"
         )
     wrong = np.flatnonzero((ids < 0) | (ids >= model.experts))
     if len(wrong):
@@ -218,7 +221,7 @@ def _parse_routes(where: str, record: dict[str, Any], model: RouteFileFormat) ->
         raise UserInputError(
             f"{where}: routes[{position}] is {record['routes'][position]!r} (token {position // per_token}, "
             f"layer {layer}, choice {choice}), which names none of the {model.experts} experts of "
-            f"{model.name}: {_AGAIN}"
+            f"{model.name}: {_MODEL_REMEDY}"
         )
     routes = ids.astype(np.uint16).reshape(-1, model.layers, model.top_k)
     return _check_distinct(where, routes, model)
@@ -245,6 +248,6 @@ def _check_distinct(where: str, routes: NDArray[np.uint16], model: RouteFileForm
         token, layer = repeated[0].tolist()
         raise UserInputError(
             f"{where}: routes name an expert of layer {layer} twice for token {token}, which {model.name} "
-            f"cannot choose: {_AGAIN}"
+            f"cannot choose: {_MODEL_REMEDY}"
         )
     return routes

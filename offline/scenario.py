@@ -74,7 +74,8 @@ class Routes(ScenarioPart):
     """The experts that requests use, as observed."""
 
     kind: Literal["trace", "routes", "gpt-oss"] = Field(
-        description="a CalibrationTrace with routes; published routes of a known model; GPT-OSS-20B's"
+        description="format of the file: trace is a CalibrationTrace with routes, routes are the published "
+        "ones of a known model, gpt-oss are those of GPT-OSS-20B"
     )
     path: Path
     fit_path: Path | None = Field(

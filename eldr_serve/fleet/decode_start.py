@@ -50,7 +50,7 @@ class DecodeStartEstimator:
         )
 
     def postpone_if_full(self, call: WaitingCall) -> float:
-        """Postpone the assumed start of a worker's work on a call without a token yet, and return it.
+        """Postpone a call's expected start to now if other answers fill the worker, and return the start.
 
         The call waits for a slot while its worker has more calls than slots and others may be generating,
         whose tokens have a time limit. If no call has a token yet, only first tokens and ends of calls

@@ -27,9 +27,9 @@ from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
 from eldr_serve.scheduling.worker_names import replica_of
 from eldr_serve.signatures.control import PoolControl
 

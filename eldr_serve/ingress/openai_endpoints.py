@@ -30,8 +30,8 @@ from eldr_serve.request import (
     num_sequences,
     tenant_salt,
 )
-from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router_client.client import RouterClient
+from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling import Lease
 
 _NOT_FOR_ENGINES = {
@@ -89,19 +89,13 @@ class OpenAIEndpoints:
         prompt_tokens = len(body) // _BYTES_PER_TOKEN
         reservation.reserve(prompt_tokens + count * max_new_tokens(fields))
         self._router.start()
-        context = self._log.begin(request.scope["path"], _request(method, request, body, fields))
+        sending = _SendingTask(self._counters)
+        pipeline_request = _request(method, request, body, fields)
+        context = self._log.begin(request.scope["path"], pipeline_request, on_overflow=sending.cancel)
         reservation.used = partial(context.used_tokens, prompt_tokens)
         request.state.id_headers = {"x-eldr-request": context.request_id}
         if context.trace_id:
             request.state.id_headers["x-eldr-trace"] = context.trace_id
-        sending_tasks: list[asyncio.Task[Any]] = []
-
-        def cancel_sending() -> None:
-            self._counters.count(IngressEvent.SLOW_CLIENTS)
-            for task in sending_tasks:
-                task.cancel()
-
-        context.on_overflow = cancel_sending
         run = self._path.generate(context)
         try:
             first = await anext(run)
@@ -123,7 +117,7 @@ class OpenAIEndpoints:
             # Only for streams: a whole answer arrives after its last token, so its hand-over includes decode.
             headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
         if fields.stream:
-            return _Streamed(first, run, headers, sending_tasks, record)
+            return _Streamed(first, run, headers, sending, record)
         content = b"".join([first, *[chunk async for chunk in run]])
         return Response(content, 200, headers, "application/json")
 
@@ -200,11 +194,28 @@ def _placement_headers(lease: Lease) -> dict[str, str]:
     }
 
 
+class _SendingTask:
+    """The task that sends a stream, once it has begun. It is cancelled if the client reads too slowly."""
+
+    def __init__(self, counters: IngressCounters) -> None:
+        self._counters = counters
+        self._task: asyncio.Task[Any] | None = None
+
+    def begin(self) -> None:
+        """Make the current task the one that sends."""
+        self._task = asyncio.current_task()
+
+    def cancel(self) -> None:
+        """Count a slow client, and end the task."""
+        self._counters.count(IngressEvent.SLOW_CLIENTS)
+        if self._task is not None:
+            self._task.cancel()
+
+
 class _Streamed(Response):
     """A streaming response that ends the engine calls as soon as the client disconnects.
 
     Args:
-        tasks: list to which the sending task is appended.
         on_sent: called when all bytes are sent.
     """
 
@@ -213,20 +224,18 @@ class _Streamed(Response):
         first: bytes,
         run: AsyncGenerator[bytes, None],
         headers: dict[str, str],
-        tasks: list[asyncio.Task[Any]],
+        sending: _SendingTask,
         on_sent: Callable[[], None],
     ) -> None:
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._first = first
         self._run = run
-        self._tasks = tasks
+        self._sending = sending
         self._on_sent = on_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.append(task)
+        self._sending.begin()
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})

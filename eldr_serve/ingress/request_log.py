@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from eldr_serve.pipeline.request_context import RequestContext
@@ -26,16 +28,20 @@ class RequestLog:
         self._every = every
         self._tracing = tracing
 
-    def begin(self, path: str, request: Request) -> RequestContext:
+    def begin(self, path: str, request: Request, on_overflow: Callable[[], None]) -> RequestContext:
         """Return the context of a new request, which is logged when the request has ended.
 
         With tracing, the headers of the trace are added to the request's.
+
+        Args:
+            on_overflow: see RequestContext.
         """
         trace = self._tracing.begin(path, request.headers) if self._tracing else None
         if trace is None:
-            return RequestContext(request, path, self._ended)
+            return RequestContext(request, path, self._ended, on_overflow)
         request.headers.update(trace.headers)
-        return RequestContext(request, path, lambda context: self._ended(context, trace), trace_id=trace.id)
+        on_end = partial(self._ended, trace=trace)
+        return RequestContext(request, path, on_end, on_overflow, trace_id=trace.id)
 
     def _ended(self, context: RequestContext, trace: Trace | None = None) -> None:
         if self._every or context.failures.messages:  # as a warning, since deployments show warnings

@@ -19,8 +19,8 @@ class ConcurrencyLimiter:
 
     Args:
         max_requests: maximum number of concurrent requests.
-        max_waiting: maximum number of waiting requests. Beyond it, the newest request is refused of the
-            tenant that has the most waiting requests relative to its priority.
+        max_waiting: maximum number of waiting requests. Beyond it, the tenant with the most waiting requests
+            per unit of priority loses its newest one.
         max_wait_s: maximum wait, s; a request is refused at once if it would wait longer by the rate at which
             permits became free.
         clock: returns the time, s.

@@ -1,4 +1,4 @@
-"""One attempt to answer a request: prefill, place, decode, release."""
+"""The steps that answer a request, in their order: prefill, place, decode, release."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Attempt:
             services.router_client.progress(context.request_id, context.answer.num_tokens)
         with (
             context.record.decode_stages(lease.worker) as stages,
-            DecodeCall(services, context, self._prompt, lease) as decode,
+            self._decode_call(lease) as decode,
         ):
             try:
                 self._call = decode.send()
@@ -193,6 +193,17 @@ class Attempt:
                 if not decode.begun:
                     raise self._decode_failure("the answer was empty", decode, suspects_prefill=True)
                 services.outliers.record_success(lease.worker)
+
+    def _decode_call(self, lease: Lease) -> DecodeCall:
+        return DecodeCall(
+            self._context,
+            self._prompt,
+            lease,
+            fleet=self._services.fleets.decode,
+            decode_starts=self._services.decode_starts,
+            router_client=self._services.router_client,
+            options=self._services.options,
+        )
 
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
         record = self._context.record

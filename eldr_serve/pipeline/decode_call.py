@@ -1,4 +1,4 @@
-"""One call to a decode engine, with its place in the engine's queue and the measurement of expert counts."""
+"""An attempt's use of its decode engine: a place in the queue, the answer, and measured expert counts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from eldr_serve.channel import Call, CallFailedError, ChannelLostError, Chunk
 from eldr_serve.engine.calls import split_expert_counts
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
+from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.measured_counts import MeasuredCounts
+from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prompt import Prompt
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.services import Services
+from eldr_serve.queues.call_start import WaitingCall
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease
 
 
@@ -28,24 +32,38 @@ class DecodeCall:
         ended: the engine no longer works on the call.
     """
 
-    def __init__(self, services: Services, context: RequestContext, prompt: Prompt, lease: Lease) -> None:
+    def __init__(
+        self,
+        context: RequestContext,
+        prompt: Prompt,
+        lease: Lease,
+        *,
+        fleet: Fleet,
+        decode_starts: DecodeStartEstimator,
+        router_client: RouterClient,
+        options: PathOptions,
+    ) -> None:
         self.worker = lease.worker
         self.call: Call | None = None
         self.begun = False
         self.ended = False
-        self._services = services
         self._context = context
         self._prompt = prompt
+        self._fleet = fleet
+        self._decode_starts = decode_starts
+        self._router_client = router_client
+        self._options = options
+        self._queued: WaitingCall | None = None
         self._measured: MeasuredCounts | None = None
+        self._engine_request = self._make_engine_request()
 
     def __enter__(self) -> DecodeCall:
-        self._engine_request = self._make_engine_request()
         self._prompt.enter(self.worker)
-        self._queued = self._services.decode_starts.enter(self.worker, self._prompt.remaining_s)
+        self._queued = self._decode_starts.enter(self.worker, self._prompt.remaining_s)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._services.decode_starts.leave(self._queued, answered=self.ended)
+        self._leave_queue(answered=self.ended)
         if self.call is not None and not self.ended:
             self.call.cancel()
         if self._measured is not None:
@@ -53,15 +71,15 @@ class DecodeCall:
 
     def send(self) -> Call:
         """Send and return the call; raise ChannelLostError if there is no channel to the worker's replica."""
-        services = self._services
+        assert self._queued is not None
         request = self._context.request
         self._measured = self._measure_counts()
-        self.call = services.fleets.decode.call(self.worker, "generate", self._engine_request)
+        self.call = self._fleet.call(self.worker, "generate", self._engine_request)
         self.call.on_overflow = self._context.on_overflow
         # Without a stream, an engine that also prefills sends nothing before its whole answer.
         if request.fields.stream or self._prompt.kv_transfer_params is not None:
-            options = services.options
-            since = partial(services.decode_starts.postpone_if_full, self._queued)
+            options = self._options
+            since = partial(self._decode_starts.postpone_if_full, self._queued)
             self.call.set_timeouts(options.first_token_timeout_s, options.next_token_timeout_s, since=since)
         return self.call
 
@@ -75,15 +93,19 @@ class DecodeCall:
             raise
         except ChannelLostError:
             self.ended = True
-            self._services.decode_starts.leave(self._queued, answered=False)
+            self._leave_queue(answered=False)
             raise
         if chunk is None:
             self.ended = True
         elif not self.begun:
             self.begun = True
-            self._services.decode_starts.leave(self._queued, answered=True)
+            self._leave_queue(answered=True)
             self._prompt.on_first_token()
         return chunk
+
+    def _leave_queue(self, *, answered: bool) -> None:
+        assert self._queued is not None
+        self._decode_starts.leave(self._queued, answered=answered)
 
     def _make_engine_request(self) -> EngineRequest:
         context = self._context
@@ -106,11 +128,10 @@ class DecodeCall:
 
     def _measure_counts(self) -> MeasuredCounts | None:
         """Report the prompt's expert counts to the router once the decode engine has computed it."""
-        services = self._services
         request_id = self._context.request_id
         prompt_ids = self._prompt.ids_to_compute
         if prompt_ids is None or self._context.answer.num_tokens:
             return None
-        set_counts = partial(services.router_client.set_measured_counts, request_id, prompt_ids)
+        set_counts = partial(self._router_client.set_measured_counts, request_id, prompt_ids)
         request = EngineRequest(id=request_id)
-        return MeasuredCounts(services.fleets.decode.call(self.worker, WAIT_FOR_COUNTS, request), set_counts)
+        return MeasuredCounts(self._fleet.call(self.worker, WAIT_FOR_COUNTS, request), set_counts)

@@ -1,4 +1,4 @@
-"""Failures of one request's attempts, and the exceptions that end an attempt."""
+"""Reasons for the end of an attempt, by which the next one avoids engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A limit, in one ingress, on the number of answers that move off draining decode engines at once."""
+"""Protection of the other decode engines from all the answers of a draining engine at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to one request as far as it has been generated."""
+"""What another engine needs to continue an answer whose engine is lost or drained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on attempts and waiting times for the steps of a request, and the choice of a prefill replica."""
+"""The sections `path` and `prefill_router` of a deployment YAML."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     prefill_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="time limit of a prefill call, s, from the time at which its prompt should have been "
-        "computed, but not before the replica's last answer to an earlier call",
+        description="time limit of a prefill call, s. It begins when the prompt should have been computed, "
+        "or with the replica's last answer to an earlier call if that is later",
     )
     first_token_timeout_s: float = Field(
         default=60.0,
         gt=0,
-        description="time limit for the first token of a decode call, s, from the time at which its prompt "
-        "should have been computed, but not before the replica's last answer to an earlier call; time in "
-        "which calls with tokens fill the replica's slots does not count. Also the limit "
-        "for an answer without generated tokens, such as embeddings",
+        description="time limit for the first token of a decode call, s. It begins when the prompt should "
+        "have been computed, or with the replica's last answer to an earlier call if that is later. Time in "
+        "which answers with tokens fill the replica's slots does not count. An answer without generated "
+        "tokens, such as embeddings, has the same limit",
     )
     next_token_timeout_s: float = Field(
         default=15.0, gt=0, description="time limit for each further token of a decode call, s"
@@ -100,8 +100,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     whole_per_s: float = Field(
         default=8.0,
         ge=0,
-        description="requests/s that one ingress sends to decode engines without prefill while no prefill "
-        "replica can be reached; more wait as for a full KV cache",
+        description="maximum rate at which one ingress lets decode engines compute prompts while no prefill "
+        "replica can be reached, requests/s; further requests wait as for a full KV cache",
     )
     retry_backoff_s: float = Field(
         default=0.05, ge=0, description="mean backoff before the first retry, s; doubled for each further one"

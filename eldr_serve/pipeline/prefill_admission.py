@@ -1,4 +1,4 @@
-"""Admission of prompts to the prefill queues, which are bounded in estimated waiting time."""
+"""A bound on the estimated waiting time of prompts in the prefill queues."""
 
 from __future__ import annotations
 

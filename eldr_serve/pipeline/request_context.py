@@ -1,4 +1,4 @@
-"""State of one request in this process, from its admission to its end."""
+"""What the steps of a request share with each other and with the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times and outcome of one request, for its line in the log and its trace."""
+"""What a request's line in the log and its trace show."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ class RequestRecord:
                 self.status = 500
                 return True
         elif error is not None:
+            # CancelledError or GeneratorExit: the HTTP server ends the work of a client that disconnects.
             self.client_disconnected = True
         elif self.status is None:
             self.status = 200

@@ -1,4 +1,4 @@
-"""Services that all requests of one ingress share."""
+"""Assembly of the objects that answer the requests of one ingress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill on the engines of the prefill deployment."""
+"""Prefill before placement, so that the router knows the experts of a prompt."""
 
 from __future__ import annotations
 

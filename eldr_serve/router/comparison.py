@@ -11,7 +11,7 @@ from typing import Any
 
 from eldr_serve.errors import one_line_message
 from eldr_serve.metrics import RouterEvent
-from eldr_serve.router.messages import LiveSettings
+from eldr_serve.router_protocol.messages import LiveSettings
 from eldr_serve.scheduling import Placer, Policy, Shadow, StepCost, StepSums
 
 logger = logging.getLogger(__name__)

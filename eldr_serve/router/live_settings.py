@@ -12,8 +12,8 @@ from typing import Any
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.metrics import RouterEvent
-from eldr_serve.router.messages import LiveSettings, NamedPolicy
 from eldr_serve.router.settings_check import Policies, SettingsCheck
+from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
 
 logger = logging.getLogger(__name__)
 

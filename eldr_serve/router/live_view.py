@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane, Point
+from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling import CentroidTable, Lease, LeaseState, Placer, StepSums
 
 _POINTS = 400  # newest requests shown in the signature space

@@ -8,9 +8,9 @@ from typing import Any
 
 from eldr_serve.metrics import COUNTERS, COUNTERS_BY_NAME, ROUTER
 from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
-from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
+from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling import Lease
 
 

@@ -13,7 +13,9 @@ import time
 
 from eldr_serve.channel import Reply
 from eldr_serve.channel.server import OpenMethod
-from eldr_serve.router.messages import (
+from eldr_serve.router.metrics import RouterMetrics
+from eldr_serve.router.state import RouterState
+from eldr_serve.router_protocol.messages import (
     Counted,
     IngressReport,
     Leased,
@@ -26,8 +28,6 @@ from eldr_serve.router.messages import (
     decoder,
     encode,
 )
-from eldr_serve.router.metrics import RouterMetrics
-from eldr_serve.router.state import RouterState
 from eldr_serve.scheduling import Lease, LeaseState
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from pydantic_core import to_jsonable_python
 from eldr_serve.experts.artifact import Artifact
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.router.messages import NamedPolicy
+from eldr_serve.router_protocol.messages import NamedPolicy
 from eldr_serve.scheduling import DEFAULT_POLICY, StepCost, make_policy
 from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.signatures.settings import PoolSettings

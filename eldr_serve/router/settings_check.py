@@ -9,7 +9,7 @@ from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.router.messages import LiveSettings
+from eldr_serve.router_protocol.messages import LiveSettings
 from eldr_serve.scheduling import PlacementRequest, Policy, PolicyError, make_policy
 
 MAX_SETTINGS_BYTES = 60 * 2**20  # table and predictor, which share one frame of the channel

@@ -19,10 +19,16 @@ from eldr_serve.metrics import NamedCounter, RouterEvent
 from eldr_serve.router.comparison import Comparison
 from eldr_serve.router.live_settings import LiveSettingsStore, SettingsChange
 from eldr_serve.router.live_view import LiveView
-from eldr_serve.router.messages import LOCAL_FALLBACK, IngressReport, LiveSettings, NamedPolicy, Restore
 from eldr_serve.router.positions import Positions
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
+from eldr_serve.router_protocol.messages import (
+    LOCAL_FALLBACK,
+    IngressReport,
+    LiveSettings,
+    NamedPolicy,
+    Restore,
+)
 from eldr_serve.scheduling import (
     BlockChanges,
     DecodeLoads,

@@ -14,9 +14,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
 from eldr_serve.channel import Channel
-from eldr_serve.router.messages import encode
-from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router_protocol.messages import encode
+from eldr_serve.router_protocol.methods import Arguments, Result, RouterMethod
 
 
 class RouterCalls:

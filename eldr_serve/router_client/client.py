@@ -24,8 +24,14 @@ from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.monitoring.supervision import start_supervised
-from eldr_serve.router import methods
-from eldr_serve.router.messages import (
+from eldr_serve.router_client.calls import RouterCalls
+from eldr_serve.router_client.local_fallback import LocalFallback
+from eldr_serve.router_client.operator_calls import OperatorCalls
+from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_client.subscription import RouterSubscription
+from eldr_serve.router_client.waiting import WaitingRequests
+from eldr_serve.router_protocol import methods
+from eldr_serve.router_protocol.messages import (
     Counted,
     IngressReport,
     Leased,
@@ -37,12 +43,6 @@ from eldr_serve.router.messages import (
     decoder,
     encode,
 )
-from eldr_serve.router_client.calls import RouterCalls
-from eldr_serve.router_client.local_fallback import LocalFallback
-from eldr_serve.router_client.operator_calls import OperatorCalls
-from eldr_serve.router_client.scorer import Scorer
-from eldr_serve.router_client.subscription import RouterSubscription
-from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
 
 _MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
@@ -81,20 +81,17 @@ class RouterClient:
         self.leases: dict[str, Lease] = {}
         self._counters = counters or IngressCounters()
         self._fallback = LocalFallback(workers)
-        count_expired = partial(self._counters.count, IngressEvent.QUEUE_EXPIRED)
-        self._waiting = WaitingRequests(
-            timeout_s, lambda error: self._subscription.give_up(error), count_expired
-        )
         self._calls: dict[str, OpenCall] = {}  # open calls of requests
         self._reporting: asyncio.Task[None] | None = None
         # `_report` sends these to the router.
         self._progress: set[str] = set()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
-        # Last, since the subscription calls this client.
         self._subscription = RouterSubscription(
             self.name, router_calls, workers, self, self._counters, timeout_s=timeout_s
         )
+        count_expired = partial(self._counters.count, IngressEvent.QUEUE_EXPIRED)
+        self._waiting = WaitingRequests(timeout_s, self._subscription.give_up, count_expired)
         self.operator = OperatorCalls(self._subscription)
 
     def start(self) -> None:

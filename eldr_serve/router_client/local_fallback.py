@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from eldr_serve.errors import OverloadedError
-from eldr_serve.router.messages import LOCAL_FALLBACK
+from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
 from eldr_serve.scheduling import Lease, LeaseState, LoadLedger
 
 

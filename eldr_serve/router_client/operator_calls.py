@@ -6,10 +6,10 @@ from typing import Any
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.errors import SwapRefusedError
-from eldr_serve.router import methods
-from eldr_serve.router.messages import LiveSettings, NamedPolicy
-from eldr_serve.router.methods import Arguments, RouterMethod
 from eldr_serve.router_client.subscription import RouterSubscription
+from eldr_serve.router_protocol import methods
+from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
+from eldr_serve.router_protocol.methods import Arguments, RouterMethod
 
 
 class OperatorCalls:

@@ -15,7 +15,7 @@ from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.router.messages import LiveSettings
+from eldr_serve.router_protocol.messages import LiveSettings
 from eldr_serve.scheduling import PlacementRequest
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""An ingress's connection to the DecodeRouter actor: one subscription, renewed when its channel is lost."""
+"""Recovery of an ingress's connection to the DecodeRouter actor, with the leases that the ingress holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
-from eldr_serve.router import methods
-from eldr_serve.router.messages import IngressReport, LiveSettings, Place, Restore, Workers, decoder, encode
-from eldr_serve.router.methods import Arguments, Result, RouterMethod
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_protocol import methods
+from eldr_serve.router_protocol.messages import (
+    IngressReport,
+    LiveSettings,
+    Place,
+    Restore,
+    Workers,
+    decoder,
+    encode,
+)
+from eldr_serve.router_protocol.methods import Arguments, Result, RouterMethod
 from eldr_serve.scheduling import Lease
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = 
         int[L, P].
 
     Raises:
-        UserInputError: the placements differ in shape, or the slots do not divide by the ranks.
+        UserInputError: the placements differ in shape, or the slots cannot be split evenly over the ranks.
     """
     before, after = parse_pair(old, new, ranks)
     if alike:

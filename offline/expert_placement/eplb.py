@@ -42,7 +42,7 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
         ("slots", num_physical, ranks),
     ):
         if parts < 1 or total % parts:
-            raise UserInputError(f"{total} {what} do not divide by {parts}")
+            raise UserInputError(f"{total} {what} cannot be split evenly into {parts} parts")
     return np.stack([_eplb_layer(row, num_physical, groups, nodes, ranks) for row in weight])
 
 
@@ -59,7 +59,7 @@ def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
     """
     activity = _check_activity(activation)
     if ranks < 1 or activity.shape[1] % ranks:
-        raise UserInputError(f"{activity.shape[1]} experts do not divide by {ranks} ranks")
+        raise UserInputError(f"{activity.shape[1]} experts cannot be split evenly over {ranks} ranks")
     return np.stack([np.concatenate(_pack(row, ranks)) for row in activity])
 
 

@@ -92,10 +92,10 @@ def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:
     """Return the number of slots of each rank, P / G.
 
     Raises:
-        UserInputError: slots do not divide by the ranks, or are fewer than experts, or more per rank.
+        UserInputError: slots cannot be split evenly over the ranks, are fewer than experts, or more per rank.
     """
     if num_physical % ranks:
-        raise UserInputError(f"{num_physical} slots do not divide by {ranks} ranks")
+        raise UserInputError(f"{num_physical} slots cannot be split evenly over {ranks} ranks")
     if not num_experts <= num_physical <= num_experts * ranks:
         raise UserInputError(
             f"{num_physical} slots are not from {num_experts} (each expert once) to {num_experts * ranks} "

@@ -48,7 +48,7 @@ def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high:
     """
     n = len(affinity)
     if not groups * low <= n <= groups * high:
-        raise UserInputError(f"{n} experts do not go into {groups} groups of {low} to {high}")
+        raise UserInputError(f"{n} experts cannot be divided into {groups} groups of {low} to {high}")
     label = np.array(initial)
     size = np.bincount(label, minlength=groups)
     gain = affinity @ np.eye(groups)[label]  # [n, groups], affinity of each expert to each group
@@ -82,7 +82,7 @@ def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) 
         UserInputError: fewer experts than groups, or more than the groups' capacity.
     """
     if not groups <= n <= groups * (capacity or n):
-        raise UserInputError(f"{n} experts do not go into {groups} groups of 1 to {capacity or n}")
+        raise UserInputError(f"{n} experts cannot be divided into {groups} groups of 1 to {capacity or n}")
     ideal = n // groups
     slack = max(1, round(ideal * ratio)) if ratio > 0 else 0
     high = max(ideal + slack, -(-n // groups))

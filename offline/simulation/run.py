@@ -65,8 +65,8 @@ def simulate(
     Args:
         policy: a new policy, which has its table if it needs one.
         experts: the experts that `requests.kind` refers to; None for a dense model.
-        ranks: int[L,E], the EP rank of each expert, the same on all workers, or int[K,L,E]; in each layer a
-            step then pays for the rank with most active experts. None: one rank.
+        ranks: int[L,E], the EP rank of each expert on every worker, or int[K,L,E] with those of each worker.
+            In each layer, a step takes the time of the rank with most active experts. None: one rank.
         changes: in any order.
         in_flight: a closed loop of so many requests: the next one arrives when one ends, whatever its arrival
             time. None: an open loop, by arrival times.

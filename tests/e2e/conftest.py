@@ -143,7 +143,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
 @pytest.fixture(scope="session")
 def single_engine_run(starting_demo: Demo, prompts: list[str]) -> Iterator[Background]:
     """Run a plain engine during the demo's first load."""
-    starting_demo.wait_for_line("makes its routing table")
+    starting_demo.wait_for_line("fits its routing table")
     answers = starting_demo.out / "answers.json"
     model = starting_demo.out / "model_64"
     job = {"model": str(model), "prompts": prompts, "max_tokens": 24, "out": str(answers)}

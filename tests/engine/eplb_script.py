@@ -95,7 +95,7 @@ class Model(MixtureOfExperts):
 
 
 def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bool) -> Any:
-    """Return a PlacedWorker in its state after load_model, without vLLM's own loading."""
+    """Return a loaded PlacedWorker, its EPLB state and its layers. vLLM loads no model for it."""
     layers = [Layer(router_class, layer, rank, own_tokens) for layer in range(LAYERS)]
     parallel = SimpleNamespace(
         eplb_config=EPLBConfig(use_async=False, window_size=2, communicator="torch_gloo"),
@@ -155,9 +155,8 @@ def run(rank: int, port: int, path: Path) -> None:
         _, state, layers = worker(rank, path, kernel_router, choice, own_tokens)
         check_weights(rank, layers, placement)
         for _ in range(3):
-            ids = rng.integers(
-                0, EXPERTS, (RANKS, 5, TOP_K)
-            )  # for each rank's tokens; both ranks draw the same
+            # Both ranks draw the same expert ids of the tokens of all ranks.
+            ids = rng.integers(0, EXPERTS, (RANKS, 5, TOP_K))
             own_ids = ids[rank] if own_tokens else ids.reshape(-1, TOP_K)
             for index, layer in enumerate(layers):
                 layer.eplb_state.expert_load_view.zero_()

@@ -134,7 +134,7 @@ def test_without_the_switch_expert_parallelism_is_refused(use_ep: bool, refused:
 @pytest.mark.parametrize(
     ("placement", "config", "sentence"),
     [
-        (None, {"redundant_experts": 3}, "19 expert slots do not divide by 2 ranks"),
+        (None, {"redundant_experts": 3}, "19 expert slots cannot be split evenly over 2 ranks"),
         (([[*range(16)]] * 2, 2), {}, "2 layers of 16 slots, the model 3 of 16"),
         (([[*range(16)]] * 3, 2), {"redundant_experts": 2}, "3 layers of 16 slots, the model 3 of 18"),
         (([[*range(16)]] * 3, 4), {}, "for 4 ranks, the engine has 2"),

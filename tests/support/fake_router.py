@@ -19,14 +19,14 @@ from eldr_serve.channel import Channel, ChannelLostError, ChannelServer, Reply
 from eldr_serve.channel.server import _Connection
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.router import methods
 from eldr_serve.router.actor import _error_response
-from eldr_serve.router.messages import Counted, Place, Restore, decoder
 from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
+from eldr_serve.router_protocol import methods
+from eldr_serve.router_protocol.messages import Counted, Place, Restore, decoder
 from eldr_serve.scheduling import Decision, Lease, LeaseState, Loads, PlacementRequest, QueuedPolicy
 from tests.support.tables import counts_for, request, unit_table
 

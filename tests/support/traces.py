@@ -100,7 +100,7 @@ def route_records(
     each: int = 15,
     tokens: tuple[int, int] = (30, 50),
 ) -> list[dict[str, Any]]:
-    """Records of generated routes of a known model. Each domain chooses among its own part of the experts."""
+    """Return records of random routes for a known model. Each domain uses its own part of the experts."""
     rng, model = np.random.default_rng(0), MODELS[name]
     part = model.experts // len(domains)
     records = []

@@ -16,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
-from eldr_serve.router.messages import NamedPolicy
+from eldr_serve.router_protocol.messages import NamedPolicy
 from eldr_serve.scheduling import StepCost
 from tests.support.busy_router import E, L, busy_actor, running_live_page
 from tests.support.ingress_app import KEY

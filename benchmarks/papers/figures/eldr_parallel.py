@@ -84,7 +84,7 @@ def _placements(trace: CalibrationTrace, inputs: ScenarioInputs) -> dict[str, ND
     """Return each expert's rank, [L, E] or [K, L, E]: by id, by all activations, by each worker's band."""
     layers, experts = trace.prefill_counts.shape[1:]
     if experts % RANKS:
-        raise UserInputError(f"{experts} experts do not divide by {RANKS} ranks")
+        raise UserInputError(f"{experts} experts cannot be split evenly over {RANKS} ranks")
     if inputs.table is None:
         raise UserInputError(f"too few requests to make {WORKERS} clusters")
     linear = np.broadcast_to(np.arange(experts) // (experts // RANKS), (layers, experts))

@@ -34,7 +34,7 @@ def keep_slots(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
         int64[L, P]; an expert that stays on its rank keeps its slot.
 
     Raises:
-        ValueError: the shapes differ, or the slots do not divide by the ranks.
+        ValueError: the shapes differ, or the slots cannot be split evenly over the ranks.
     """
     before, after = parse_pair(old, new, ranks)
     shape = before.shape
@@ -91,12 +91,12 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
 
 
 def parse_pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
-    """Return both as int64[L, P]; raise ValueError if shapes differ or do not divide by the ranks."""
+    """Return both as int64[L, P]; raise ValueError if shapes differ or ranks have unequal slots."""
     before, after = np.asarray(old, np.int64), np.asarray(new, np.int64)
     if before.ndim != 2 or before.shape != after.shape:
         raise ValueError(f"placements of shapes {before.shape} and {after.shape} do not agree")
     if before.shape[1] % ranks:
-        raise ValueError(f"{before.shape[1]} slots do not divide by {ranks} ranks")
+        raise ValueError(f"{before.shape[1]} slots cannot be split evenly over {ranks} ranks")
     return before, after
 
 

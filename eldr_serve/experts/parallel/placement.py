@@ -54,7 +54,7 @@ class Topology(BaseModel):
     @model_validator(mode="after")
     def _check_nodes(self) -> Topology:
         if self.ranks % self.nodes:
-            raise UserInputError(f"{self.ranks} ranks do not divide by {self.nodes} nodes")
+            raise UserInputError(f"{self.ranks} ranks cannot be split evenly over {self.nodes} nodes")
         return self
 
     @property
@@ -97,7 +97,7 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         hosts_of(self.physical_to_logical, self.num_experts, self.ranks)
         if self.nodes < 1 or self.ranks % self.nodes:
-            raise UserInputError(f"{self.ranks} ranks do not divide by {self.nodes} nodes")
+            raise UserInputError(f"{self.ranks} ranks cannot be split evenly over {self.nodes} nodes")
         shape = (len(self.physical_to_logical), self.num_experts)
         if self.expected_tokens is not None and self.expected_tokens.shape != shape:
             raise UserInputError(f"expected_tokens have shape {self.expected_tokens.shape}, not {shape}")
@@ -199,7 +199,7 @@ def hosts_of(placement: ArrayLike, num_experts: int, ranks: int) -> NDArray[np.b
     """Return whether each rank holds a replica of each expert, bool[L, E, G].
 
     Raises:
-        UserInputError: an expert has no slot or is unknown, or the slots do not divide by the ranks.
+        UserInputError: an expert has no slot or is unknown, or the ranks have unequal numbers of slots.
     """
     slots = np.asarray(placement)
     if slots.ndim != 2 or not slots.size or ranks < 1 or slots.shape[1] % ranks:

@@ -78,7 +78,7 @@ def test_vllm_reads_one_record_with_a_list_for_each_layer() -> None:
         ([[0.0, 1.0, 2.0, 3.0]], {}, "not the numbers of experts"),
         ([[0, 1, 2, 3]], {"ranks": 3}, "does not divide by 3 ranks"),
         ([[0, 1, 2, 3]], {"ranks": 0}, "does not divide by 0 ranks"),
-        ([[0, 1, 2, 3]], {"nodes": 3}, "2 ranks do not divide by 3 nodes"),
+        ([[0, 1, 2, 3]], {"nodes": 3}, "2 ranks cannot be split evenly over 3 nodes"),
         ([0, 1, 2, 3], {}, "shape"),
     ],
 )

@@ -82,7 +82,7 @@ def test_inconsistent_placements_are_refused() -> None:
     two = np.zeros((1, 2), np.int64)
     for call, sentence in (
         (lambda: keep_slots(two, np.zeros((1, 4)), 2), "do not agree"),
-        (lambda: keep_slots(two, two, 3), "do not divide by 3"),
+        (lambda: keep_slots(two, two, 3), "cannot be split evenly over 3"),
         (lambda: slice_moves(two, two, 2, 0), "1 move or more"),
         (lambda: slice_moves(two, two + 1, 2, 1), "layer 0 would have other experts"),
     ):

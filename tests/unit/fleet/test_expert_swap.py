@@ -115,7 +115,7 @@ async def test_the_first_engine_that_refuses_ends_the_change_and_is_named(
         (b"[", "Invalid JSON"),
         (b"{}", "map: Field required"),
         (body(map={"physical_to_logical_map": [[0, 1, 2, 1]] * 2}), "is not the placement that meta"),
-        (body(meta={}), "meta has a record that does not fit"),
+        (body(meta={}), "meta has invalid metadata"),
         (body(replicas=["r7"]), "no decode replica 'r7'"),
         (body(where="here"), "where: Extra inputs"),
         (body(load=[["much"]]), "load.0.0"),

@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from eldr_serve.commands import client
+from eldr_serve.commands.errors import USER_ERRORS
 from eldr_serve.errors import UserInputError
 from loadgen.compare import compare
 from loadgen.figures import policy_rows, tpot_by_domain
@@ -25,6 +26,8 @@ from loadgen.trial import (
     RESTORE,
     StatusSample,
     Trial,
+    TrialFailedError,
+    _run_locust,
     load_start_unix_s,
     parse_policy,
     read_trials,
@@ -342,3 +345,10 @@ def test_tpot_by_domain_has_the_measured_answers_of_the_policy() -> None:
     ]
     ours = tpot_by_domain("marginal-cost", trials, warm_up_s=2, seconds=18)
     assert [row["tpot_p50_ms"] for row in ours] == [20.0, 40.0]
+
+
+def test_a_crashed_load_generator_fails_the_trial_with_one_sentence(tmp_path: Path) -> None:
+    crash = [sys.executable, "-c", "print('out of memory'); raise SystemExit(3)"]
+    with pytest.raises(TrialFailedError, match=r"^locust ended with status 3: out of memory ") as error:
+        _run_locust(crash, tmp_path / "locust.log", lambda elapsed_s: None)
+    assert isinstance(error.value, USER_ERRORS)

@@ -36,9 +36,9 @@ from eldr_serve.monitoring import ray_metrics
 from eldr_serve.monitoring.loop_watch import LoopMetrics
 from eldr_serve.replicas.engine_watch import ReplicaMetrics
 from eldr_serve.router.actor import actor_name
-from eldr_serve.router.messages import IngressReport, NamedPolicy, StreamLatencies
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.status import router_status
+from eldr_serve.router_protocol.messages import IngressReport, NamedPolicy, StreamLatencies
 from tests.support.fake_router import place, request, router_state
 from tests.support.ingress_app import COMPLETIONS, HELLO, running_app
 from tests.support.shipped import ROOT

@@ -11,7 +11,7 @@ import yaml
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.application import _gpus
-from loadgen.trial import LoadSpec, Trial
+from loadgen.trial import LoadSpec, ScheduledTrial, Trial
 from offline import demo
 from offline.demo_arguments import demo_arguments
 from tests.support.shipped import ROOT
@@ -118,8 +118,8 @@ def test_a_round_in_which_no_answer_ends_is_reported(
 ) -> None:
     ended = iter(trials(1)[0].requests[:n] for n in (5, 0, 5))
 
-    def load(service: object, plan: object, trial: Trial, *_: object, **__: object) -> None:
-        trial.requests = next(ended)
+    def load(service: object, plan: object, step: ScheduledTrial, *_: object, **__: object) -> Trial:
+        return Trial(step.policy, step.round, next(ended))
 
     monkeypatch.setattr(demo, "_load", load)
     measured_trials = demo._measure_rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def test_groups_keep_their_bounds(seed: int, n: int, groups: int, low: int, high
     half = rng.exponential(size=(n, n))
     affinity, initial = half + half.T, rng.integers(0, groups, n)
     if not groups * low <= n <= groups * high:
-        with pytest.raises(ValueError, match="do not go into"):
+        with pytest.raises(ValueError, match="cannot be divided into"):
             bounded_groups(affinity, initial, groups, low, high)
         return
     label = bounded_groups(affinity, initial, groups, low, high)

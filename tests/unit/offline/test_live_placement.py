@@ -150,6 +150,6 @@ def test_experts_that_another_client_moved_are_placed_again() -> None:
 def test_replicas_of_two_shapes_are_refused_and_no_replicas_are_accepted() -> None:
     service: Any = Service("r0", "r1")
     service.held["r1"]["slots"] = 10
-    with pytest.raises(ValueError, match="2 kinds of slots"):
+    with pytest.raises(ValueError, match="differ in ranks or slots"):
         update_placement(planner(), service, traffic(0))
     assert update_placement(planner(), Service(), traffic(0)) is None

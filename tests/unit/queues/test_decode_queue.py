@@ -7,9 +7,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.router.messages import Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
+from eldr_serve.router_protocol.messages import Restore
 from eldr_serve.scheduling import Lease, LeaseState
 from eldr_serve.scheduling.placer import PATIENCE_S
 from tests.support.clock import Clock

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from eldr_serve.errors import SwapRefusedError
-from eldr_serve.router.messages import NamedPolicy, Restore
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
+from eldr_serve.router_protocol.messages import NamedPolicy, Restore
 from eldr_serve.scheduling import Decision, LeaseState, Policy
 from tests.support.fake_router import place, place_one, router_and_client, router_state
 from tests.support.tables import counts_for, request, unit_table

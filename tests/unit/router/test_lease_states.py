@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.router.messages import Leased, LiveSettings, Queued, Unplaced, decoder, encode
 from eldr_serve.router_client.client import RouterClient
+from eldr_serve.router_protocol.messages import Leased, LiveSettings, Queued, Unplaced, decoder, encode
 from eldr_serve.scheduling import Lease, LeaseState
 from tests.support.fake_router import FakeActor
 from tests.support.tables import request, unit_table

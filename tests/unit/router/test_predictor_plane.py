@@ -16,9 +16,9 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.router import settings_check
-from eldr_serve.router.messages import IngressReport, Restore
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
+from eldr_serve.router_protocol.messages import IngressReport, Restore
 from eldr_serve.scheduling import MarginalCost, prompt_blocks
 from eldr_serve.scheduling.activation import levels_of
 from tests.support.fake_router import (

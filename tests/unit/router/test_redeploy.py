@@ -10,8 +10,8 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.monitoring import supervision
 from eldr_serve.router import actor
 from eldr_serve.router.actor import DecodeRouter
-from eldr_serve.router.messages import LiveSettings, Restore
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router_protocol.messages import LiveSettings, Restore
 from eldr_serve.scheduling import StepCost
 from tests.support.fake_router import wait_until
 from tests.support.tables import unit_table

@@ -10,10 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from eldr_serve.errors import SwapRefusedError
-from eldr_serve.router.messages import Restore
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
+from eldr_serve.router_protocol.messages import Restore
 from eldr_serve.scheduling import LeaseState, StepCost, StepSums
 from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.validation import first_problem

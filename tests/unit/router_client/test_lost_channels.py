@@ -10,8 +10,8 @@ from ray.exceptions import RayError
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.router.messages import Place, Restore, encode
 from eldr_serve.router_client import subscription
+from eldr_serve.router_protocol.messages import Place, Restore, encode
 from tests.support.fake_router import FakeActor, connected_client, router_and_client, wait_until
 from tests.support.tables import counts_for, request
 

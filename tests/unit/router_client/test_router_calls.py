@@ -15,11 +15,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.router import methods
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
+from eldr_serve.router_protocol import methods
 from tests.support.fake_router import wait_until
 from tests.support.tables import counts_for, request, unit_table
 

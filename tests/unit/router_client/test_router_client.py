@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from eldr_serve.errors import OverloadedError, SwapRefusedError
-from eldr_serve.router.messages import StreamLatencies
 from eldr_serve.router.status import router_status
 from eldr_serve.router_client.client import RouterClient
+from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling import Lease, LeaseState
 from tests.support.fake_router import (
     SLOTS,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eldr_serve.router.messages import decoder, encode
+from eldr_serve.router_protocol.messages import decoder, encode
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepSums, StepTimeModel, WorkerLoads, prompt_blocks
 from tests.support.fake_router import place_one, router_and_client, router_state
 

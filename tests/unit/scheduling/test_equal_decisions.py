@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.router.messages import LiveSettings, Restore
 from eldr_serve.router.state import RouterState
+from eldr_serve.router_protocol.messages import LiveSettings, Restore
 from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, StepCost, StepSums, make_policy
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests

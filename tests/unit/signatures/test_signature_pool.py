@@ -13,8 +13,8 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router import pool_link as link
 from eldr_serve.router.actor import DecodeRouter
-from eldr_serve.router.messages import Restore
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router_protocol.messages import Restore
 from eldr_serve.signatures import pool
 from eldr_serve.signatures.coordinator import Coordinator, RouterView
 from eldr_serve.signatures.settings import PoolSettings, SignatureOptions

@@ -144,7 +144,7 @@ def _configured_placement(
         redundant = 0 if placement is None else placement.num_redundant
     slots = num_experts + redundant
     if slots % ranks:
-        raise ValueError(f"{slots} expert slots do not divide by {ranks} ranks")
+        raise ValueError(f"{slots} expert slots cannot be split evenly over {ranks} ranks")
     if placement is not None:
         if placement.ranks != ranks:
             raise ValueError(f"the placement is for {placement.ranks} ranks, the engine has {ranks}")

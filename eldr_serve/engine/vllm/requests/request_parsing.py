@@ -113,6 +113,7 @@ def _refuse_harm_to_batch(request: Any) -> None:
         raise RequestRefusedError(
             f"repetition_detection.max_pattern_size must be at most {_MAX_PATTERN_TOKENS}, got {size}",
             status=400,
+            param="repetition_detection",
         )
 
 

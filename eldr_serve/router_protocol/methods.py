@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from eldr_serve.limits.tenants import Usage
-from eldr_serve.router.messages import LiveSettings, NamedPolicy, decoder, encode
+from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy, decoder, encode
 from eldr_serve.scheduling import DecodeLoads, PromptBlocks
 
 Arguments = TypeVar("Arguments", bound=msgspec.Struct)

@@ -1,0 +1,1 @@
+"""What the DecodeRouter actor and its clients send each other: messages, and methods with their arguments."""
