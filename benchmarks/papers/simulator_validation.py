@@ -63,7 +63,7 @@ def _with_cost_of_the_others(experiment: ReplayExperiment, case: ReplayCase) -> 
             (sums_of_other for other, sums_of_other in sums.items() if other != label), StepSums()
         ).fit()
         if cost is None:
-            raise UserInputError("too few steps to fit a cost; raise --per-worker or --output-tokens")
+            raise UserInputError("the steps fit no cost: raise --per-worker or --output-tokens")
         outcomes[label] = experiment.simulate_again(case, label, cost)
     return replace(case, outcomes=outcomes)
 

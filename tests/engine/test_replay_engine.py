@@ -114,7 +114,7 @@ def test_the_engine_reproduces_the_captured_text(
     """Then simulator and engine have the same routes, and differ only in time."""
     steps = tmp_path / "steps.jsonl"
     # So many at once that a slow machine hardly changes which requests share a step.
-    options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 2}
+    options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 3, "output-tokens": 16}
     out = tmp_path / "validation.json"
     monkeypatch.setattr(replay_command, "EnginePool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(sys, "argv", ["simulator_validation", *arguments(prompts, work, out, **options)])
