@@ -53,7 +53,7 @@ _MODULES = {
     "OperatorClient": "commands.client",
     "ServiceError": "commands.client",
     "ExpertPlacement": "experts.parallel.placement",
-    "ArtifactError": "records",
+    "ArtifactError": "artifact_metadata",
     "build_app": "app",
     "ConfigurationError": "errors",
 }

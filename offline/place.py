@@ -68,9 +68,7 @@ def place(
     cost: Cost = None,
     token_bytes: TokenBytes = 4096,
     expert_bytes: ExpertBytes = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the split into fit and held-out samples, clustering and batches.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of held-out split, clustering and batches.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False,
 ) -> None:
     """Fit a placement to half of the requests, report on the other half, and write it."""

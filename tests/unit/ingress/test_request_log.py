@@ -106,7 +106,7 @@ async def test_a_refused_request_is_logged_only_if_all_are(
             async def full(run: Any) -> None:
                 raise refused
 
-            monkeypatch.setattr(app.ingress._services.prefill, "prefill", full)
+            monkeypatch.setattr(app.ingress._services.prefill, "_prefill", full)
         answer = await app.post(COMPLETIONS, HELLO)
     assert answer.status_code == refused.status  # type: ignore[attr-defined]
     assert "x-eldr-request" in answer.headers
