@@ -11,7 +11,10 @@ class PrefillRouterOptions(BaseModel, frozen=True, extra="forbid"):
     """Prefix-hash routing of prompts to prefill replicas."""
 
     max_load_ratio: float = Field(
-        default=1.25, ge=1.0, description="a replica whose load exceeds the mean by this factor is skipped"
+        default=1.25,
+        ge=1.0,
+        description="a replica whose load, the calls of all ingresses, exceeds the mean by this factor is "
+        "skipped",
     )
     max_kv_usage: float = Field(
         default=0.95,

@@ -53,6 +53,9 @@ class _Queue:
         own_at_report: own tokens at that time.
         own_at_previous_report: own tokens when the report before it arrived.
         other_tokens: tokens of other ingresses.
+        calls_at_report: open calls of all ingresses by the report; 0 without a current report.
+        own_calls: prompts of this ingress.
+        own_calls_at_report: their number when the report arrived; 0 without a current report.
     """
 
     own: Throughput
@@ -61,6 +64,9 @@ class _Queue:
     own_at_report: float = 0.0
     own_at_previous_report: float = 0.0
     other_tokens: float = 0.0
+    calls_at_report: int = 0
+    own_calls: int = 0
+    own_calls_at_report: int = 0
 
     @property
     def rate(self) -> float | None:
@@ -85,10 +91,24 @@ class _Queue:
             self.report, self.reported_s = report, now
             self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
             self.other_tokens = max(0.0, report.tokens - self.own_at_report)
+            self.calls_at_report, self.own_calls_at_report = report.calls, self.own_calls
         elif now - self.reported_s > _STALE_S:
             self.other_tokens = 0.0
+            self.calls_at_report = self.own_calls_at_report = 0
         if self.report.callers <= 1:
             self.other_tokens = 0.0
+
+    def other_calls(self, callers: int) -> int:
+        """Estimate the number of open calls of the other ingresses, if there are `callers` ingresses.
+
+        The number of calls of each ingress is assumed to have changed since the report as that of this one.
+        So the mean of all ingresses' estimates of the worker's load is the load, and ingresses that keep a
+        bound by their estimates keep it together.
+        """
+        if callers <= 1:
+            return 0
+        change = self.own_calls - self.own_calls_at_report
+        return max(0, self.calls_at_report - self.own_calls_at_report + (callers - 1) * change)
 
     def has_room(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
@@ -154,6 +174,15 @@ class PrefillQueues:
         """Estimate how long a prompt that arrives now would wait for its prefill, s."""
         (queue,) = self._refresh([worker])
         return queue.tokens / queue.known_rate
+
+    def other_calls(self, workers: Sequence[str]) -> dict[str, int]:
+        """Estimate the number of open calls of all other ingresses to each of these prefill workers.
+
+        A worker without a current report is assumed to have as many calls of each ingress as of this one.
+        """
+        queues = self._refresh(workers)
+        callers = max((queue.report.callers for queue in queues), default=1)
+        return {name: queue.other_calls(callers) for name, queue in zip(workers, queues, strict=True)}
 
     def unplaced_s(self, workers: Sequence[str]) -> float:
         """Return the time that these workers together need for the prompts without a worker, s."""
@@ -239,6 +268,7 @@ class PrefillQueues:
         (queue,) = self._refresh([worker])
         expected_s = (queue.tokens + ticket.num_tokens) / queue.known_rate
         queue.own.enter(ticket.num_tokens)
+        queue.own_calls += 1
         ticket.waiting_call = self._call_starts.enter(worker, expected_s)
 
     def leave(self, ticket: Ticket, computed: int | None = None) -> None:
@@ -257,8 +287,9 @@ class PrefillQueues:
         self._call_starts.leave(ticket.waiting_call, answered=computed is not None)
         (queue,) = self._refresh([ticket.waiting_call.worker])
         queue.own.leave(ticket.num_tokens, computed or 0)
+        queue.own_calls -= 1
 
     def keep(self, workers: Iterable[str]) -> None:
         """Discard the queues of other workers, once they are empty."""
         names = set(workers)
-        self._queues = {n: q for n, q in self._queues.items() if n in names or q.own.outstanding}
+        self._queues = {n: q for n, q in self._queues.items() if n in names or q.own_calls}

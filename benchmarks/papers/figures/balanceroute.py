@@ -131,13 +131,15 @@ def sensitivity(options: Options) -> Rows:
 
 
 def forms(options: Options) -> Rows:
-    """Compare the paper's F and lookahead with ours, with the oracle, at G = 8 and 16."""
+    """Compare the paper's F, candidates and countdown with ours, with the oracle, at G = 8 and 16."""
     changes: dict[str, dict[str, Any]] = {
         "ours": {},
         "s at every step": {"new_requests_end": False},
         "lookahead 10": {"lookahead": 10},
         "lookahead 1000": {"lookahead": 1000},
-        "as in the paper": {"new_requests_end": False, "lookahead": 10},
+        "the paper's candidates": {"lookahead": None},
+        "countdown from H": {"count_down_from_horizon": True},
+        "as in the paper": {"new_requests_end": False, "lookahead": None, "count_down_from_horizon": True},
     }
     variants = [
         PolicyArm(name, "balance-route-horizon", {"slots": SLOTS} | change, oracle=True)
@@ -277,8 +279,9 @@ FIGURES = {
         sensitivity,
     ),
     "forms": PaperFigure(
-        "The paper's F and lookahead beside ours, oracle",
-        "s counts at every step ahead, and a worker with one free slot chooses among 10 requests",
+        "The paper's F, candidates and countdown beside ours, oracle",
+        "s counts at every step ahead; all requests are compared in stage 1, and 10 in stage 2; the expected "
+        "remaining tokens count down from H",
         forms,
     ),
 }

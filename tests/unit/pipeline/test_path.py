@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError, SlowReaderError
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
-from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
+from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
 from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.fleet import Fleet
@@ -78,6 +78,19 @@ async def test_a_prefill_without_valid_expert_counts_is_placed_without_them(para
     pipeline = Pipeline(prefill=answer_with(prefill_result(**params)))
     assert await pipeline.run() == b"abc"
     assert pipeline.router.placements[0][1] is None
+
+
+async def test_the_calls_of_other_ingresses_count_in_the_load_of_a_prefill_replica() -> None:
+    pipeline = Pipeline()
+    await pipeline.run()
+    hashed = pipeline.prefill.requests[0].replica
+    reports = {
+        name: {QUEUE: {"number": 0, "callers": 2, "calls": 9 if name == hashed else 0}}
+        for name in pipeline.prefill.live_names
+    }
+    pipeline.prefill.directory.update_reports(reports)
+    await pipeline.run()
+    assert pipeline.prefill.requests[1].replica != hashed
 
 
 async def test_a_failed_prefill_is_retried_on_the_next_replica() -> None:

@@ -12,11 +12,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.queues.call_start import CallStartEstimator
-from eldr_serve.queues.prefill_queue import PrefillQueues
+from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.prompt_sizes import PromptSizes
 from eldr_serve.queues.reports import Meter, QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
+from eldr_serve.scheduling.prefill import choose_prefill
 from tests.support.clock import Clock
 
 BOUND_S = 30.0
@@ -255,6 +256,139 @@ def test_a_retry_time_is_bounded_by_how_long_the_used_rate_was_measured(
     report = QueueReport(number=1, tokens=10**6, rate=1000.0, callers=2, measured_s=measured_s)
     queues = PrefillQueues(BOUND_S, reports=lambda: {"p": report}, clock=Clock())
     assert longest_s / 2 <= queues.retry_s(["p"], 1000, 0) <= longest_s
+
+
+class PrefillCluster:
+    """Ingresses that choose prefill workers by the prompts' heads, and reports of the workers' calls.
+
+    Args:
+        initial_calls: calls of each ingress to each worker; they are in the first reports.
+    """
+
+    def __init__(self, initial_calls: list[list[int]]) -> None:
+        self.clock = Clock()
+        self.workers = [f"p{n}" for n in range(len(initial_calls[0]))]
+        self.reports: dict[str, QueueReport] = {}
+        self.queues = [
+            PrefillQueues(1e9, reports=lambda: self.reports, clock=self.clock) for _ in initial_calls
+        ]
+        self.calls: list[Counter[str]] = [Counter() for _ in initial_calls]
+        for ingress, numbers in enumerate(initial_calls):
+            for worker, number in zip(self.workers, numbers, strict=True):
+                for _ in range(number):
+                    self.enter(ingress, worker)
+        self.report()
+
+    def enter(self, ingress: int, worker: str) -> Ticket:
+        self.calls[ingress][worker] += 1
+        return self.queues[ingress].enter(worker, 100, 0)
+
+    def leave(self, ingress: int, ticket: Ticket) -> None:
+        assert ticket.waiting_call is not None
+        self.calls[ingress][ticket.waiting_call.worker] -= 1
+        self.queues[ingress].leave(ticket, 100)
+
+    def report(self) -> None:
+        """Report the calls of all ingresses to all workers; each ingress processes the reports at once."""
+        number, callers = self.reports["p0"].number + 1 if self.reports else 0, len(self.queues)
+        for worker, calls in self.loads().items():
+            self.reports[worker] = QueueReport(number=number, callers=callers, calls=calls)
+        for ingress in range(callers):
+            self.estimate(ingress)
+
+    def loads(self) -> dict[str, int]:
+        return {worker: sum(calls[worker] for calls in self.calls) for worker in self.workers}
+
+    def estimate(self, ingress: int) -> dict[str, int]:
+        """Return an ingress's estimate of the calls of all ingresses."""
+        others = self.queues[ingress].other_calls(self.workers)
+        return {worker: self.calls[ingress][worker] + others[worker] for worker in self.workers}
+
+    def send(self, ingress: int, head: bytes) -> str:
+        worker = choose_prefill(head, self.estimate(ingress))
+        self.enter(ingress, worker)
+        return worker
+
+
+CALLS = st.integers(2, 6).flatmap(
+    lambda workers: st.lists(
+        st.lists(st.integers(0, 12), min_size=workers, max_size=workers), min_size=2, max_size=2
+    )
+)
+
+
+@given(CALLS, st.integers(1, 25), st.binary(max_size=8))
+def test_two_ingresses_that_alternate_keep_the_bound_on_load_together(
+    initial_calls: list[list[int]], rounds: int, head: bytes
+) -> None:
+    """A single ingress exceeds the bound only at the least loaded worker; both exceed it by one call more."""
+    cluster = PrefillCluster(initial_calls)
+    hashed = choose_prefill(head, dict.fromkeys(cluster.workers, 0))
+    chosen = [cluster.send(ingress, head) for _ in range(rounds) for ingress in (0, 1)]
+    loads = cluster.loads()
+    mean = sum(loads.values()) / len(loads)
+    assert hashed not in chosen or loads[hashed] <= 1 + max(1 + mean, 1.25 * mean)
+
+
+def test_the_free_room_of_the_hashed_worker_is_used_once() -> None:
+    """If each ingress assumed that the other sends nothing, all 24 prompts would go to the idle worker."""
+    head = b"head"
+    hashed = int(choose_prefill(head, {f"p{n}": 0 for n in range(4)})[1:])
+    busy = [0 if worker == hashed else 6 for worker in range(4)]
+    cluster = PrefillCluster([busy, busy])
+    for _ in range(12):
+        cluster.send(0, head)
+        cluster.send(1, head)
+    loads = cluster.loads()
+    assert loads[f"p{hashed}"] <= 1.25 * sum(loads.values()) / 4 + 1
+
+
+@given(CALLS, st.lists(st.tuples(st.integers(0, 1), st.binary(max_size=2)), max_size=30))
+def test_with_a_report_after_each_call_ingresses_choose_as_a_single_one(
+    initial_calls: list[list[int]], prompts: list[tuple[int, bytes]]
+) -> None:
+    cluster = PrefillCluster(initial_calls)
+    for ingress, head in prompts:
+        expected = choose_prefill(head, cluster.loads())
+        assert cluster.send(ingress, head) == expected
+        cluster.report()
+
+
+@given(CALLS, st.lists(st.tuples(st.integers(0, 1), st.binary(max_size=2)), max_size=30))
+def test_a_single_ingress_counts_its_own_calls_alone(
+    initial_calls: list[list[int]], prompts: list[tuple[int, bytes]]
+) -> None:
+    """A worker may report more calls, such as one that the ingress has cancelled and the engine has not."""
+    cluster = PrefillCluster(initial_calls[:1])
+    for worker in cluster.workers:
+        cluster.reports[worker] = QueueReport(number=9, callers=1, calls=50)
+    for _, head in prompts:
+        expected = choose_prefill(head, cluster.loads())
+        assert cluster.send(0, head) == expected
+        assert cluster.estimate(0) == cluster.loads()
+
+
+def test_calls_that_began_and_ended_since_the_report_count_for_each_ingress() -> None:
+    cluster = PrefillCluster([[2, 0], [4, 1]])
+    assert cluster.estimate(0) == cluster.estimate(1) == {"p0": 6, "p1": 1}
+    ticket = cluster.enter(0, "p0")
+    cluster.enter(0, "p1")
+    assert cluster.estimate(0) == {"p0": 8, "p1": 3}
+    assert cluster.estimate(1) == {"p0": 6, "p1": 1}
+    cluster.leave(0, ticket)
+    assert cluster.estimate(0) == {"p0": 6, "p1": 3}
+    cluster.report()
+    assert cluster.estimate(0) == cluster.estimate(1) == {"p0": 6, "p1": 2}
+
+
+def test_without_a_current_report_each_ingress_is_assumed_to_have_as_many_calls_as_this_one() -> None:
+    cluster = PrefillCluster([[2, 0], [4, 1], [0, 0]])
+    cluster.clock.now += 11.0
+    assert cluster.estimate(0) == {"p0": 6, "p1": 0}
+    assert cluster.estimate(1) == {"p0": 12, "p1": 3}
+    del cluster.reports["p0"]  # as of a worker that has not reported yet
+    cluster.reports["p1"] = QueueReport(number=9, callers=3, calls=1)
+    assert cluster.estimate(1) == {"p0": 12, "p1": 1}
 
 
 def test_prompt_sizes_are_learnt_and_token_ids_are_counted() -> None:

@@ -99,13 +99,73 @@ def test_every_slot_is_filled_once(
             [10, 20, 400],
             {2: 1},
         ),
+        (
+            {"slots": 2, "candidates": 2, "lookahead": None},
+            Loads.from_counts([2, 1], [1000, 600]),
+            [10, 20, 400],
+            {1: 1},
+        ),
     ],
 )
 def test_the_request_that_fits_the_margin_best_is_chosen(
-    parameters: dict[str, int], state: Loads, tokens: list[int], placed: dict[int, int]
+    parameters: dict[str, Any], state: Loads, tokens: list[int], placed: dict[int, int]
 ) -> None:
     policy = make_policy("balance-route", threshold=99, **parameters)
     assert dispatch(policy, waiting_requests(*tokens), state) == placed
+
+
+def paper_assignments(
+    tokens: list[int], workers: list[tuple[int, int]], threshold: int, candidates: int
+) -> list[tuple[int, int]]:
+    """Return the (request, worker) that BR-0 admits by the text of the paper, section 3.2.
+
+    Among sets of equal F, the first by size and then by its bits is taken, which the paper leaves open.
+
+    Args:
+        workers: free slots and KV tokens of each worker.
+    """
+    free, loads = ([worker[part] for worker in workers] for part in (0, 1))
+    waiting, assignments = list(range(len(tokens))), []
+    while waiting and any(free):
+        margins = [max(loads) - load for load in loads]
+        worker = max(range(len(workers)), key=lambda g: (free[g], margins[g]))
+
+        def f(chosen: list[int], margin: int = margins[worker]) -> int:
+            added = sum(tokens[request] for request in chosen)
+            return added - len(workers) * max(0, added - margin)
+
+        if sum(free) > threshold:  # stage 1
+            best = max(([request] for request in waiting), key=f)
+        else:
+            head = waiting[:candidates]
+            masks = sorted(range(1, 1 << len(head)), key=lambda mask: (mask.bit_count(), mask))
+            sets = [[request for bit, request in enumerate(head) if mask >> bit & 1] for mask in masks]
+            best = max((chosen for chosen in sets if len(chosen) <= free[worker]), key=f)
+            if f(best) <= 0:
+                best = max(([request] for request in head), key=f)
+        assignments += [(request, worker) for request in best]
+        free[worker] -= len(best)
+        loads[worker] += sum(tokens[request] for request in best)
+        waiting = [request for request in waiting if request not in best]
+    return assignments
+
+
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=14),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5000)), min_size=1, max_size=4),
+    st.integers(0, 10),
+    st.integers(1, 5),
+)
+def test_without_a_lookahead_the_two_stages_are_those_of_the_paper(
+    tokens: list[int], workers: list[tuple[int, int]], threshold: int, candidates: int
+) -> None:
+    policy: Any = make_policy(
+        "balance-route", slots=4, threshold=threshold, candidates=candidates, lookahead=None
+    )
+    state = Loads.from_counts([4 - free for free, _ in workers], [load for _, load in workers])
+    placed = policy.dispatch(waiting_requests(*tokens), state, RNG)
+    expected = paper_assignments(tokens, workers, threshold, candidates)
+    assert [(index, decision.position) for index, decision in placed] == expected
 
 
 def test_the_largest_request_goes_to_the_worker_with_most_free_slots() -> None:

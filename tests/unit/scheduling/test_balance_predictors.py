@@ -152,6 +152,37 @@ def test_the_remaining_steps_of_a_request_follow_the_prediction(
     assert getattr(predictor, "calls", 0) == calls
 
 
+class Scripted(Constant):
+    """A predictor of given p and mu by age."""
+
+    def __init__(self, predictions: list[tuple[float, float]]) -> None:
+        self.predictions = np.array(predictions)
+
+    def predict(self, ages: np.ndarray, keys: Any, prompt_tokens: np.ndarray) -> Any:
+        return self.predictions[ages, 0], self.predictions[ages, 1]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(1, H)), min_size=1, max_size=40),
+    st.integers(1, 2 * H),
+    st.floats(0, 1),
+)
+def test_the_countdown_is_that_of_the_paper(
+    predictions: list[tuple[float, float]], refresh: int, gate: float
+) -> None:
+    """Section C.2.3, one token after the other; the prediction is rounded to whole steps."""
+    forecast = Forecast(H, "survival", refresh, gate, count_down=True)
+    forecast.length_predictor = Scripted(predictions)
+    forecast.on_assigned(request("r", 50, 10_000), 0)
+    remaining, refreshed_at = 0, 0
+    for age, (p, mu) in enumerate(predictions):
+        remaining -= 1
+        if age == 0 or age - refreshed_at >= refresh or remaining < 1:
+            remaining = max(1, round(p * mu + (1 - p) * H if p >= gate else H))
+            refreshed_at = age
+        assert remaining_steps(forecast, age) == remaining
+
+
 @pytest.mark.parametrize(
     "answer",
     [

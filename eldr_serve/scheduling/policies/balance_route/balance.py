@@ -49,10 +49,12 @@ class BalanceRoute(QueuedPolicy):
             le=MAX_CANDIDATES,
             description="longest-waiting requests whose sets are compared",
         )
-        lookahead: Count = Field(
+        lookahead: int | None = Field(
             default=64,
-            description="longest-waiting requests compared for one slot; not in the paper: "
-            "larger values pack better and let more requests overtake",
+            ge=1,
+            le=MAX_COUNT,
+            description="longest-waiting requests compared for one slot: larger values pack better and let "
+            "more requests overtake; null (the paper): all while sets are not compared, then `candidates`",
         )
         threshold: int | None = Field(
             default=None,
@@ -112,8 +114,9 @@ class BalanceRoute(QueuedPolicy):
         overtaken = self._overtaken_by_index(waiting)
         overdue = [index for index, times in overtaken.items() if times >= p.max_overtakes]
         # Requests further back in a deep queue cannot be selected now.
+        limit = None if p.lookahead is None else max(p.lookahead, p.candidates) + int(free.sum())
         punctual = (index for index in range(len(waiting)) if overtaken.get(index, 0) < p.max_overtakes)
-        indices = overdue + list(islice(punctual, max(p.lookahead, p.candidates) + int(free.sum())))
+        indices = overdue + list(islice(punctual, limit))
         requests = [waiting[index] for index in indices]
         assignments = [
             (indices[column], row) for column, row in self._fill(requests, len(overdue), loads, workers, free)
@@ -199,6 +202,11 @@ class BalanceRouteHorizon(BalanceRoute):
             description="false: F counts a new request at every step ahead, as in the paper; true: until its "
             "expected end",
         )
+        count_down_from_horizon: bool = Field(
+            default=False,
+            description="true: a request that is expected to outlast the horizon counts down from it until "
+            "its next prediction, as in the paper; false: it keeps the horizon",
+        )
 
         @field_validator("predictor")
         @classmethod
@@ -212,7 +220,9 @@ class BalanceRouteHorizon(BalanceRoute):
         super().__init__(**parameters)
         p = self.parameters
         self._horizon_score = FScore.for_horizon(p.horizon, p.gamma, p.alpha, p.beta)
-        self._forecast = Forecast(p.horizon, p.predictor, p.refresh, p.gate)
+        self._forecast = Forecast(
+            p.horizon, p.predictor, p.refresh, p.gate, count_down=p.count_down_from_horizon
+        )
 
     @property
     def length_predictor(self) -> LengthPredictor:

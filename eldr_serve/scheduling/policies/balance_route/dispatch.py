@@ -74,7 +74,7 @@ def dispatch(
     *,
     threshold: int,
     candidates: int,
-    lookahead: int,
+    lookahead: int | None,
     overdue: int = 0,
 ) -> list[tuple[int, int]]:
     """Assign requests to free slots until there are no more requests or no more slots.
@@ -82,7 +82,8 @@ def dispatch(
     Args:
         threshold: maximum total of free slots at which sets of requests are compared.
         candidates: number of longest-waiting requests whose sets are compared.
-        lookahead: number of longest-waiting requests compared for a single slot.
+        lookahead: number of longest-waiting requests compared for a single slot. None, as in the paper: all
+            in stage 1, and `candidates` in stage 2.
         overdue: number of leading requests that go before all others.
 
     Returns:
@@ -94,8 +95,10 @@ def dispatch(
         while waiting and slots.free.any():
             row = slots.choose_row()
             # Stage 1, many free slots: one request. Stage 2: the best set that fits the worker's slots.
-            limit = 1 if slots.free.sum() > threshold else int(slots.free[row])
-            head = waiting[: lookahead if limit == 1 else candidates]
+            is_first_stage = slots.free.sum() > threshold
+            limit = 1 if is_first_stage else int(slots.free[row])
+            uses_lookahead = is_first_stage or (limit == 1 and lookahead is not None)
+            head = waiting[: lookahead if uses_lookahead else candidates]
             chosen = _best_set(waiting_tokens.counted_tokens[head], limit, score, slots.margins(row))
             indices = [head[position] for position in chosen]
             slots.admit(row, waiting_tokens.kv_tokens[indices])

@@ -24,13 +24,16 @@ class Forecast:
         predictor: name for length_predictor_class.
         refresh: R, generated tokens between predictions for a request.
         gate: minimum p at which a prediction is used; below it, the request is expected to run for H.
+        count_down: see RunningRequests.
     """
 
-    def __init__(self, horizon: int, predictor: str, refresh: int, gate: float) -> None:
+    def __init__(
+        self, horizon: int, predictor: str, refresh: int, gate: float, *, count_down: bool = False
+    ) -> None:
         self.horizon = horizon
         self._refresh = refresh
         self._gate = gate
-        self._running = RunningRequests(horizon)
+        self._running = RunningRequests(horizon, count_down=count_down)
         self._finished: dict[str, FinishedRequest] = {}  # since the last prediction; may be placed again
         self._guard = GuardedLengthPredictor(length_predictor_class(predictor)(horizon), horizon)
 

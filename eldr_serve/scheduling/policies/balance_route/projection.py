@@ -26,14 +26,16 @@ class RunningRequests:
 
     The remaining tokens r of a request, in [1, H], decrease from the value last set by one per generated
     token. A request that is expected to outlast the horizon keeps r = H, since decreasing it would predict
-    an end within the horizon.
+    an end within the horizon; with `count_down`, r decreases from H, as in the paper.
 
     Args:
         horizon: H, decode steps.
+        count_down: whether r decreases from H.
     """
 
-    def __init__(self, horizon: int) -> None:
+    def __init__(self, horizon: int, *, count_down: bool = False) -> None:
         self.horizon = horizon
+        self._count_down = count_down
         self._row: dict[str, int] = {}
         self.ids: list[str] = []
         self.keys: list[str | None] = []
@@ -126,8 +128,10 @@ class RunningRequests:
     def set_remaining(self, rows: NDArray[np.int64], remaining: NDArray[np.float64]) -> None:
         """Set r of these rows, clipped to [1, H] and to the requests' remaining token limits."""
         age = self.age[rows]
-        tokens = np.maximum(np.rint(remaining), 1)
-        tokens = np.minimum(np.where(tokens >= self.horizon, _NEVER, tokens), self._max_age[rows] - age)
+        tokens = np.clip(np.rint(remaining), 1, self.horizon)
+        if not self._count_down:
+            tokens[tokens == self.horizon] = _NEVER
+        tokens = np.minimum(tokens, self._max_age[rows] - age)
         self._predicted_at[rows] = age
         self._expected_end[rows] = age + np.maximum(tokens, 1).astype(np.int64)
 
