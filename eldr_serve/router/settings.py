@@ -47,7 +47,7 @@ def _read_placements(value: Any) -> Any:
         return load_placements(Path(value))
     if value is None or isinstance(value, tuple):
         return value or ()
-    raise ValueError("it must be a folder")
+    raise ValueError("must be a folder")
 
 
 def _not_from_yaml(value: Any) -> Any:

@@ -66,7 +66,7 @@ def test_two_placements_of_a_position_or_no_folder_are_refused(tmp_path: Path) -
     save_placements(tmp_path, [1])[0].save(tmp_path / "other.1.json")
     with pytest.raises(ValidationError, match="has two placements of position 1"):
         settings(tmp_path)
-    with pytest.raises(ValidationError, match="it must be a folder"):
+    with pytest.raises(ValidationError, match="must be a folder"):
         RouterSettings(expert_placements=["placement.0.json"])
 
 
