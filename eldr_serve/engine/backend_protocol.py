@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eldr_serve.engine.protocol import CalibrationEngine, Device, Engine, EngineRole, StepSizes
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 
 
 class EngineSpec(Protocol):
@@ -64,6 +65,12 @@ class EngineSpec(Protocol):
     def arguments(self) -> dict[str, Any]:
         """Return the engine's arguments without the model, for `EngineBackend.describe`; JSON types."""
 
+    def check_live_placement(self, placement: ExpertPlacement) -> None:
+        """Raise ConfigurationError if the engines could not take the placement while they serve.
+
+        Layers and experts are not compared, since the model is not known here.
+        """
+
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Any:
         """Build the Ray Serve deployment of these engines. Ray need not be running.
 
@@ -92,6 +99,9 @@ class EngineDescription(Protocol):
 
     def kernels(self) -> set[tuple[str, bool]]:
         """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
+
+    def expert_shape(self) -> tuple[int, int]:
+        """Return (MoE layers, experts of a layer); zeros without MoE layers."""
 
     def largest_step(self) -> StepSizes:
         """Return the sizes of the largest step."""

@@ -1,9 +1,10 @@
-"""Names of methods that a replica's channel answers, and the body of `PLACE_EXPERTS`."""
+"""Names of methods that a replica's channel answers, and changes of its expert placement."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,3 +44,23 @@ class ExpertsChange(BaseModel):
         except (ValidationError, ArtifactError) as error:
             raise BadRequestError(one_line_message(error)) from error
         return change, placement
+
+    @staticmethod
+    def encode(placement: ExpertPlacement) -> bytes:
+        """Return the body that applies a placement, with its expected tokens, to all decode replicas."""
+        content, sidecar = placement.files(Path("placement.json")).values()
+        return json.dumps({"map": json.loads(content), "meta": json.loads(sidecar)}).encode()
+
+
+class PositionPlacement(NamedTuple):
+    """The expert placement of a decode worker's position.
+
+    Attributes:
+        position: the position.
+        digest: identifies the body.
+        body: the body of a call of PLACE_EXPERTS; None if the caller has this digest.
+    """
+
+    position: int
+    digest: str
+    body: bytes | None

@@ -47,6 +47,7 @@ class ProbeResult:
         sequences: number of sequences of max_model_len tokens that it holds at the same time.
         max_model_len: maximum length of a sequence, tokens.
         kernels: MoE kernels, and whether each hides the experts that it chooses.
+        expert_shape: (MoE layers, experts of a layer).
         shared_arguments: resolved arguments that prefill and decode must share; JSON types.
     """
 
@@ -58,6 +59,7 @@ class ProbeResult:
     sequences: float = 0.0
     max_model_len: int = 0
     kernels: tuple[tuple[str, bool], ...] = ()
+    expert_shape: tuple[int, int] = (0, 0)
     shared_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,6 +89,12 @@ def probe_engines(engines: Sequence[EngineProbe]) -> list[ProbeResult]:
             f"the probe of vLLM failed: {(probe.stderr.strip() or 'without a message').splitlines()[-1]}"
         )
     return [
-        ProbeResult(**fields | {"kernels": tuple((name, hides) for name, hides in fields.get("kernels", ()))})
+        ProbeResult(
+            **fields
+            | {
+                "kernels": tuple((name, hides) for name, hides in fields.get("kernels", ())),
+                "expert_shape": tuple(fields.get("expert_shape", (0, 0))),
+            }
+        )
         for fields in json.loads(probe.stdout.splitlines()[-1])
     ]

@@ -41,6 +41,7 @@ def probe(
                 utilization = engine.memory_utilization
                 fields["kv"] = kv_bytes(memory_gib, utilization, fields["weights"], fields["reserve"])
             engine.check_counting()
+            fields["expert_shape"] = engine.expert_shape()
             with suppress(ValueError):  # no room for one sequence: both stay 0
                 fields["kv_tokens"], fields["sequences"] = engine.kv_cache(fields["kv"])
         except ValidationError as error:

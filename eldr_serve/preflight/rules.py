@@ -8,12 +8,14 @@ from itertools import combinations
 from typing import Any, Literal
 
 from eldr_serve.engine.active_backend import BACKEND
+from eldr_serve.errors import UserInputError
 from eldr_serve.ingress.port import port_state
 from eldr_serve.limits.keys import KeysError, read_keys
 from eldr_serve.preflight.deployment import Deployment, EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, NodePool
 from eldr_serve.preflight.node_assignment import NodeAssignment, total_resources
+from eldr_serve.router.expert_placements import parse_placements
 
 # Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
 _PORTS_IN_USE = (
@@ -211,6 +213,31 @@ def check_keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> I
         read_keys(path)
     except KeysError as error:
         yield _error(f"ingress.keys_file: {error}; eldr keys add makes one")
+
+
+def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResult]) -> Iterator[Finding]:
+    """Yield why the decode engines could not take the expert placements of their positions."""
+    placements = parse_placements(deployment.args.router.expert_placements)
+    if not placements:
+        return
+    decode, shape = deployment.engines[-1], results[-1].expert_shape
+    layers, experts = len(placements[0].physical_to_logical), placements[0].num_experts
+    if decode.max_replicas > len(placements):
+        yield _error(
+            f"router.expert_placements has placements of positions 0 to {len(placements) - 1}, and there are "
+            f"up to {decode.max_replicas} {decode.role} replicas: each position needs its own"
+        )
+        return
+    try:
+        decode.spec.check_live_placement(placements[0])
+    except UserInputError as error:
+        yield _error(f"router.expert_placements does not fit {decode.role}: {error}")
+    else:
+        if any(shape) and shape != (layers, experts):
+            yield _error(
+                f"router.expert_placements has placements of {layers} x {experts} experts, and the model of "
+                f"{decode.role} has {shape[0]} x {shape[1]}"
+            )
 
 
 def check_settings(engines: EngineDeployment) -> Iterator[Finding]:

@@ -15,12 +15,14 @@ from ray.actor import ActorHandle
 from eldr_serve.channel import ChannelServer, Reply
 from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
+from eldr_serve.engine.methods import PositionPlacement
 from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
+from eldr_serve.router.expert_placements import placement_of
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
 from eldr_serve.router.sessions import Sessions
@@ -52,6 +54,7 @@ class DecodeRouter:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
         self._state = _new_state(settings)
+        self._expert_placements = settings.expert_placements
         self._pool.apply_settings(settings.pool)
         self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
         self._connected_at = time.monotonic()
@@ -118,6 +121,7 @@ class DecodeRouter:
         is_new = settings.fingerprint != previous.deployed
         state = _new_state(settings, previous) if is_new else self._state
         self._pool.apply_settings(settings.pool)
+        self._expert_placements = settings.expert_placements
         if is_new:
             self._state = state
             self._sessions.grace_s = settings.ingress_timeout_s
@@ -157,6 +161,10 @@ class DecodeRouter:
         ]
         queued = len(steps) * state.queue_size / max(1, state.num_workers)
         return StepAnswer(queued, all(has_all_blocks))
+
+    async def position_placement(self, replica: str, digest: str) -> PositionPlacement | None:
+        """Return the expert placement of a decode replica's position; see `placement_of`."""
+        return placement_of(self._expert_placements, self._state.positions.workers, replica, digest)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""

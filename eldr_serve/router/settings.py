@@ -13,6 +13,7 @@ from pydantic_core import to_jsonable_python
 from eldr_serve.experts.artifact import Artifact
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
+from eldr_serve.router.expert_placements import check_placements, load_placements, parse_placements
 from eldr_serve.router_protocol.messages import NamedPolicy
 from eldr_serve.scheduling import DEFAULT_POLICY, StepCost, make_policy
 from eldr_serve.scheduling.cost_file import FittedCost
@@ -38,6 +39,15 @@ def _read_cost(value: Any) -> Any:
         return FittedCost.load(Path(value)).cost
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from error
+
+
+def _read_placements(value: Any) -> Any:
+    """Replace a folder by the content of its placements, for machines without the folder."""
+    if isinstance(value, str | Path):
+        return load_placements(Path(value))
+    if value is None or isinstance(value, tuple):
+        return value or ()
+    raise ValueError("must be a folder")
 
 
 def _not_from_yaml(value: Any) -> Any:
@@ -76,6 +86,12 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
         description="step cost until the engines' own steps are measured: a file of `eldr cost`, read where "
         "the app is built, or its terms; none: that of a small model on a CPU",
     )
+    expert_placements: Annotated[tuple[bytes, ...], BeforeValidator(_read_placements)] = Field(
+        default=(),
+        description="folder with an ExpertPlacement for each cluster of `table` (`eldr place --cluster-of`), "
+        "read where the app is built; each decode engine gets that of its position; none: engines keep the "
+        "placement of their configuration",
+    )
     ingress_timeout_s: float = Field(
         default=6.0,
         gt=0,
@@ -98,6 +114,14 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
                 value = json.dumps(to_jsonable_python(value, fallback=repr), sort_keys=True).encode()
             digest.update(name.encode() + b"=" + value)
         return digest.hexdigest()
+
+    @model_validator(mode="after")
+    def _check_placements(self) -> Self:
+        if self.expert_placements:
+            if self.table is None:
+                raise ValueError("expert_placements needs `table`, for whose clusters they are made")
+            check_placements(parse_placements(self.expert_placements), RoutingTable.from_bytes(self.table))
+        return self
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:

@@ -1,9 +1,12 @@
 """Small tables, counts, requests and hosts of experts for tests."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from eldr_serve.scheduling import PlacementRequest
@@ -30,6 +33,27 @@ def request(
 ) -> PlacementRequest:
     counts = fields.pop("expert_counts", None)
     return PlacementRequest(name, counts, prompt_tokens, max_new_tokens, **fields)
+
+
+def save_placements(
+    folder: Path,
+    positions: Iterable[int],
+    *,
+    model: str = "m",
+    num_layers: int = 2,
+    num_experts: int = 8,
+    ranks: int = 2,
+    redundant: int = 0,
+) -> list[ExpertPlacement]:
+    """Save an expert placement of each position, as `eldr place --cluster-of` names them, and return them."""
+    placements = []
+    for position in positions:
+        row = np.resize(np.roll(np.arange(num_experts), position), num_experts + redundant)
+        rows = np.tile(row, (num_layers, 1))
+        placement = ExpertPlacement(rows, ranks, num_experts, model=model, method="by hand")
+        placement.save(folder / f"placement.{position}.json")
+        placements.append(placement)
+    return placements
 
 
 def random_hosts(rng: np.random.Generator, *shape: int, density: float = 0.4) -> np.ndarray:

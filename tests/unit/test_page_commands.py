@@ -203,6 +203,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trace.save(tmp_path / "trace.safetensors")
     unit_table(2, num_layers=L, num_experts=E).save(tmp_path / "table.safetensors")
     shutil.copytree(ROOT / "deployments", tmp_path / "deployments")
+    (tmp_path / "placements").mkdir()
     for name in ("ray_cluster.yaml", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my_deployment.yaml").write_text((ROOT / "deployments/cpu_demo.yaml").read_text())

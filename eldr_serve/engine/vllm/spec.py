@@ -16,6 +16,7 @@ from ray.serve.llm import LLMConfig, build_llm_deployment
 
 from eldr_serve.data_root import model_folder
 from eldr_serve.engine.protocol import Device, EngineRole
+from eldr_serve.engine.vllm.compat.checked import configuration_errors
 from eldr_serve.engine.vllm.compat.serve_llm import (
     LocalModel,
     OneProcessLLMConfig,
@@ -24,6 +25,10 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     to_model_metadata,
 )
 from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
+from eldr_serve.engine.vllm.ep.plugin import SWITCH
+from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
+from eldr_serve.errors import ConfigurationError
+from eldr_serve.experts.parallel.placement import ExpertPlacement
 
 # First port of the NIXL side channels; each replica adds an offset by its rank.
 _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole": 22000}
@@ -154,6 +159,34 @@ class VllmSpec:
         """Return the arguments of AsyncEngineArgs without the model; JSON types."""
         kwargs: dict[str, Any] = self.config.get_engine_config().engine_kwargs
         return kwargs
+
+    def check_live_placement(self, placement: ExpertPlacement) -> None:
+        """Raise ConfigurationError if the engines could not take the placement while they serve."""
+        kwargs = self.config.engine_kwargs
+        if self.device == "gpu":
+            raise ConfigurationError("engines on GPUs cannot move experts while they serve")
+        if int(kwargs.get("data_parallel_size") or 1) > 1:
+            raise ConfigurationError("data-parallel ranks cannot change their experts while they serve")
+        if not kwargs.get("enable_expert_parallel") or self.environment.get(SWITCH) != "1":
+            raise ConfigurationError(
+                f"the engines are not expert-parallel: set enable_expert_parallel and {SWITCH}=1"
+            )
+        if placement.ranks != self.ranks:
+            raise ConfigurationError(
+                f"the placements are for {placement.ranks} ranks, and the engines have {self.ranks}"
+            )
+        settings = (kwargs.get("additional_config") or {}).get(CONFIG_KEY, {})
+        with configuration_errors():
+            config = parse_experts_config(CpuExpertsConfig, settings)
+        redundant = config.redundant_experts
+        if redundant is None and config.placement is None:
+            redundant = 0
+        # The slots of a configured placement are known only where its file is.
+        if redundant is not None and placement.num_redundant != redundant:
+            raise ConfigurationError(
+                f"the placements have {placement.num_redundant} redundant slots, and the engines have "
+                f"{redundant}: set redundant_experts of {CONFIG_KEY}"
+            )
 
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
         """Build the Ray Serve deployment of these engines. Ray need not be running."""

@@ -211,6 +211,14 @@ def test_weights_equal_the_published_sizes(outcomes: dict[str, CheckOutcome]) ->
     assert 4 * four / 2e9 == pytest.approx(235, abs=0.5)
 
 
+def test_the_shape_of_the_experts_is_that_of_the_models_configuration(
+    outcomes: dict[str, CheckOutcome],
+) -> None:
+    shapes = {"qwen3_30b_8p16d": (48, 128), "qwen3_235b_2p8d": (94, 128), "gpt_oss_120b_8p16d": (36, 128)}
+    for name, shape in shapes.items():
+        assert {result.expert_shape for *_, result in outcomes[name].results} == {shape}
+
+
 def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, CheckOutcome]) -> None:
     """Qwen3-30B-A3B: 48 layers, keys and values, 4 heads of 128, 2 bytes, blocks of 16 tokens."""
     answer = outcomes["qwen3_30b_8p16d"].results[1][2]

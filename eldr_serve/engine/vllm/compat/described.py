@@ -175,6 +175,12 @@ class DescribedEngine:
             for kind, method in kinds
         }
 
+    def expert_shape(self) -> tuple[int, int]:
+        """Return (MoE layers, experts of a layer); zeros without MoE layers."""
+        all_routers = (getattr(layer, "router", None) for layer in self._layers.values())
+        routers = [router for router in all_routers if router is not None]
+        return len(routers), int(routers[0].global_num_experts) if routers else 0
+
     def check_counting(self) -> None:
         """Raise UnsupportedEngineError if our connector would."""
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
