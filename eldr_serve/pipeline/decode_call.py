@@ -105,11 +105,13 @@ class DecodeCall:
         )
 
     def _measure_counts(self) -> MeasuredCounts | None:
-        """Report the prompt's expert counts to the router once the decode engine has computed it."""
+        """Report the prompt's expert counts to the router once a whole replica has computed it."""
         services = self._services
         request_id = self._context.request_id
         prompt_ids = self._prompt.ids_to_compute
         if prompt_ids is None or self._context.answer.num_tokens:
+            return None
+        if not services.fleets.whole:  # a decode engine beside prefill engines counts no prompts
             return None
         set_counts = partial(services.router_client.set_measured_counts, request_id, prompt_ids)
         request = EngineRequest(id=request_id)

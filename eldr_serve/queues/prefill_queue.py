@@ -155,6 +155,11 @@ class PrefillQueues:
         (queue,) = self._refresh([worker])
         return queue.tokens / queue.known_rate
 
+    def tokens_before(self, worker: str) -> float:
+        """Return the tokens before a prompt that arrives now, if all prompts without a worker join first."""
+        (queue,) = self._refresh([worker])
+        return queue.tokens + self._unplaced
+
     def unplaced_s(self, workers: Sequence[str]) -> float:
         """Return the time that these workers together need for the prompts without a worker, s."""
         return self._unplaced / self.rate(workers)
