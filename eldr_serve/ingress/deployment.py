@@ -154,7 +154,8 @@ class EldrIngress:
     async def _start(self) -> None:
         self._fleets.prefill.start()
         self._fleets.decode.start()
-        if self._fleets.whole or self._router_settings.predictor is not None:
+        needs_ids = self._fleets.whole or self._services.options.local_prefill_tokens
+        if needs_ids or self._router_settings.predictor is not None:
             self._start_tokenizer()
             assert self._tokenizer_task is not None
             await self._tokenizer_task

@@ -100,6 +100,11 @@ class IngressEvent(_Event):
         "requests",
         "prefilled by a decode engine: no prefill engine was reachable, or one failed or was full mid-answer",
     )
+    PREFILLED_LOCALLY = (
+        "prefilled_locally",
+        "requests",
+        "prefilled by a decode engine because that was predicted to be sooner",
+    )
     RESUMED = "resumed", "answers", "continued on another engine after theirs was lost"
     MOVED = "moved", "answers", "continued on another engine because theirs leaves"
     STREAMS_LOST = "streams_lost", "streams", "ended with `engine_lost`"

@@ -203,6 +203,7 @@ class Attempt:
             decode_starts=self._services.decode_starts,
             router_client=self._services.router_client,
             options=self._services.options,
+            counts_prompts=self._services.fleets.whole,
         )
 
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:

@@ -25,6 +25,9 @@ class DecodeCall:
     The request is in the queue of the leased engine until its first token. At the exit it leaves the queue,
     and a call that the engine may still work on is cancelled.
 
+    Args:
+        counts_prompts: whether the decode engine counts the experts of prompts, as whole replicas do.
+
     Attributes:
         worker: the decode worker.
         call: the call; None until it is sent.
@@ -42,6 +45,7 @@ class DecodeCall:
         decode_starts: DecodeStartEstimator,
         router_client: RouterClient,
         options: PathOptions,
+        counts_prompts: bool,
     ) -> None:
         self.worker = lease.worker
         self.call: Call | None = None
@@ -53,6 +57,7 @@ class DecodeCall:
         self._decode_starts = decode_starts
         self._router_client = router_client
         self._options = options
+        self._counts_prompts = counts_prompts
         self._queued: WaitingCall | None = None
         self._measured: MeasuredCounts | None = None
         self._engine_request = self._make_engine_request()
@@ -127,10 +132,10 @@ class DecodeCall:
         )
 
     def _measure_counts(self) -> MeasuredCounts | None:
-        """Report the prompt's expert counts to the router once the decode engine has computed it."""
+        """Report the prompt's expert counts to the router once a whole replica has computed it."""
         request_id = self._context.request_id
         prompt_ids = self._prompt.ids_to_compute
-        if prompt_ids is None or self._context.answer.num_tokens:
+        if not self._counts_prompts or prompt_ids is None or self._context.answer.num_tokens:
             return None
         set_counts = partial(self._router_client.set_measured_counts, request_id, prompt_ids)
         request = EngineRequest(id=request_id)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
 
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import OverloadedError
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.pipeline.decode_loads import request_decode_loads
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor, WorkerLatencies, late_names
 from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
@@ -17,9 +16,6 @@ from eldr_serve.pipeline.request_context import AdmissionResult, RequestContext
 from eldr_serve.queues.prediction import WINDOW_S, LatencyPrediction
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import DecodeLoads
-
-_ROUTER_TIMEOUT_S = 0.1  # without the router's answer in this time, the TPOT is not predicted
 
 
 class LatencyAdmission:
@@ -61,7 +57,8 @@ class LatencyAdmission:
         """
         if not context.request.objective or context.is_retry:
             return AdmissionResult()
-        loads = await self._decode_loads(context)
+        block_tokens = self._fleets.decode.block_tokens
+        loads = await request_decode_loads(self._router_client, context, block_tokens)
         # The caller's next steps do not wait while there is room, so requests that arrive together count
         # each other.
         num_tokens = self._prefill_admission.estimate_tokens(context)
@@ -89,19 +86,6 @@ class LatencyAdmission:
             self._refuse_unless_trial(context, prediction, delay_s)
         self._retries.claim(context.retry_key)
         return AdmissionResult(prediction, late_replicas, late_workers)
-
-    async def _decode_loads(self, context: RequestContext) -> DecodeLoads | None:
-        """Return the loads of the decode workers from the router; None if it does not answer in time."""
-        if self._router_client.router_unreachable:
-            return None
-        blocks = None
-        if context.prompt_ids is not None:
-            blocks = context.blocks(context.prompt_ids, self._fleets.decode.block_tokens)
-        try:
-            async with asyncio.timeout(_ROUTER_TIMEOUT_S):
-                return await self._router_client.decode_loads(blocks)
-        except ACTOR_UNAVAILABLE:
-            return None
 
     def _predict_delays(
         self, context: RequestContext, latencies: WorkerLatencies, prediction: LatencyPrediction

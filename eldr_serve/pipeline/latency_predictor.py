@@ -99,6 +99,28 @@ class LatencyPredictor:
                 tokens[name] = max(num_tokens - cached_tokens[name], 1.0) / mean
         return {name: count / queues.rate([name]) for name, count in tokens.items()}
 
+    def predict_local_costs(self, latencies: WorkerLatencies, queues: PrefillQueues) -> dict[str, float]:
+        """Return the cost of a prompt that a decode worker computes beside prefill engines, s, by worker.
+
+        It is the time to the first token, and the time by which the prompt delays the worker's running
+        requests, summed over them. It is empty until the steps of decode engines with prompts are measured.
+
+        Args:
+            queues: prompts that the decode workers have yet to compute.
+        """
+        loads = latencies.loads
+        if loads is None or not loads.step.local_prompt_token_s:
+            return {}
+        per_token_s, wait_s = loads.step.local_prompt_token_s, self._decode_starts.estimate_wait_s()
+        costs_s = {}
+        for name, step_s in latencies.tpot_s.items():
+            row = loads.workers.rows[name]
+            uncached_tokens = max(latencies.num_tokens - int(loads.workers.cached_tokens[row]), 1.0)
+            num_delayed = int(loads.workers.in_flight[row]) + 1
+            tokens = num_delayed * uncached_tokens + queues.tokens_before(name)
+            costs_s[name] = wait_s + step_s + tokens * per_token_s
+        return costs_s
+
     def _predict_batches(self, loads: DecodeLoads | None) -> dict[str, float]:
         """Return the requests that each decode worker would have with this one; empty if steps have no cost.
 

@@ -106,6 +106,12 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         description="maximum rate at which one ingress lets decode engines compute prompts while no prefill "
         "replica can be reached, requests/s; further requests wait as for a full KV cache",
     )
+    local_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="longest prompt, in tokens, that a decode engine computes beside prefill engines if that "
+        "is predicted to be sooner; 0: none",
+    )
     retry_backoff_s: float = Field(
         default=0.05, ge=0, description="mean backoff before the first retry, s; doubled for each further one"
     )

@@ -29,7 +29,8 @@ class AdmissionResult:
     Attributes:
         prediction: predicted latencies; None for a request without an objective, and for a retry.
         late_replicas: prefill replicas on which the request would miss its objective.
-        late_workers: whole replicas' workers on which it would miss it.
+        late_workers: workers that would compute its prompt and its answer too late; see LocalPrefill for
+            decode workers beside prefill engines.
     """
 
     prediction: LatencyPrediction | None = None
@@ -57,6 +58,7 @@ class RequestContext:
         prefilled_ids: uint32[n], the prompt's token ids, from the prefill engine's answer; None before it.
         tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
         answer: the answer so far.
+        prefills_locally: its decode engine computes the prompt beside prefill engines, see LocalPrefill.
 
         admission: result of the newest attempt's admission by predicted latency.
     """
@@ -76,6 +78,7 @@ class RequestContext:
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None
     answer: PartialAnswer = field(init=False)
+    prefills_locally: bool = False
     admission: AdmissionResult = field(default_factory=AdmissionResult)
 
     def __post_init__(self) -> None:
@@ -149,6 +152,7 @@ class RequestContext:
             "policy": lease.policy if lease else None,
             "reason": lease.reason if lease else None,
             "prefill": record.prefill_replica,
+            "local_prefill": self.prefills_locally,
             "decode": lease.worker if lease else None,
             "prompt_tokens": lease.request.prompt_tokens if lease else None,
             "tokens": lease.generated_tokens if lease else 0,

@@ -90,31 +90,31 @@ def build_services(
     stage_latencies = StageLatencies()
     kv_release = KvRelease(fleets.prefill)
     outliers = OutlierDetector(fleets.decode, counters)
-    prefill_admission = PrefillAdmission(
-        fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters
-    )
+    admission = PrefillAdmission(fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters)
+    decode_starts = DecodeStartEstimator(fleets.decode)
+    recorder = PredictionRecorder(_now)
+    predictor = LatencyPredictor(fleets, admission.queues, decode_starts, recorder)
     prefill: Prefill
     if fleets.whole:
-        prefill = WholePrefill(outliers, prefill_admission, tokenizer)
+        prefill = WholePrefill(outliers, admission, tokenizer)
     else:
         prefill = SplitPrefill(
             fleets=fleets,
-            admission=prefill_admission,
+            admission=admission,
             options=options,
             counters=counters,
             kv_release=kv_release,
             stage_latencies=stage_latencies,
+            router_client=router_client,
+            predictor=predictor,
             tokenizer=tokenizer,
         )
-    decode_starts = DecodeStartEstimator(fleets.decode)
-    recorder = PredictionRecorder(_now)
-    predictor = LatencyPredictor(fleets, prefill_admission.queues, decode_starts, recorder)
     return Services(
         fleets=fleets,
         router_client=router_client,
         counters=counters,
         options=options,
-        prefill_admission=prefill_admission,
+        prefill_admission=admission,
         kv_release=kv_release,
         prefill=prefill,
         retries=RetryLimiter(options),
@@ -124,7 +124,7 @@ def build_services(
             fleets=fleets,
             router_client=router_client,
             counters=counters,
-            prefill_admission=prefill_admission,
+            prefill_admission=admission,
             predictor=predictor,
             recorder=recorder,
             clock=_now,

@@ -16,6 +16,8 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.pipeline.failures import PrefillFailedError
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
+from eldr_serve.pipeline.latency_predictor import LatencyPredictor
+from eldr_serve.pipeline.local_prefill import LocalPrefill
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import HeldPrompt, Prompt, UncomputedPrompt
@@ -25,6 +27,7 @@ from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.request import needs_whole_replica, prompt_head
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
@@ -40,6 +43,7 @@ class SplitPrefill:
     """Prefill on the engines of the prefill deployment.
 
     Args:
+        router_client, predictor: for the choice of prompts that decode engines compute, see LocalPrefill.
         tokenizer: tokenises prompts that no prefill engine has tokenised.
     """
 
@@ -52,6 +56,8 @@ class SplitPrefill:
         counters: IngressCounters,
         kv_release: KvRelease,
         stage_latencies: StageLatencies,
+        router_client: RouterClient,
+        predictor: LatencyPredictor,
         tokenizer: PromptTokens | None,
     ) -> None:
         self._fleets = fleets
@@ -61,6 +67,16 @@ class SplitPrefill:
         self._counters = counters
         self._kv_release = kv_release
         self._stage_latencies = stage_latencies
+        self._local_prefill = LocalPrefill(
+            fleets=fleets,
+            router_client=router_client,
+            counters=counters,
+            max_tokens=options.local_prefill_tokens,
+            admission=admission,
+            predictor=predictor,
+            stage_latencies=stage_latencies,
+            tokenizer=tokenizer,
+        )
         self._tokenizer = tokenizer
         self._outliers = OutlierDetector(fleets.prefill, counters)
         self._without_prefill = CallRateLimiter(
@@ -73,6 +89,7 @@ class SplitPrefill:
     async def prepare(self, context: RequestContext) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 
+        A short prompt that a decode engine computes sooner is left to it, see LocalPrefill.
         If prefill fails for an answer that has already begun, it continues on a decode engine that also
         prefills.
 
@@ -83,6 +100,9 @@ class SplitPrefill:
         """
         prompt: Prompt = UncomputedPrompt()
         if needs_whole_replica(context.request.method, context.request.fields) is None:
+            local_prompt = await self._local_prefill.choose(context)
+            if local_prompt is not None:
+                return local_prompt
             try:
                 prompt = await self._prefill(context)
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:

@@ -26,6 +26,10 @@ class StageLatencies:
             self._seconds.setdefault(name, deque(maxlen=WINDOW)).append(value)
             self._counts[name] = self._counts.get(name, 0) + 1
 
+    def median_s(self, name: str) -> float | None:
+        """Return the median duration of a stage over the newest requests, s; None without one."""
+        return float(np.median(self._seconds[name])) if name in self._seconds else None
+
     def summary(self) -> dict[str, dict[str, float]]:
         """Return, for each stage, the request count and the mean, p50 and p99 of the newest, ms."""
         stages = {}

@@ -184,6 +184,11 @@ class PrefillQueues:
         callers = max((queue.report.callers for queue in queues), default=1)
         return {name: queue.other_calls(callers) for name, queue in zip(workers, queues, strict=True)}
 
+    def tokens_before(self, worker: str) -> float:
+        """Return the tokens before a prompt that arrives now, if all prompts without a worker join first."""
+        (queue,) = self._refresh([worker])
+        return queue.tokens + self._unplaced
+
     def unplaced_s(self, workers: Sequence[str]) -> float:
         """Return the time that these workers together need for the prompts without a worker, s."""
         return self._unplaced / self.rate(workers)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from eldr_serve.artifact_metadata import ArtifactError, require
 from eldr_serve.engine.methods import ExpertsChange, PositionPlacement
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.records import ArtifactError, require
 
 _FILE = re.compile(r".+\.(\d+)\.json")
 

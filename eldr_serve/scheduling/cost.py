@@ -149,6 +149,8 @@ class StepSums:
         requests, active_experts, seconds: unweighted sums over decode steps, experts also over MoE layers.
         prompts: float64[5], sums over steps that computed prompts, which no other sum includes: steps,
             requests, KV tokens, prompt tokens, seconds.
+        local_prompts: the same of decode engines beside prefill engines. The fit ignores these steps, because
+            placement expects that prefill engines compute the prompts.
         token_seconds: sum of seconds times requests: total time that tokens waited for their decode steps, s.
     """
 
@@ -160,6 +162,7 @@ class StepSums:
     seconds: float = 0.0
     prompts: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
     token_seconds: float = 0.0
+    local_prompts: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
 
     @classmethod
     def from_steps(
@@ -194,6 +197,13 @@ class StepSums:
         columns = [np.asarray(a, np.float64) for a in (requests, kv_tokens, prompt_tokens, seconds)]
         return cls(prompts=np.array([len(columns[0]), *(column.sum() for column in columns)]))
 
+    @classmethod
+    def from_local_prompts(
+        cls, requests: ArrayLike, kv_tokens: ArrayLike, prompt_tokens: ArrayLike, seconds: ArrayLike
+    ) -> StepSums:
+        """Sum such records of decode engines beside prefill engines."""
+        return cls(local_prompts=cls.from_prompts(requests, kv_tokens, prompt_tokens, seconds).prompts)
+
     def __add__(self, other: StepSums) -> StepSums:
         return StepSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
@@ -204,8 +214,7 @@ class StepSums:
     def fit(self) -> StepCost | None:
         """Fit the cost by non-negative least squares; None with too few steps or if experts cost nothing.
 
-        The cost of a prompt token is the mean excess of steps with prompts over decode steps of as many
-        requests and KV tokens with the mean number of experts.
+        The cost of a prompt token is that of `prompts`; see prompt_token_s.
         """
         if self.steps < 10 * len(_TERMS):
             return None
@@ -213,12 +222,24 @@ class StepSums:
         if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MAX_S):  # also false for nan
             return None
         decode = StepCost(*terms.tolist())
-        steps, requests, kv_tokens, prompt_tokens, seconds = self.prompts.tolist()
-        if not prompt_tokens:
-            return decode
+        return replace(decode, per_prompt_token_s=self.prompt_token_s(decode, self.prompts))
+
+    def prompt_token_s(self, decode: StepCost, prompts: NDArray[np.float64]) -> float:
+        """Return the cost of a prompt token, s; 0 if it is unknown.
+
+        It is the mean excess of steps with prompts over decode steps of as many requests and KV tokens with
+        the mean number of experts.
+
+        Args:
+            decode: cost of a decode step.
+            prompts: float64[5], `prompts` or `local_prompts`.
+        """
+        steps, requests, kv_tokens, prompt_tokens, seconds = prompts.tolist()
+        if not (prompt_tokens and self.steps):
+            return 0.0
         decode_s = decode.seconds(requests / steps, kv_tokens / steps, self.active_experts / self.steps)
         per_token_s = (seconds - steps * decode_s) / prompt_tokens
-        return replace(decode, per_prompt_token_s=min(max(0.0, per_token_s), _MAX_S))
+        return min(max(0.0, float(per_token_s)), _MAX_S)
 
     def error(self, cost: StepCost) -> float:
         """Return the root mean square of the relative error of `cost` over the decode steps."""

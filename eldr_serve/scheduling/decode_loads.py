@@ -22,12 +22,15 @@ class StepTimeModel:
             so n of them leave `idle_share ** n` of the experts idle.
         prompt_tokens: tokens of new prompts that the engine computes in a step for each request in it; 0
             with separate prefill engines.
+        local_prompt_token_s: time of a prompt token that a decode engine computes beside prefill engines, s;
+            0 if it was not measured.
     """
 
     cost: StepCost | None = None
     num_experts: int = 0
     idle_share: float = 1.0
     prompt_tokens: float = 0.0
+    local_prompt_token_s: float = 0.0
 
     @classmethod
     def from_steps(cls, cost: StepCost | None, steps: StepSums, num_experts: int) -> StepTimeModel:
@@ -42,7 +45,8 @@ class StepTimeModel:
             idle_share = (1.0 - active) ** (steps.steps / steps.requests)
         _, prompt_requests, _, prompt_tokens, _ = steps.prompts.tolist()
         per_request = prompt_tokens / max(steps.requests + prompt_requests, 1.0)
-        return cls(cost, num_experts, idle_share, per_request)
+        local_s = 0.0 if cost is None else steps.prompt_token_s(cost, steps.local_prompts)
+        return cls(cost, num_experts, idle_share, per_request, local_s)
 
     def seconds(self, requests: float, kv_tokens: float) -> float:
         """Return the time of a step, s, of a worker with these requests and KV tokens.

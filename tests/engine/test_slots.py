@@ -169,11 +169,11 @@ def test_a_step_with_unknown_slots_is_an_error(runner: Runner, slots: Tensor | N
 
 
 def test_prompts_of_a_whole_replica_are_timed_separately_from_decode(runner: Runner) -> None:
-    for whole in (False, True):
-        runner.worker_side._is_whole = whole
+    for prompt_key in (None, "local_prompt_tokens", "prompt_tokens"):
+        runner.worker_side._prompt_key = prompt_key
         stats = runner.step(2, forward=SLOTS, requests=1).kv_connector_stats
         assert not stats.data["steps"]
-        assert len(stats.data["prompt_steps"]) == whole
+        assert [prompt_key in record for record in stats.data["prompt_steps"]] == [True] * bool(prompt_key)
     (record,) = stats.data["prompt_steps"]
     seconds = record.pop("seconds")
     assert record == {"requests": 1, "kv_tokens": 0, "prompt_tokens": 1}

@@ -131,7 +131,7 @@ class Pipeline:
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
-        tokenizer: Any = PromptTokens("") if whole else None
+        tokenizer: Any = PromptTokens("") if whole or path_options.local_prefill_tokens else None
         self.services = build_services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router_client=self.router,

@@ -57,8 +57,12 @@ class EngineMeasurements:
 
     def _sum(self, rank: int) -> None:
         records = self._records.pop(rank, [])
-        steps = [record for record in records if "prompt_tokens" not in record]
-        prompts = [record for record in records if "prompt_tokens" in record]
+        steps = [record for record in records if "active_by_layer" in record]
+
+        def columns(tokens_key: str) -> list[list[float]]:
+            prompts = [record for record in records if tokens_key in record]
+            return [[s[key] for s in prompts] for key in ("requests", "kv_tokens", tokens_key, "seconds")]
+
         self._sums[rank] = (
             self._sums[rank]
             + StepSums.from_steps(
@@ -67,9 +71,8 @@ class EngineMeasurements:
                 [sum(s["active_by_layer"]) for s in steps],
                 [s["seconds"] for s in steps],
             )
-            + StepSums.from_prompts(
-                *([s[key] for s in prompts] for key in ("requests", "kv_tokens", "prompt_tokens", "seconds"))
-            )
+            + StepSums.from_prompts(*columns("prompt_tokens"))
+            + StepSums.from_local_prompts(*columns("local_prompt_tokens"))
         )
 
     def change_prefixes(self, changes: BlockChanges) -> None:

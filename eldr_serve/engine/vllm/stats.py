@@ -42,7 +42,8 @@ class EldrStats(KVConnectorStats):
       active_by_layer, seconds. A data-parallel rank records its own requests, and the time in which it also
       waited for the other ranks.
     - prompt_steps: records of steps in which a whole replica computed prompts: requests, kv_tokens,
-      prompt_tokens, seconds.
+      prompt_tokens, seconds. A decode engine beside prefill engines has local_prompt_tokens instead of
+      prompt_tokens.
     - capture_s: seconds that the counting took in each step.
     - kv_usage, prompt_counts, prefix_changes: added by the scheduler: the share of KV blocks in use, the
       result of `EldrConnectorScheduler.take_prompt_counts`, and the fields of a BlockChanges, if any.

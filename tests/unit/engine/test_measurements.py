@@ -18,7 +18,8 @@ def records(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     record = {"requests": draw(st.integers(1, 9)), "kv_tokens": draw(st.integers(0, 99))}
     record |= {"seconds": draw(st.floats(0.001, 0.1))}
     if draw(st.booleans()):
-        record |= {"prompt_tokens": draw(st.integers(1, 50))}
+        key = draw(st.sampled_from(("prompt_tokens", "local_prompt_tokens")))
+        record |= {key: draw(st.integers(1, 50))}
     else:
         record |= {"active_by_layer": draw(st.lists(st.integers(1, 8), min_size=2, max_size=2))}
     return draw(st.integers(0, 2)), record
@@ -28,6 +29,8 @@ def sums(record: dict[str, Any]) -> StepSums:
     sizes = [[record[key]] for key in ("requests", "kv_tokens")]
     if "prompt_tokens" in record:
         return StepSums.from_prompts(*sizes, [record["prompt_tokens"]], [record["seconds"]])
+    if "local_prompt_tokens" in record:
+        return StepSums.from_local_prompts(*sizes, [record["local_prompt_tokens"]], [record["seconds"]])
     return StepSums.from_steps(*sizes, [sum(record["active_by_layer"])], [record["seconds"]])
 
 
@@ -36,7 +39,7 @@ def test_each_ranks_steps_are_taken_once(history: list[tuple[int, dict[str, Any]
     measured, expected, sums_by_rank = EngineMeasurements(), [StepSums()] * 3, [StepSums()] * 3
     for rank, record in history:
         expected[rank] += sums(record)
-        is_prompt = "prompt_tokens" in record
+        is_prompt = "active_by_layer" not in record
         measured.add_steps([] if is_prompt else [record], [record] if is_prompt else [], rank)
         if order.random() < 0.3:
             sums_by_rank[rank] += measured.take_steps(rank)
@@ -44,4 +47,6 @@ def test_each_ranks_steps_are_taken_once(history: list[tuple[int, dict[str, Any]
         sums_by_rank[rank] += measured.take_steps(rank)
         for name in ("steps", "requests", "active_experts", "seconds", "token_seconds"):
             assert getattr(sums_by_rank[rank], name) == pytest.approx(getattr(expected[rank], name))
-        assert sums_by_rank[rank].prompts.tolist() == pytest.approx(expected[rank].prompts.tolist())
+        for name in ("prompts", "local_prompts"):
+            sums_of_rank, sums_expected = getattr(sums_by_rank[rank], name), getattr(expected[rank], name)
+            assert sums_of_rank.tolist() == pytest.approx(sums_expected.tolist())

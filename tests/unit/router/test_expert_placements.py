@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from eldr_serve.engine.methods import ExpertsChange
 from eldr_serve.router.actor import DecodeRouter
-from eldr_serve.router.messages import Restore
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router_protocol.messages import Restore
 from eldr_serve.validation import first_problem
 from tests.support.tables import save_placements, unit_table
 

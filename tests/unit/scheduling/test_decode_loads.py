@@ -40,6 +40,16 @@ def test_prompts_lengthen_the_steps_of_whole_replicas() -> None:
     assert busy.seconds(6, 0) - steady.seconds(6, 0) == pytest.approx(6 * 100 * 1e-4)
 
 
+def test_prompts_beside_prefill_engines_have_a_time_and_change_no_other_cost() -> None:
+    decode = StepSums.from_steps([4] * 10, [40] * 10, [9] * 10, [0.01] * 10)
+    prompts = StepSums.from_local_prompts([4] * 10, [40] * 10, [800] * 10, [0.09] * 10)
+    load, load_without = (StepTimeModel.from_steps(COST, steps, 0) for steps in (decode + prompts, decode))
+    assert load.local_prompt_token_s == pytest.approx((0.09 - COST.seconds(4, 40, 9)) / 800)
+    assert replace(load, local_prompt_token_s=0.0) == load_without
+    assert StepTimeModel.from_steps(COST, prompts, 0).local_prompt_token_s == 0.0  # without decode steps
+    assert not (decode + prompts).prompts.any()
+
+
 def test_nothing_is_predicted_without_a_cost() -> None:
     with pytest.raises(ValueError, match="unknown"):
         StepTimeModel().seconds(1, 1)
@@ -51,7 +61,7 @@ def test_loads_travel_as_messages() -> None:
     assert cost.seconds(2, 0, 0) > 0  # and caches a table
     columns = {"in_flight": [3], "kv_tokens": [70], "cached_tokens": [16]}
     workers = WorkerLoads(("r0",), **{name: np.array(column) for name, column in columns.items()})
-    loads = DecodeLoads(workers, 2, StepTimeModel(cost, 64, 0.9, 5.0), 0.25)
+    loads = DecodeLoads(workers, 2, StepTimeModel(cost, 64, 0.9, 5.0, 1e-4), 0.25)
     copy = decoder(DecodeLoads)(encode(loads))
     assert replace(copy, workers=workers) == loads
     assert copy.workers.rows == {"r0": 0}

@@ -48,7 +48,8 @@ class EldrConnectorWorker:
         self._num_blocks = num_blocks
         kv_role = vllm_config.kv_transfer_config.kv_role
         self._is_decode_only = kv_role == "kv_consumer"
-        self._is_whole = kv_role == "kv_both"
+        # Name of a step's prompt tokens in its record (see EldrStats); a prefill engine records no steps.
+        self._prompt_key = {"kv_both": "prompt_tokens", "kv_consumer": "local_prompt_tokens"}.get(kv_role)
         # All ranks of tensor parallelism choose the same experts, so only the first one reports.
         self._reports = get_tensor_model_parallel_rank() == 0
         self._plan = StepPlan()  # of the current step
@@ -118,8 +119,8 @@ class EldrConnectorWorker:
         size = {"requests": plan.requests, "kv_tokens": plan.kv_tokens}
         if active is not None:
             self.timer.finish(size, active)
-        elif plan.prompt_tokens and self._is_whole:
-            self.timer.finish(size | {"prompt_tokens": plan.prompt_tokens}, None)
+        elif plan.prompt_tokens and self._prompt_key is not None:
+            self.timer.finish(size | {self._prompt_key: plan.prompt_tokens}, None)
 
     def take_counts(self) -> StepCounts | None:
         """Return the counts of the step that `count_step` has just counted; None if it has none."""
@@ -135,7 +136,7 @@ class EldrConnectorWorker:
         stats, self._stats = self._stats, EldrStats()
         if self.timer is not None:
             for record in self.timer.take_completed():
-                stats.data["prompt_steps" if "prompt_tokens" in record else "steps"].append(record)
+                stats.data["steps" if "active_by_layer" in record else "prompt_steps"].append(record)
         if transfers is not None and not transfers.is_empty():
             stats.data["nixl"] = transfers.data
         return None if stats.is_empty() else stats

@@ -1,0 +1,47 @@
+"""Decode engines that compute short prompts beside a prefill engine whose queue is long."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.applications import arguments_of, running
+from tests.e2e.service import Service, wait_for
+
+REPEATS = 20  # of each prompt, so that the prefill queue grows
+
+
+@pytest.fixture(scope="module")
+def split(ray_cluster: str) -> Iterator[Service]:
+    """Run one prefill engine and two decode engines, which may compute any prompt."""
+    arguments = arguments_of("cpu_demo.yaml")
+    arguments["path"] = {"local_prefill_tokens": 2048}
+    with running("local", arguments) as service:
+        yield service
+
+
+async def test_greedy_answers_equal_a_single_engine_wherever_their_prompts_are_computed(
+    split: Service, single_engine: dict[str, list[str]], prompts: list[str]
+) -> None:
+    def decode_engines_are_measured() -> bool:
+        for prompt in prompts:  # two answers to one prompt come from a decode engine alone
+            split.complete(prompt, n=2, max_tokens=16)
+        return split.status()["step_cost"]["steps"] > 100
+
+    async def send_all() -> tuple[int, int]:
+        """Send all prompts at once; return how many were prefilled by decode and by prefill engines."""
+        names = ("prefilled_locally", "prefills")
+        before = [split.settled_counter(name) for name in names]
+        answers = await asyncio.gather(*(split.greedy_async(prompt) for prompt in prompts * REPEATS))
+        assert answers == single_engine["completions"] * REPEATS
+        num_local, num_split = (
+            split.settled_counter(name) - count for name, count in zip(names, before, strict=True)
+        )
+        return num_local, num_split
+
+    wait_for(decode_engines_are_measured, "the cost of prompts on decode engines")
+    await send_all()  # measures the prefill engine and the hand-over
+    num_local, num_split = await send_all()
+    assert num_local > 0
+    assert num_split > 0
+    assert num_local + num_split == len(prompts) * REPEATS
