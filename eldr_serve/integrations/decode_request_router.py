@@ -127,7 +127,6 @@ class DecodeRequestRouter(ReplicaPublisher):
         self._client.start()
         request = PlacementRequest(
             pending.metadata.internal_request_id,
-            None,
             prompt_tokens=int(params.get("remote_num_tokens") or 0),
             max_new_tokens=max_new_tokens(pending.args[0]),
             domain=_domain(pending),

@@ -244,7 +244,10 @@ class ReplayExperiment:
                     ledger.release(request_id)
                 i = int(case.requests[j])
                 request = PlacementRequest(
-                    str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
+                    str(j),
+                    int(trace.decode_steps[i]),
+                    self._output_tokens,
+                    expert_counts=trace.decode_counts[i],
                 )
                 added = judge.added_cost(request, ledger.loads(workers))
                 worker = int(outcome.worker[j])
