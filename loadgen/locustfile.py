@@ -323,7 +323,7 @@ def _times(timing: StreamTiming) -> dict[str, Any]:
     return {
         "ttft_s": timing.ttft_s,
         "tpot_s": timing.tpot_s,
-        "itl_s": [round(gap, 6) for gap in timing.itl_s],
+        "itl_s": [round(gap, 6) for gap in timing.chunk_gaps_s],
         "end_s": timing.end_s,
         "tokens": timing.completion_tokens,
         "prompt_tokens": timing.prompt_tokens,
