@@ -24,7 +24,7 @@ from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome
 from offline.simulation.placement_requests import PlacementRequests
-from offline.simulation.prefill_workers import PrefillWorkers
+from offline.simulation.prefill_engines import PrefillWorkers
 from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, SimulationError
 
