@@ -36,7 +36,7 @@ _GROUPS = {  # modules of several commands
     ),
 }
 # `papers` also has the methods that figures compare.
-_OF_PAPERS = (
+_PAPER_BENCHMARKS = (
     "balance_dispatch",
     "ep_policies",
     "fit_time",
@@ -50,7 +50,7 @@ MODULES = {  # by the benchmark's name, without `benchmarks.`
     for folder, stems in (
         ("", ("gpu",)),
         *((f, tuple(p.stem for p in (_FOLDER / f).glob("[!_]*.py"))) for f in ("engine", "serving")),
-        ("papers", _OF_PAPERS),
+        ("papers", _PAPER_BENCHMARKS),
     )
     for stem in stems
     for name in _GROUPS.get(stem, (stem,))
@@ -81,8 +81,8 @@ SERVING = {
     "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
-# They need a GPU, an extra, published routes, and a trace.
-NOT_HERE = {"gpu", "gpu_application", "step_cost", "gpu_cost", "tail_price", "barrier"}
+# Each needs a GPU, an extra, published routes or a trace.
+NOT_IN_ALL = {"gpu", "gpu_application", "step_cost", "gpu_cost", "tail_price", "barrier"}
 
 
 def bench(
@@ -92,7 +92,7 @@ def bench(
     ] = None,
 ) -> None:
     """Run benchmarks, write results to benchmarks/results, and rewrite the tables of the pages."""
-    runnable = [name for name in NAMES if name not in NOT_HERE]
+    runnable = [name for name in NAMES if name not in NOT_IN_ALL]
     chosen_names = (
         runnable if names == ["all"] else names or [n for n in runnable if n not in SERVING | REPLAYS]
     )

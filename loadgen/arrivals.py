@@ -1,6 +1,6 @@
 """Arrival times of requests. Pure and seeded: every process gets the same stream.
 
-A stream is an iterator of Arrival. Each worker of a distributed load generator makes the whole stream and
+A stream is an iterator of Arrival. Each process of a distributed load generator makes the whole stream and
 takes its share, so that together they send what one process would.
 """
 
@@ -63,16 +63,16 @@ def open_loop(
     max_tokens: int,
     min_tokens: int | None = None,
     seed: int = 0,
-    workers: int = 1,
+    processes: int = 1,
 ) -> Iterator[Arrival]:
     """Return Poisson arrivals of the shuffled prompts, which repeat after all were sent.
 
     Args:
-        rate: requests/s over all workers.
+        rate: requests/s over all processes.
         max_tokens, min_tokens: see output_lengths.
-        workers: number of shares. No prompt is in two of them.
+        processes: number of shares. No prompt is in two of them.
     """
-    pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
+    pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, processes)
     return (
         Arrival(number, due_s, prompt, tokens)
         for number, (due_s, (prompt, tokens)) in enumerate(zip(poisson(rate, seed), pairs, strict=False))
@@ -85,16 +85,16 @@ def closed_loop(
     max_tokens: int,
     min_tokens: int | None = None,
     seed: int = 0,
-    workers: int = 1,
+    processes: int = 1,
 ) -> Iterator[Arrival]:
     """Return the shuffled prompts, each due when a user is free. See open_loop for the arguments."""
-    pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, workers)
+    pairs = _prompts_and_lengths(prompts, max_tokens, min_tokens, seed, processes)
     return (Arrival(number, None, prompt, tokens) for number, (prompt, tokens) in enumerate(pairs))
 
 
-def share(stream: Iterable[Arrival], index: int, workers: int) -> Iterator[Arrival]:
-    """Return every `workers`-th arrival from number `index`."""
-    return itertools.islice(stream, index, None, workers)
+def share(stream: Iterable[Arrival], index: int, processes: int) -> Iterator[Arrival]:
+    """Return every `processes`-th arrival from number `index`."""
+    return itertools.islice(stream, index, None, processes)
 
 
 def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
@@ -102,20 +102,20 @@ def _poisson(rate: float, rng: random.Random) -> Iterator[float]:
 
 
 def _prompts_and_lengths(
-    prompts: list[WorkloadPrompt], max_tokens: int, min_tokens: int | None, seed: int, workers: int
+    prompts: list[WorkloadPrompt], max_tokens: int, min_tokens: int | None, seed: int, processes: int
 ) -> Iterator[tuple[WorkloadPrompt, int]]:
     """Return pairs of prompt and output tokens."""
     lengths = output_lengths(max_tokens, min_tokens=min_tokens, seed=seed)
     return (
         (prompt, tokens if prompt.max_tokens is None else min(tokens, prompt.max_tokens))
-        for prompt, tokens in zip(_cycle(prompts, seed, workers), lengths, strict=False)
+        for prompt, tokens in zip(_cycle(prompts, seed, processes), lengths, strict=False)
     )
 
 
-def _cycle(prompts: list[WorkloadPrompt], seed: int, workers: int) -> Iterator[WorkloadPrompt]:
-    if len(prompts) < workers:
-        raise UserInputError(f"{len(prompts)} prompts are too few for {workers} workers")
+def _cycle(prompts: list[WorkloadPrompt], seed: int, processes: int) -> Iterator[WorkloadPrompt]:
+    if len(prompts) < processes:
+        raise UserInputError(f"{len(prompts)} prompts are too few for {processes} processes")
     order = list(prompts)
     random.Random(seed).shuffle(order)
-    # Keep a multiple of the workers: when the prompts repeat, each worker gets its own again.
-    return itertools.cycle(order[: len(order) - len(order) % workers])
+    # Keep a multiple of the processes: when the prompts repeat, each process gets its own again.
+    return itertools.cycle(order[: len(order) - len(order) % processes])

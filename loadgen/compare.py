@@ -48,8 +48,8 @@ from loadgen.trial import (
     LoadSpec,
     ScheduledTrial,
     Trial,
-    drive,
     parse_policy,
+    run_trial,
     schedule_trials,
 )
 from loadgen.workload import read_prompts
@@ -108,11 +108,11 @@ def compare(
     """Compare policies under the same load. The same settings resume a stopped run."""
     names = [name.strip() for name in policies.split(",") if name.strip()]
     service = OperatorClient(host, os.environ.get(admin_key_env, ""))
-    per_s, users = _loop(rate, in_flight, users, service)
+    requests_per_s, users = _loop(rate, in_flight, users, service)
     load = LoadSpec(
         str(prompts),
         model or service.model(),
-        per_s,
+        requests_per_s,
         trial_seconds,
         warm_up_seconds,
         users,
@@ -134,7 +134,7 @@ def compare(
                 if burn_in_seconds:
                     console.print(f"burn-in: {burn_in_seconds} s of load that is not measured")
                     first = replace(unfinished[0], seed=seed)
-                    drive(service, first, replace(load, seconds=burn_in_seconds), scratch=out)
+                    run_trial(service, first, replace(load, seconds=burn_in_seconds), scratch=out)
                 _measure(service, journal, unfinished, load, console, scratch=out)
         except KeyboardInterrupt:
             console.print(f"stopped; the same command resumes from the trials in {out}")
@@ -237,7 +237,7 @@ def _measure(
             def tick(elapsed_s: float, first_s: float = number * load_s) -> None:
                 progress.update(bar, completed=first_s + min(elapsed_s, load_s))
 
-            trial = drive(service, slot, load, scratch=scratch, tick=tick)
+            trial = run_trial(service, slot, load, scratch=scratch, tick=tick)
             journal.put(slot.key, asdict(trial))
             left_s = (time.perf_counter() - start) / (number + 1) * (len(scheduled) - number - 1)
             failed = sum("error" in record for record in trial.requests)

@@ -24,7 +24,7 @@ class Load:
 
     Args:
         options: the parsed command line, see loadgen.locustfile.
-        index, workers: the share of the arrivals to send.
+        index, processes: the share of the arrivals to send.
         horizon_s: requests that are due later, or that without a due time are taken later, are not sent.
 
     Raises:
@@ -32,7 +32,7 @@ class Load:
     """
 
     def __init__(
-        self, options: Any, *, index: int = 0, workers: int = 1, horizon_s: float | None = None
+        self, options: Any, *, index: int = 0, processes: int = 1, horizon_s: float | None = None
     ) -> None:
         self.options = options
         self.objective = LatencyObjective(options.slo_ttft_ms, options.slo_tpot_ms)
@@ -41,12 +41,12 @@ class Load:
         self._ended = False  # whether the arrivals are exhausted
         self._reported_end = False
         self._lock = threading.Lock()
-        self._arrivals = share(self._stream(workers), index, workers)
+        self._arrivals = share(self._stream(processes), index, processes)
         self._horizon_s = math.inf if horizon_s is None else horizon_s
         self._file: TextIO | None = None
         if options.record:
             path = Path(options.record)
-            if workers > 1:
+            if processes > 1:
                 path = path.with_name(f"{path.stem}.{index}{path.suffix}")
             try:
                 self._file = path.open("w")
@@ -55,7 +55,7 @@ class Load:
         self._start: float | None = None
         self._began = threading.Event()
 
-    def _stream(self, workers: int) -> Iterator[Arrival]:
+    def _stream(self, processes: int) -> Iterator[Arrival]:
         options = self.options
         if options.max_tokens < (0 if options.trace else 1):
             raise UserInputError(f"--max-tokens must be above 0, got {options.max_tokens}")
@@ -78,7 +78,7 @@ class Load:
             "max_tokens": options.max_tokens,
             "min_tokens": options.min_tokens or None,
             "seed": options.seed,
-            "workers": workers,
+            "processes": processes,
         }
         if options.rate:
             return open_loop(prompts, options.rate, **shape)

@@ -81,7 +81,7 @@ class _Session:
 
     load: Load | None = None
     index = 0
-    workers = 1
+    processes = 1
     horizon_s: float | None = None
     summarised = False
     good: dict[str, int]
@@ -134,14 +134,14 @@ def _begin(environment: Environment, **_: Any) -> None:
         _session.horizon_s = options.run_time or None
     if isinstance(runner, MasterRunner):
         clients = sorted(runner.clients)
-        _session.workers = len(clients)
+        _session.processes = len(clients)
         for index, client in enumerate(clients):
-            share = {"index": index, "workers": len(clients), "horizon_s": _session.horizon_s}
+            share = {"index": index, "processes": len(clients), "horizon_s": _session.horizon_s}
             runner.send_message("eldr_share", share, client_id=client)
         return
     try:
         _session.load = Load(
-            options, index=_session.index, workers=_session.workers, horizon_s=_session.horizon_s
+            options, index=_session.index, processes=_session.processes, horizon_s=_session.horizon_s
         )
     except UserInputError as error:
         print(f"locust: {error}", file=sys.stderr)
@@ -161,13 +161,13 @@ def _start_clock(user_count: int, **_: Any) -> None:
 
 
 def _take_share(environment: Environment, msg: Any, **_: Any) -> None:
-    _session.index, _session.workers = msg.data["index"], msg.data["workers"]
+    _session.index, _session.processes = msg.data["index"], msg.data["processes"]
     _session.horizon_s = msg.data["horizon_s"]
 
 
 def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
     _session.finished.add(msg.node_id)
-    if len(_session.finished) == _session.workers:
+    if len(_session.finished) == _session.processes:
         _end(environment)
 
 
@@ -323,7 +323,7 @@ def _times(timing: StreamTiming) -> dict[str, Any]:
     return {
         "ttft_s": timing.ttft_s,
         "tpot_s": timing.tpot_s,
-        "itl_s": [round(gap, 6) for gap in timing.itl_s],
+        "itl_s": [round(gap, 6) for gap in timing.chunk_gaps_s],
         "end_s": timing.end_s,
         "tokens": timing.completion_tokens,
         "prompt_tokens": timing.prompt_tokens,

@@ -16,9 +16,14 @@ class StreamError(RuntimeError):
 
 @dataclass
 class StreamTiming:
-    """Times of one streamed answer, in s since the request was sent."""
+    """Times of one streamed answer, in s since the request was sent.
 
-    token_times_s: list[float] = field(default_factory=list)
+    Attributes:
+        chunk_times_s: arrival of each chunk that has tokens; a chunk of several choices counts once for each.
+        completion_tokens, prompt_tokens: as the server reports them; None if it does not.
+    """
+
+    chunk_times_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -27,25 +32,25 @@ class StreamTiming:
     @property
     def ttft_s(self) -> float | None:
         """Return the time to the first token."""
-        return self.token_times_s[0] if self.token_times_s else None
+        return self.chunk_times_s[0] if self.chunk_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the time per output token after the first, or None below two tokens."""
-        if len(self.token_times_s) < 2:
+        """Return the time per output token after the first chunk; None below two chunks."""
+        if len(self.chunk_times_s) < 2:
             return None
-        tokens = self.completion_tokens or len(self.token_times_s)
-        return (self.token_times_s[-1] - self.token_times_s[0]) / max(1, tokens - 1)
+        tokens = self.completion_tokens or len(self.chunk_times_s)
+        return (self.chunk_times_s[-1] - self.chunk_times_s[0]) / max(1, tokens - 1)
 
     @property
-    def itl_s(self) -> list[float]:
-        """Return the gaps between tokens, or 0 between tokens of one chunk."""
-        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
+    def chunk_gaps_s(self) -> list[float]:
+        """Return the times between successive chunks, which can have several tokens each."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.chunk_times_s)]
 
     @property
     def end_s(self) -> float | None:
         """Return the time to the last token."""
-        return self.token_times_s[-1] if self.token_times_s else None
+        return self.chunk_times_s[-1] if self.chunk_times_s else None
 
     def take(self, raw: bytes | str, now_s: Callable[[], float]) -> bool:
         """Read one line of the body, and return whether the stream has ended.
@@ -82,7 +87,7 @@ class StreamTiming:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             # A token may be half a character and have no text; a role alone is not a token.
             if piece or choice.get("text") is not None or (delta and "role" not in delta):
-                self.token_times_s.append(now_s)
+                self.chunk_times_s.append(now_s)
 
 
 def read_stream(

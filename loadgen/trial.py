@@ -119,7 +119,7 @@ def read_trials(folder: Path) -> list[Trial]:
     return [Trial(**entries[key]) for key in sorted(entries) if key != RESTORE]
 
 
-def drive(
+def run_trial(
     service: OperatorClient,
     step: ScheduledTrial,
     load: LoadSpec,

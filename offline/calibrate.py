@@ -27,6 +27,7 @@ from ray.util.actor_pool import ActorPool
 from eldr_serve.commands.errors import run
 from eldr_serve.data_root import model_folder
 from eldr_serve.engine.active_backend import BACKEND
+from eldr_serve.engine.calls import DECODE_COUNTS_KEY, DECODE_STEPS_KEY, PREFILL_COUNTS_KEY, ROUTES_KEY
 from eldr_serve.engine.protocol import CalibrationEngine, Sampling
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import UserInputError
@@ -127,7 +128,7 @@ def build_trace(
     Raises:
         UserInputError: an engine reported no counts.
     """
-    missing = [r["id"] for r in records if not r.get("eldr_prefill")]
+    missing = [r["id"] for r in records if not r.get(PREFILL_COUNTS_KEY)]
     if missing:
         raise UserInputError(
             f"the engine reported no expert counts for {len(missing)} prompts, first {missing[0]!r}"
@@ -149,7 +150,7 @@ def build_trace(
     if not routes:
         return trace
     offsets = np.concatenate([[0], np.cumsum(trace.decode_steps, dtype=np.int64)])
-    unpacked = np.concatenate([unpack_routes(record["eldr_routes"]) for record in records])
+    unpacked = np.concatenate([unpack_routes(record[ROUTES_KEY]) for record in records])
     return replace(trace, routes=unpacked, route_offsets=offsets)
 
 
@@ -158,9 +159,9 @@ def _sample_of(record: dict[str, Any]) -> ExpertSample:
         record["id"],
         record["domain"],
         np.array(record["token_ids"], np.uint32),
-        unpack_counts(record["eldr_prefill"]),
-        unpack_counts(record["eldr_decode"]),
-        record["eldr_decode_steps"],
+        unpack_counts(record[PREFILL_COUNTS_KEY]),
+        unpack_counts(record[DECODE_COUNTS_KEY]),
+        record[DECODE_STEPS_KEY],
     )
 
 

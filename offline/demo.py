@@ -43,7 +43,7 @@ from loadgen.report import distributions, figures_table, load_over_time, placeme
 from loadgen.results import environment, print_table, write_result
 from loadgen.sentences import client_sentences, step_sentences
 from loadgen.statistics import LatencyObjective
-from loadgen.trial import LoadSpec, ScheduledTrial, Trial, drive, schedule_trials
+from loadgen.trial import LoadSpec, ScheduledTrial, Trial, run_trial, schedule_trials
 from loadgen.workload import balanced_sample, read_prompts
 from offline.demo_arguments import demo_arguments
 
@@ -185,7 +185,7 @@ def _load(service: OperatorClient, plan: _Plan, step: ScheduledTrial, load: Load
             sent = f"{elapsed_s:.0f} of {whole_s} s of requests"
             log(sent if elapsed_s < whole_s else "waiting for the last answers")
 
-        return drive(service, step, load, scratch=plan.out, tick=tick)
+        return run_trial(service, step, load, scratch=plan.out, tick=tick)
 
 
 def _wait_for_table(service: OperatorClient, log: Callable[[str], None]) -> tuple[bool, str]:

@@ -119,7 +119,9 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         "pack": lambda: pack_counts(counts),
         "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
         "unpack": lambda: unpack_counts(packed),
-        "encode and route": lambda: policy.select(PlacementRequest("r", counts, tokens, 64), loads, rng),
+        "encode and route": lambda: policy.select(
+            PlacementRequest("r", tokens, 64, expert_counts=counts), loads, rng
+        ),
     }
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
     return {

@@ -45,8 +45,8 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, publish
-from offline.expert_placement.affinity import co_activation
 from offline.expert_placement.alignment import minimise_moves
+from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import renewed_placement
 from offline.expert_placement.eplb import eplb_placement

@@ -58,7 +58,7 @@ async def complete(
                 answer.timing = await read_stream_async(response.content, answer.start)
                 if body.get("ignore_eos"):
                     answer.timing.completion_tokens = body["max_tokens"]  # a chunk may hold several
-                if not answer.timing.token_times_s:
+                if not answer.timing.chunk_times_s:
                     answer.error = "the stream held no token"
     except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
         answer.error = f"{type(error).__name__}: {error}"
@@ -107,7 +107,7 @@ def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]
             row[f"{name}_p{q}_ms"] = float(np.percentile(ms, q)) if ms else float("nan")
     row["latency_p50_ms"] = float(np.median(latencies)) if latencies else float("nan")
     row["requests_per_s"] = len(good) / span
-    row["tokens_per_s"] = sum(t.completion_tokens or len(t.token_times_s) for t in good) / span
+    row["tokens_per_s"] = sum(t.completion_tokens or len(t.chunk_times_s) for t in good) / span
     return row
 
 

@@ -36,7 +36,7 @@ def balance_dispatch(
     """Time dispatches of balance-route and balance-route-horizon for 8 ... 144 nearly full workers."""
     rng = np.random.default_rng(seed)
     waiting = [
-        PlacementRequest(f"waiting{n}", None, int(tokens), 4096)
+        PlacementRequest(f"waiting{n}", int(tokens), 4096)
         for n, tokens in enumerate(rng.lognormal(6.5, 1, pool))
     ]
     rows: list[dict[str, Any]] = []
@@ -76,12 +76,12 @@ def balance_dispatch(
 def _fill(policy: QueuedPolicy, workers: int, each: int, rng: np.random.Generator) -> dict[str, int]:
     """Feed past and running requests to the policy, and return the ages of the running ones."""
     for n, tokens in enumerate(rng.geometric(1 / OUTPUT_TOKENS, 1000).tolist()):
-        policy.on_assigned(PlacementRequest(f"ended{n}", None, 500, 4096), 0)
+        policy.on_assigned(PlacementRequest(f"ended{n}", 500, 4096), 0)
         policy.on_progress({f"ended{n}": tokens})
         policy.on_finished(f"ended{n}")
     ages = {f"held{n}": int(age) for n, age in enumerate(rng.integers(0, OUTPUT_TOKENS, workers * each))}
     for n, request in enumerate(ages):
-        policy.on_assigned(PlacementRequest(request, None, int(rng.lognormal(6.5, 1)), 4096), n % workers)
+        policy.on_assigned(PlacementRequest(request, int(rng.lognormal(6.5, 1)), 4096), n % workers)
     policy.on_progress(ages)
     return ages
 

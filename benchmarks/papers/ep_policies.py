@@ -193,7 +193,9 @@ def place_requests(
                 placer.finish(running.pop(0))
             counts, tokens = data.trace.prefill_counts[number], int(data.trace.prompt_tokens[number])
             similarity = table.similarity(counts)
-            request = PlacementRequest(f"{part}-{number}", counts, tokens, 64, similarity=similarity)
+            request = PlacementRequest(
+                f"{part}-{number}", tokens, 64, expert_counts=counts, similarity=similarity
+            )
             (lease,) = placer.submit([Lease(request, LeaseState.SENT, "benchmark")])
             running.append(lease.request_id)
             numbers[part][names.index(lease.worker)].append(number)

@@ -60,7 +60,7 @@ async def _load(url: str, work: Iterator[dict[str, Any]], requests: int, in_flig
 
 
 def _row(in_flight: int, stages: dict[str, dict[str, float]], answers: list[Answer]) -> dict[str, Any]:
-    good = [1000 * a.timing.token_times_s[0] for a in answers if a.error is None]
+    good = [1000 * a.timing.chunk_times_s[0] for a in answers if a.error is None]
     ttft = float(np.mean(good))
     before_step = stages["handover"]["mean_ms"] - stages["step"]["mean_ms"] - stages["pull"]["mean_ms"]
     row: dict[str, Any] = {"in_flight": in_flight, "failures": len(answers) - len(good), "ttft_mean_ms": ttft}

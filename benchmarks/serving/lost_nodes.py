@@ -170,7 +170,7 @@ def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> lis
         row |= {"by_proxy": len(proxied), "errors_by_proxy": errors(proxied)}
         row["failures_by_proxy"] = sum(answer.error is not None for answer in proxied)
         row["failing_s"] = max((a.end for a in failed), default=entry["at"]) - entry["at"]
-        row["longest_gap_s"] = max((max(a.timing.itl_s, default=0.0) for a in direct), default=0.0)
+        row["longest_gap_s"] = max((max(a.timing.chunk_gaps_s, default=0.0) for a in direct), default=0.0)
         rows.append(row | {"ttft_max_s": max((a.timing.ttft_s or 0.0 for a in direct), default=0.0)})
     return rows
 

@@ -88,7 +88,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
     for number in range(RUNNING * workers):
         ids = prompts[number % _PROMPTS]
         counts = online.predict(ids)
-        running_request = PlacementRequest(f"held{number}", counts, tokens, 64, predicted=True)
+        running_request = PlacementRequest(f"held{number}", tokens, 64, expert_counts=counts, predicted=True)
         lease = Lease(running_request, LeaseState.LEASED, worker=f"w{number % workers}")
         placer.adopt_lease(lease)
         if number < _PROMPTS:
@@ -103,7 +103,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         predicted_s = perf_counter()
         blocks = prompt_blocks(ids, BLOCK_TOKENS)
         hashed_s = perf_counter()
-        request = PlacementRequest("r", counts, tokens, 64, predicted=True, blocks=blocks)
+        request = PlacementRequest("r", tokens, 64, expert_counts=counts, predicted=True, blocks=blocks)
         placer.submit([Lease(request, LeaseState.SENT)])
         marks.append((start_s, predicted_s, hashed_s, perf_counter()))
         placer.finish("r")

@@ -38,9 +38,14 @@ def route_decision(
         for name in ("shortest-queue", "locality-band", "marginal-cost"):
             policy = make_policy(name).set_table(table)
             for i in range(4 * k):
-                policy.on_assigned(PlacementRequest(f"held{i}", prompts[i % 64], 300, 64), i % k)
+                request = PlacementRequest(f"held{i}", 300, 64, expert_counts=prompts[i % 64])
+                policy.on_assigned(request, i % k)
             seconds = time_calls(
-                lambda call: policy.select(PlacementRequest("r", prompts[call % 64], 300, 64), loads, rng),  # noqa: B023
+                lambda call: policy.select(  # noqa: B023
+                    PlacementRequest("r", 300, 64, expert_counts=prompts[call % 64]),
+                    loads,  # noqa: B023
+                    rng,
+                ),
                 calls=calls,
             )
             rows.append({"policy": name, "workers": k, **p50_p99_us(seconds)})

@@ -99,7 +99,7 @@ class Caller:
         from eldr_serve.scheduling import PlacementRequest
 
         self._number += 1
-        request = PlacementRequest(str(self._number), None, prompt_tokens=300, max_new_tokens=64)
+        request = PlacementRequest(str(self._number), prompt_tokens=300, max_new_tokens=64)
         await self._client.place(request, self._prompts[self._number % _PROMPTS])
         self._client.release(request.request_id)
 

@@ -93,7 +93,7 @@ class _Service:
         await asyncio.sleep(_STEADY_S)
         over.set()
         await asyncio.gather(*users)
-        gaps = [max(answer.timing.itl_s, default=0.0) for answer in self.answers]
+        gaps = [max(answer.timing.chunk_gaps_s, default=0.0) for answer in self.answers]
         prefill, decode = await asyncio.to_thread(self.engines)
         return (
             {"clients": clients, "prefill_engines": prefill, "decode_engines": decode, "after_s": after_s}

@@ -40,7 +40,7 @@ from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import interval, resampled_counts
-from loadgen.trial import LoadSpec, ScheduledTrial, drive, parse_policy, schedule_trials
+from loadgen.trial import LoadSpec, ScheduledTrial, parse_policy, run_trial, schedule_trials
 from loadgen.workload import read_prompts, write_prompts
 
 _SUMS = ("tokens", "live", "shadow", "steps", "requests", "active_experts", "seconds", "token_seconds")
@@ -123,7 +123,7 @@ def _measure(
             ends.append(sums(status))
             costs.update(status["step_cost"])
 
-    trial = drive(service, step, load, scratch=scratch, tick=tick)
+    trial = run_trial(service, step, load, scratch=scratch, tick=tick)
     if failed := sum("error" in record for record in trial.requests):
         raise UserInputError(f"{failed} requests of {step.key} failed")
     tpot = [record["tpot_s"] for record in trial.measured_requests(load.warm_up_s, load.seconds)]

@@ -147,7 +147,9 @@ def _measure(
             "most_open": most_open(answers),
             "failures": len(failed),
             "errors": errors(answers),
-            "longest_gap_s": max((max(a.timing.itl_s, default=0.0) for a in answers if is_own), default=None),
+            "longest_gap_s": max(
+                (max(a.timing.chunk_gaps_s, default=0.0) for a in answers if is_own), default=None
+            ),
             "longest_s": max(a.end - a.start for a in answers),
             "settled_s": time.perf_counter() - ended,
             "left": {name: ingress.get(name) for name in ("in_flight", "leases")},

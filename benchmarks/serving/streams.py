@@ -84,7 +84,7 @@ def _measure(
             before, start = cpu_s(), time.perf_counter()
             answers = asyncio.run(_load(url, count, tokens, gap_ms, ramp_s))
             took_s, after = time.perf_counter() - start, cpu_s()
-            num_tokens = sum(len(answer.timing.token_times_s) for answer in answers if answer.error is None)
+            num_tokens = sum(len(answer.timing.chunk_times_s) for answer in answers if answer.error is None)
             us = {
                 name: 1e6 * (after[name] - before[name] - idle.get(name, 0.0) * took_s) / max(num_tokens, 1)
                 for name in after

@@ -20,7 +20,11 @@ EXPERT_COUNTS_KEY = "eldr_expert_counts"  # in the reply to a prefill call: pack
 REQUEST_KEY = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
 CREATED_TOKENS_KEY = "eldr_created_cache_tokens"  # in the same reply: prompt tokens added to the prefix cache
 CALIBRATE_KEY = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
-ROUTES_KEY = "eldr_routes"  # with CALIBRATE_KEY: request the routes too
+ROUTES_KEY = "eldr_routes"  # with CALIBRATE_KEY: request the routes too; in the answer, the packed routes
+# Other keys of a calibration answer.
+PREFILL_COUNTS_KEY = "eldr_prefill"  # packed expert counts of the prompt
+DECODE_COUNTS_KEY = "eldr_decode"  # packed expert counts of the decode steps
+DECODE_STEPS_KEY = "eldr_decode_steps"  # number of decode steps
 # Key that engines ignore: the replica that a call through a Serve handle must go to.
 REPLICA_KEY = "eldr_replica"
 # Headers that steer an engine. The ingress drops those that a client sends.

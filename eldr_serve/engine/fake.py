@@ -15,7 +15,14 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, TRANSPORT_S
+from eldr_serve.engine.calls import (
+    DECODE_COUNTS_KEY,
+    DECODE_STEPS_KEY,
+    EXPERT_COUNTS_KEY,
+    PREFILL_COUNTS_KEY,
+    ROUTES_KEY,
+    TRANSPORT_S,
+)
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
@@ -252,10 +259,10 @@ class FakeCalibrationEngine:
         decode = _decode_counts((layers, experts), steps, self._top_k)
         return {
             "token_ids": prompt,
-            "eldr_prefill": pack_counts(counts),
-            "eldr_decode": pack_counts(decode),
-            "eldr_decode_steps": steps,
-            "eldr_routes": pack_routes(routes) if sampling.routes else None,
+            PREFILL_COUNTS_KEY: pack_counts(counts),
+            DECODE_COUNTS_KEY: pack_counts(decode),
+            DECODE_STEPS_KEY: steps,
+            ROUTES_KEY: pack_routes(routes) if sampling.routes else None,
         }
 
 

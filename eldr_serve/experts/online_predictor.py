@@ -31,7 +31,7 @@ class OnlinePredictor:
     Attributes:
         predictor: current predictor; its `token_factors`, `expert_factors` and `variance` change in place.
         is_enabled: whether `predict` returns predictions.
-        prompts: number of observed prompts.
+        num_prompts: number of observed prompts.
         cosine: mean cosine of predicted and true deviations from the recent mean, of recent prompts.
     """
 
@@ -40,7 +40,7 @@ class OnlinePredictor:
             name: getattr(predictor, name).copy() for name in ("token_factors", "expert_factors", "variance")
         }
         self.predictor = replace(predictor, **state)
-        self.is_enabled, self.prompts, self.cosine = True, 0, 0.0
+        self.is_enabled, self.num_prompts, self.cosine = True, 0, 0.0
         self._recent = predictor.mean.copy()
         self._error = self._error_of_mean = 0.0  # squared, over recent prompts
 
@@ -52,7 +52,7 @@ class OnlinePredictor:
     @property
     def status(self) -> dict[str, Any]:
         """Return the accuracy as JSON-able values."""
-        return {"on": self.is_enabled, "prompts": self.prompts, "cosine": self.cosine, "gain": self.gain}
+        return {"on": self.is_enabled, "prompts": self.num_prompts, "cosine": self.cosine, "gain": self.gain}
 
     def predict(self, token_ids: ArrayLike) -> Float32s | None:
         """Return the prediction of SignaturePredictor, float32[L, E]; None while the mean is better."""
@@ -75,8 +75,8 @@ class OnlinePredictor:
         self._learn(ids, true, hidden)
 
     def _evaluate(self, true: Float32s, predicted: Float32s) -> None:
-        self.prompts += 1
-        share = 1 / min(self.prompts, _MEMORY)
+        self.num_prompts += 1
+        share = 1 / min(self.num_prompts, _MEMORY)
         deviation, prediction = true - self._recent, predicted - self._recent
         length = float(np.linalg.norm(deviation) * np.linalg.norm(prediction))
         cosine = float(np.vdot(deviation, prediction)) / length if length else 0.0
@@ -84,7 +84,7 @@ class OnlinePredictor:
         self._error += share * (float(np.square(prediction - deviation).sum()) - self._error)
         self._error_of_mean += share * (float(np.square(deviation).sum()) - self._error_of_mean)
         self._recent += deviation / np.float32(_MEMORY)
-        is_enabled = self.prompts < _MIN_PROMPTS or self.gain > (0 if self.is_enabled else _MARGIN)
+        is_enabled = self.num_prompts < _MIN_PROMPTS or self.gain > (0 if self.is_enabled else _MARGIN)
         if is_enabled != self.is_enabled:
             self.is_enabled = is_enabled
             logger.warning(

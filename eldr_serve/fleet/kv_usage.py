@@ -56,7 +56,7 @@ class KvUsage:
         """Return the prefill replicas that may get a prompt."""
         names, now = list(replicas), self._clock()
         newest = {name: self._newest.get(name) for name in names}
-        is_current = {name: s is None or now - s.at_s <= _STALE_S for name, s in newest.items()}
+        is_current = {name: last is None or now - last.at_s <= _STALE_S for name, last in newest.items()}
         if not any(is_current.values()):
             return names
         return [name for name in names if is_current[name] and self._has_room(newest[name])]

@@ -86,18 +86,19 @@ class DecodeRequestRouter(ReplicaPublisher):
                 replica = await self._choose(candidate_replicas, pending_request)
             except Exception as error:  # otherwise the call would wait in Serve forever
                 logger.warning("placement of a call failed, using the least loaded replica: %r", error)
-        return self._send(pending_request, replica or self._least_loaded(candidate_replicas))
-
-    def _send(self, pending: PendingRequest | None, replica: RunningReplica) -> list[list[RunningReplica]]:
-        if pending is not None:
-            name, call = replica.replica_id.unique_id, pending.metadata.internal_request_id
-            with self._lock:
-                before = self._sent.get(call)
-                if before is not None:
-                    self._in_flight[before] -= 1
-                self._in_flight[name] += 1
-                self._sent[call] = name
+        replica = replica or self._least_loaded(candidate_replicas)
+        if pending_request is not None:
+            self._record_choice(pending_request, replica)
         return [[replica]]
+
+    def _record_choice(self, pending: PendingRequest, replica: RunningReplica) -> None:
+        name, call = replica.replica_id.unique_id, pending.metadata.internal_request_id
+        with self._lock:
+            before = self._sent.get(call)
+            if before is not None:
+                self._in_flight[before] -= 1
+            self._in_flight[name] += 1
+            self._sent[call] = name
 
     def _least_loaded(self, candidates: list[RunningReplica]) -> RunningReplica:
         """Return the least loaded replica; break ties randomly, since processes do not know of each other."""
@@ -127,7 +128,6 @@ class DecodeRequestRouter(ReplicaPublisher):
         self._client.start()
         request = PlacementRequest(
             pending.metadata.internal_request_id,
-            None,
             prompt_tokens=int(params.get("remote_num_tokens") or 0),
             max_new_tokens=max_new_tokens(pending.args[0]),
             domain=_domain(pending),

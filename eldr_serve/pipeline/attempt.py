@@ -101,7 +101,6 @@ class Attempt:
         prompt_ids = context.prompt_ids
         request = PlacementRequest(
             context.request_id,
-            None,
             prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
             max_new_tokens=max_new_tokens(context.request.fields),
             domain=context.request.domain,

@@ -13,7 +13,8 @@ class StageLatencies:
     """Times of the newest requests, by name of the stage.
 
     Stages of a request: `prefill` (the prefill call), `place` (router), `first_token` (decode call to its
-    first chunk, including transport), and `handover` (end of the last prefill to first decode chunk).
+    first chunk: the stages `transport` and `first_token` of `DecodeStages` together), and `handover` (end of
+    the last prefill to first decode chunk).
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from eldr_serve.replicas.servers import DecodeServer, EngineServer, PrefillServer
 
 
-class _OverEngine(EngineServer):
+class _BackendServer(EngineServer):
+    # Ray Serve awaits the constructor of a replica.
     async def __init__(self, llm_config: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         await super().__init__(llm_config, start_engine=BACKEND.start, **kwargs)
 
@@ -23,9 +24,9 @@ class _OverEngine(EngineServer):
         return BACKEND.deployment_options(llm_config)
 
 
-class LLMPrefillServer(_OverEngine, PrefillServer):
+class LLMPrefillServer(_BackendServer, PrefillServer):
     """Prefill server over the selected kind of engine."""
 
 
-class LLMDecodeServer(_OverEngine, DecodeServer):
+class LLMDecodeServer(_BackendServer, DecodeServer):
     """Decode server over the selected kind of engine."""

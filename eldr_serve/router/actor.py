@@ -118,7 +118,7 @@ class DecodeRouter:
             SwapRefusedError: the settings are invalid; nothing was changed.
         """
         previous = self._state.settings
-        is_new = settings.fingerprint != previous.deployed
+        is_new = settings.fingerprint != previous.deployed_fingerprint
         state = _new_state(settings, previous) if is_new else self._state
         self._pool.apply_settings(settings.pool)
         self._expert_placements = settings.expert_placements
@@ -257,7 +257,7 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
         cost=settings.cost,
         seed=settings.seed,
     )
-    state.live_settings.set_deployed(settings.fingerprint, previous)
+    state.live_settings.set_deployed_fingerprint(settings.fingerprint, overrides=previous)
     return state
 
 

@@ -25,15 +25,15 @@ class SettingsChange:
     Attributes:
         before, now: the settings before and after the change.
         policies: the policies of the new settings.
-        new_policy: whether the live policy is replaced; otherwise it stays, with its state.
-        new_comparison: whether the comparison with the shadow begins again.
+        replaces_policy: whether the live policy is replaced; otherwise it stays, with its state.
+        restarts_comparison: whether the comparison with the shadow begins again.
     """
 
     before: LiveSettings
     now: LiveSettings
     policies: Policies
-    new_policy: bool = False
-    new_comparison: bool = False
+    replaces_policy: bool = False
+    restarts_comparison: bool = False
 
 
 class LiveSettingsStore:
@@ -83,7 +83,7 @@ class LiveSettingsStore:
     def set_shadow(self, shadow: NamedPolicy | None) -> LiveSettings:
         """Compare the live policy with another one or with none, and return the new settings."""
         settings = replace(self._next_version(), shadow=shadow)
-        self._change(settings, self._check.build_policies(settings), new_comparison=True)
+        self._change(settings, self._check.build_policies(settings), restarts_comparison=True)
         return settings
 
     def swap_table(self, table: bytes) -> LiveSettings:
@@ -109,14 +109,15 @@ class LiveSettingsStore:
 
     # -- other changes ---------------------------------------------------------------------------
 
-    def set_deployed(self, deployed: str, older: LiveSettings | None) -> None:
+    def set_deployed_fingerprint(self, fingerprint: str, *, overrides: LiveSettings | None) -> None:
         """Mark the settings as those of the deployment with this fingerprint.
 
         Args:
-            older: settings that these override when an ingress restores them; None: ingresses' settings win.
+            overrides: settings over which these win when an ingress restores them; None: those of any ingress
+                win.
         """
-        version = 0 if older is None else _version_after(older)
-        self.current = replace(self.current, deployed=deployed, version=version)
+        version = 0 if overrides is None else _version_after(overrides)
+        self.current = replace(self.current, deployed_fingerprint=fingerprint, version=version)
 
     def restore(self, settings: LiveSettings) -> None:
         """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit."""
@@ -153,15 +154,15 @@ class LiveSettingsStore:
 
     def _replace_policy(self, settings: LiveSettings) -> None:
         policies = self._check.build_policies(settings)
-        self._change(settings, policies, new_policy=True, new_comparison=True)
+        self._change(settings, policies, replaces_policy=True, restarts_comparison=True)
 
     def _change(
         self,
         settings: LiveSettings,
         policies: Policies,
         *,
-        new_policy: bool = False,
-        new_comparison: bool = False,
+        replaces_policy: bool = False,
+        restarts_comparison: bool = False,
     ) -> None:
         before, self.current = self.current, settings
         self.table = policies.table
@@ -169,8 +170,8 @@ class LiveSettingsStore:
             before=before,
             now=settings,
             policies=policies,
-            new_policy=new_policy,
-            new_comparison=new_comparison,
+            replaces_policy=replaces_policy,
+            restarts_comparison=restarts_comparison,
         )
         self._on_change(change)
 

@@ -191,13 +191,13 @@ class RouterState:
         if settings.predictor_version != change.before.predictor_version:
             self.predictions.clear()
         self._on_settings(settings)
-        if change.new_policy:
+        if change.replaces_policy:
             self.earlier_failures += self.placer.policy.predictor_failures
             if settings.table_version != change.before.table_version:
                 self.placer.discard_scores()
             self.placer.set_policy(change.policies.policy, self.costs.cost)
             self.view.record_change(settings.policy, change.policies.table, settings.table_version)
-        if change.new_comparison:
+        if change.restarts_comparison:
             self.comparison.begin(settings, change.policies.shadow, self.costs.cost)
 
     def observe_steps(

@@ -124,8 +124,8 @@ class RouterClient:
         return [lease for lease in self.leases.values() if lease.state is LeaseState.LEASED]
 
     @property
-    def lease_count(self) -> int:
-        """Return the number of leases of this process."""
+    def held_lease_count(self) -> int:
+        """Return the number of leases that hold a worker."""
         return len(self.held_leases())
 
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------

@@ -43,7 +43,7 @@ class LiveSettings:
     table_version: int
     predictor: bytes | None = None  # a SignaturePredictor file
     predictor_version: int = 0
-    deployed: str = ""  # fingerprint of the deployment settings that these are based on
+    deployed_fingerprint: str = ""  # of the deployment settings that these are based on
     shadow: NamedPolicy | None = None  # policy to compare the live one with
 
     @property

@@ -22,7 +22,7 @@ from eldr_serve.scheduling.policies.length_predictors import (
     PromptKeyed,
     Survival,
 )
-from eldr_serve.scheduling.policies.marginal import MarginalCost
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 from eldr_serve.scheduling.policies.registry import (
     DEFAULT_POLICY,
     balancer_names,

@@ -39,10 +39,10 @@ class PlacementRequest:
     """
 
     request_id: str
-    expert_counts: NDArray[Any] | None
     prompt_tokens: int
     max_new_tokens: int
     _: KW_ONLY
+    expert_counts: NDArray[Any] | None = None
     domain: str | None = None
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None

@@ -224,7 +224,7 @@ def correlation(requests: CalibrationTrace) -> dict[str, float]:
     return {"prefill_decode_pearson_pooled": pooled, "prefill_decode_pearson_mean_expert": mean}
 
 
-def in_domain(
+def shares_in_domain(
     domains: list[str], generated: list[list[int]], corpus: Path, vocabulary: int
 ) -> dict[str, float]:
     """Return the share of continuations that a unigram Bayes classifier puts into their prompt's domain."""
@@ -297,8 +297,8 @@ def evaluate(
     for name, chosen in sets.items():
         random.Random(seed).shuffle(chosen)
         requests, generated = generate(network, recorder, chosen, new_tokens, temperature, seed)
-        kept = in_domain(requests.domains, generated, corpus, network.config.vocab_size)
-        for domain, share in kept.items():
+        shares = shares_in_domain(requests.domains, generated, corpus, network.config.vocab_size)
+        for domain, share in shares.items():
             row = {"measure": "continuations_in_domain", "prompts": name, "domain": domain}
             rows.append(row | {"share": round(share, 3), "requests": requests.domains.count(domain)})
         for group, domains in GROUPS.items():

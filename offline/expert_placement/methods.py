@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
-from offline.expert_placement.affinity import co_activation, expert_load
+from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement
 from offline.expert_placement.director_paper import director_paper_placement

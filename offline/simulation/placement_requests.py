@@ -55,9 +55,7 @@ class PlacementRequests:
         if self._whole is not None:
             prefix = PromptBlocks(np.array(blocks, np.uint64), self._whole.block_tokens)
         if self._experts is None:
-            return PlacementRequest(
-                str(index), None, prompt, output, prompt_key=key, blocks=prefix, may_wait=True
-            )
+            return PlacementRequest(str(index), prompt, output, prompt_key=key, blocks=prefix, may_wait=True)
         kind = self._kind[index]
         table = self._policy.table
         if table is not None and kind not in self._similarity:
@@ -67,9 +65,9 @@ class PlacementRequests:
         counts = counts_of(kind, prompt) if self._reads_counts else None
         return PlacementRequest(
             str(index),
-            counts,
             prompt_tokens=prompt,
             max_new_tokens=output,
+            expert_counts=counts,
             domain=self._experts.domains[kind],
             similarity=self._similarity.get(kind),
             prompt_key=key,

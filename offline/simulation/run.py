@@ -24,7 +24,7 @@ from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome
 from offline.simulation.placement_requests import PlacementRequests
-from offline.simulation.prefill_workers import PrefillWorkers
+from offline.simulation.prefill_engines import PrefillEngines
 from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, SimulationError
 
@@ -117,7 +117,7 @@ class _Simulation:
         n = len(requests)
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._record = Recorder(requests)
-        self._prefill = PrefillWorkers(cluster.prefill) if cluster.prefill else None
+        self._prefill = PrefillEngines(cluster.prefill) if cluster.prefill else None
         self._prefilled_by = [0] * n
         self._decode = DecodeWorkers(requests, cluster.decode, experts, ranks, self._record)
         self._now = 0.0
@@ -203,10 +203,10 @@ class _Simulation:
             return
         blocks = self._requests.blocks[request_index] if self._requests.blocks else ()
         head = str(blocks[0] if blocks else f"r{request_index}").encode()
-        prefill_worker, end, self._record.hit_tokens[request_index] = self._prefill.run(
+        prefill_engine, end, self._record.hit_tokens[request_index] = self._prefill.run(
             now, head, blocks, self._prompt[request_index]
         )
-        self._prefilled_by[request_index] = prefill_worker
+        self._prefilled_by[request_index] = prefill_engine
         self._at(end, _PREFILLED, request_index)
 
     def _on_prefilled(self, now: float, request_index: int) -> None:

@@ -26,7 +26,7 @@ from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse_experts_config
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
 from examples.demo_model import WEIGHTS
-from offline.expert_placement.affinity import co_activation
+from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement
 from offline.expert_placement.eplb import eplb_placement

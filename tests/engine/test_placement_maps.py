@@ -10,7 +10,7 @@ from vllm.distributed.eplb.eplb_state import _commit_eplb_maps, compute_logical_
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
-from offline.expert_placement.affinity import co_activation, expert_load
+from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.grace import grace_placement
 

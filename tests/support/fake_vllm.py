@@ -23,8 +23,8 @@ PROMPT = TOKENIZER.encode("Once upon a time")
 EOS = 0
 
 
-class Client:
-    """vLLM's engine client.
+class FakeClient:
+    """An engine client for vLLM's serving objects, which computes nothing.
 
     Args:
         token: returns the next token id, given all token ids before it.
@@ -105,10 +105,10 @@ class _Serving:
         return {"prompt_token_ids": PROMPT, "prompt": "Once upon a time"}
 
 
-class Completions(_Serving, OpenAIServingCompletion):
+class FakeCompletions(_Serving, OpenAIServingCompletion):
     """vLLM's completions after the prompt is rendered."""
 
-    def __init__(self, client: Client, created: int) -> None:
+    def __init__(self, client: FakeClient, created: int) -> None:
         self.engine_client: Any = client
         self._created = created
 
@@ -133,10 +133,10 @@ class Completions(_Serving, OpenAIServingCompletion):
         )
 
 
-class Chat(_Serving, OpenAIServingChat):
+class FakeChat(_Serving, OpenAIServingChat):
     """vLLM's chats after the prompt is rendered."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: FakeClient) -> None:
         self.engine_client: Any = client
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
@@ -149,18 +149,18 @@ class Chat(_Serving, OpenAIServingChat):
         return response if request.stream else await response
 
 
-class Messages(Chat, AnthropicServingMessages):
+class FakeMessages(FakeChat, AnthropicServingMessages):
     """vLLM's Messages API over these chats."""
 
     _merge_inline_system = False
     _disabled_thinking_effort = "none"
 
 
-def engine(client: Client, created: int) -> VllmEngine:
+def engine(client: FakeClient, created: int) -> VllmEngine:
     """Return our engine over these serving objects."""
     state = SimpleNamespace(
-        openai_serving_completion=Completions(client, created),
-        openai_serving_chat=Chat(client),
-        anthropic_serving_messages=Messages(client),
+        openai_serving_completion=FakeCompletions(client, created),
+        openai_serving_chat=FakeChat(client),
+        anthropic_serving_messages=FakeMessages(client),
     )
     return VllmEngine(SimpleNamespace(engine=SimpleNamespace(_app_state=state)), "m")

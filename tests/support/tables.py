@@ -31,8 +31,7 @@ def counts_for(centroid: int, num_layers: int = 2, num_experts: int = 8) -> np.n
 def request(
     name: str = "r", prompt_tokens: int = 10, max_new_tokens: int = 20, **fields: Any
 ) -> PlacementRequest:
-    counts = fields.pop("expert_counts", None)
-    return PlacementRequest(name, counts, prompt_tokens, max_new_tokens, **fields)
+    return PlacementRequest(name, prompt_tokens, max_new_tokens, **fields)
 
 
 def save_placements(

@@ -243,9 +243,8 @@ class ReplayExperiment:
                     judge.on_finished(request_id)
                     ledger.release(request_id)
                 i = int(case.requests[j])
-                request = PlacementRequest(
-                    str(j), trace.decode_counts[i], int(trace.decode_steps[i]), self._output_tokens
-                )
+                counts, steps = trace.decode_counts[i], int(trace.decode_steps[i])
+                request = PlacementRequest(str(j), steps, self._output_tokens, expert_counts=counts)
                 added = judge.added_cost(request, ledger.loads(workers))
                 worker = int(outcome.worker[j])
                 regret[j] = added[worker] - added.min()

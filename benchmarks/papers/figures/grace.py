@@ -26,7 +26,7 @@ from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.expert_placement.affinity import co_activation, expert_load
+from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.evaluate import Rule, evaluate, sample_batches, serve_even
 from offline.expert_placement.grace import grace_placement, knee_ratio

@@ -20,7 +20,10 @@ from eldr_serve.engine.calls import (
     CACHED_TOKENS,
     CALIBRATE_KEY,
     CREATED_TOKENS_KEY,
+    DECODE_COUNTS_KEY,
+    DECODE_STEPS_KEY,
     EXPERT_COUNTS_KEY,
+    PREFILL_COUNTS_KEY,
     REQUEST_KEY,
     TRANSPORT_S,
 )
@@ -184,9 +187,9 @@ class VllmEngine:
     def _keep_sample(self, request: EngineRequest, continuation: Continuation) -> None:
         counts = continuation.counts
         if request.sampled and counts:
-            prefill = request.expert_counts or counts.get("eldr_prefill", "")
+            prefill = request.expert_counts or counts.get(PREFILL_COUNTS_KEY, "")
             ids = np.asarray(continuation.prompt_token_ids, np.uint32)
-            self._samples.put(request, ids, prefill, counts["eldr_decode"], counts["eldr_decode_steps"])
+            self._samples.put(request, ids, prefill, counts[DECODE_COUNTS_KEY], counts[DECODE_STEPS_KEY])
 
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Wait for a prompt's expert counts; never return with `disable_log_stats`."""

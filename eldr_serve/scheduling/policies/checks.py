@@ -69,9 +69,9 @@ def _request(name: str, rng: np.random.Generator) -> PlacementRequest:
     counts[:, 2 * kind : 2 * kind + 2] += 20
     return PlacementRequest(
         name,
-        counts,
         int(rng.integers(30, 300)),
         50,
+        expert_counts=counts,
         domain=f"domain{kind}",
         prompt_key=f"key{kind}",
         may_wait=True,

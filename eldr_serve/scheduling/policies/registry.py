@@ -18,7 +18,7 @@ from eldr_serve.scheduling.policies.baselines import (
 from eldr_serve.scheduling.policies.domain import Domain
 from eldr_serve.scheduling.policies.loading import import_object
 from eldr_serve.scheduling.policies.locality_band import LocalityBand
-from eldr_serve.scheduling.policies.marginal import MarginalCost
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 from eldr_serve.scheduling.types import PolicyError
 from eldr_serve.validation import unknown_name
 

@@ -20,7 +20,7 @@ from eldr_serve.engine.calls import CACHED_TOKENS, CREATED_TOKENS_KEY, TRANSPORT
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.continuation import Continuation
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
-from tests.support.fake_vllm import EOS, PROMPT, TOKENIZER, Chat, Client, engine
+from tests.support.fake_vllm import EOS, PROMPT, TOKENIZER, FakeChat, FakeClient, engine
 
 TEXT = "Die Straße: 春眠不覚暁 - naïve 🦊🦊 ends. END of it"  # some characters consist of several tokens
 SCRIPT = [*TOKENIZER.encode(TEXT), EOS]
@@ -46,7 +46,7 @@ def next_token(before: list[int]) -> int:
     return SCRIPT[len(before) - len(PROMPT)]
 
 
-class Stamped(Client):
+class Stamped(FakeClient):
     """A client whose outputs have the time of their request's first step, and its cached tokens."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -62,7 +62,7 @@ async def answer(
     *,
     generated: list[int] | None = None,
     created: int | None = None,
-    client: Client | None = None,
+    client: FakeClient | None = None,
     now: int = 100,
 ) -> Frames:
     hi = {"messages": [{"role": "user", "content": "hi"}]}
@@ -72,7 +72,7 @@ async def answer(
     request = EngineRequest(method, body, "r", generated=ids, created=created)
     frames = Frames()
     with patch("time.time", lambda: float(now)):
-        report = await engine(client or Client(next_token), now).generate(request, frames.send)
+        report = await engine(client or FakeClient(next_token), now).generate(request, frames.send)
     frames.transport_s, frames.cached_tokens = report.get(TRANSPORT_S), report[CACHED_TOKENS]
     return frames
 
@@ -104,7 +104,7 @@ async def test_a_stream_that_is_cut_anywhere_continues_with_the_same_bytes(
     undisturbed = await answer(method, fields)
     cut = data.draw(st.integers(0, len(undisturbed.sent) - 1))
     ids, begun = undisturbed.up_to(cut)
-    client = Client(next_token)
+    client = FakeClient(next_token)
     created, now = (100, 999) if begun else (None, 100)
     rest = await answer(method, fields, generated=ids, created=created, client=client, now=now)
     whole_ids, whole = undisturbed.up_to(None)
@@ -134,7 +134,7 @@ async def test_a_message_that_is_cut_anywhere_continues_with_the_same_bytes(
 async def test_answers_with_random_ids_send_no_ids_of_tokens() -> None:
     frames = Frames()
     request = parse_request(EngineRequest("completions", b'{"model": "m", "prompt": "hi"}', "r"))
-    client = Continuation(Client(next_token), frames.send, request, [], None, random_ids=True)
+    client = Continuation(FakeClient(next_token), frames.send, request, [], None, random_ids=True)
     async for _ in client.generate({"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=4), "r"):
         client.write(b"x")
     client.end()
@@ -195,7 +195,7 @@ async def test_a_death_of_the_engine_core_during_an_answer_is_an_engine_error(
 ) -> None:
     fields = {"stream": stream, "max_tokens": 30}
     with pytest.raises(RuntimeError, match="the engine is gone"):
-        await answer(method, fields, client=Client(next_token, dies_after=20))
+        await answer(method, fields, client=FakeClient(next_token, dies_after=20))
 
 
 @pytest.mark.parametrize("method", ["chat", "completions"])
@@ -216,7 +216,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step_and_cached_tokens(
 
 async def test_usage_counts_tokens_that_prefill_wrote_and_a_disconnect_frees_blocks_once() -> None:
     """The engine frees the blocks of its request. The server of vLLM would free them a second time."""
-    client = Client(next_token)
+    client = FakeClient(next_token)
     transfer: dict[str, Any] = {"do_remote_prefill": True, CREATED_TOKENS_KEY: 736}
     params = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": transfer})
     request: Any = SimpleNamespace(stream=True)
@@ -234,13 +234,13 @@ async def test_usage_counts_tokens_that_prefill_wrote_and_a_disconnect_frees_blo
 async def test_the_usage_of_a_chat_reports_tokens_that_prefill_cached(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(Chat, "enable_prompt_tokens_details", True)
+    monkeypatch.setattr(FakeChat, "enable_prompt_tokens_details", True)
     options = {"stream_options": {"include_usage": True}} if stream else {}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "stream": stream}
     kv = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 32, CREATED_TOKENS_KEY: 736}
     request = EngineRequest("chat", json.dumps(body | options).encode(), "r", kv_transfer_params=kv)
     frames = Frames()
-    await engine(Client(next_token), 100).generate(request, frames.send)
+    await engine(FakeClient(next_token), 100).generate(request, frames.send)
     _, answer = frames.up_to(None)
     last = answer.split(b"data: ")[-2] if stream else answer
     assert json.loads(last)["usage"]["prompt_tokens_details"]["created_cache_tokens"] == 736

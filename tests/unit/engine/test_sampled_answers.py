@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from eldr_serve.engine.calls import CALIBRATE_KEY
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.experts.signature import pack_counts
-from tests.support.fake_vllm import PROMPT, Client, engine
+from tests.support.fake_vllm import PROMPT, FakeClient, engine
 
 COUNTS = np.arange(12, dtype=np.uint32).reshape(3, 4)
 TOKENS = 6
 
 
-class Counting(Client):
+class Counting(FakeClient):
     """An engine core with our connector, which counts experts on request."""
 
     counted = 0

@@ -113,9 +113,9 @@ def test_a_prompt_is_scored_before_it_is_learnt() -> None:
 def test_tokens_outside_the_vocabulary_and_empty_prompts_teach_nothing() -> None:
     online = OnlinePredictor(PREDICTOR)
     online.observe([], np.zeros((L, E)))
-    assert online.prompts == 0
+    assert online.num_prompts == 0
     online.observe([V, -1, V + 9], TRUTH.predict([0, 1, 2]))
-    assert online.prompts == 1
+    assert online.num_prompts == 1
     np.testing.assert_array_equal(online.predictor.token_factors, PREDICTOR.token_factors)
 
 
@@ -124,5 +124,5 @@ def test_invalid_counts_are_refused_and_change_nothing(counts: np.ndarray) -> No
     online = OnlinePredictor(PREDICTOR)
     with pytest.raises(ValueError, match="counts must be finite"):
         online.observe([1, 2], counts)
-    assert online.prompts == 0
+    assert online.num_prompts == 0
     np.testing.assert_array_equal(online.predictor.token_factors, PREDICTOR.token_factors)

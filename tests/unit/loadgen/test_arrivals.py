@@ -70,12 +70,12 @@ def test_output_lengths_are_uniform_and_equal_in_both_loops() -> None:
 
 
 def test_shares_partition_the_stream_without_common_prompts() -> None:
-    workers = 4  # 30 prompts do not divide by it
+    processes = 4  # 30 prompts do not divide by it
 
     def stream(prompts: list[WorkloadPrompt] = PROMPTS) -> Iterator[Arrival]:
-        return open_loop(prompts, 5, max_tokens=8, workers=workers)
+        return open_loop(prompts, 5, max_tokens=8, processes=processes)
 
-    shares = [first_of(share(stream(), i, workers), 100) for i in range(workers)]
+    shares = [first_of(share(stream(), i, processes), 100) for i in range(processes)]
     assert sorted((a for part in shares for a in part), key=lambda a: a.number) == first_of(stream(), 400)
     for one, other in itertools.combinations(shares, 2):
         assert not {a.prompt.id for a in one} & {a.prompt.id for a in other}

@@ -32,7 +32,7 @@ def test_a_chat_stream_gives_times_and_text() -> None:
         event(delta={"content": "after the end"}),
     )
     assert timing.text == "one twothree"
-    assert timing.token_times_s == pytest.approx([0.2, 0.3, 0.4, 0.5])
+    assert timing.chunk_times_s == pytest.approx([0.2, 0.3, 0.4, 0.5])
     assert (timing.ttft_s, timing.tpot_s) == pytest.approx((0.2, 0.1))
     assert (timing.completion_tokens, timing.finish_reason) == (4, "length")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
-from offline.expert_placement.affinity import co_activation, expert_load
+from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.evaluate import (
     evaluate,

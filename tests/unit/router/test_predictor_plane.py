@@ -230,7 +230,7 @@ async def test_predictions_replace_missing_counts_and_measured_counts_train_the_
         await client.place(request("c", 3), counts(1), token_ids=IDS)
         assert not actor.requests[-1].predicted
         assert client.scorer.predictor is not None
-        assert client.scorer.predictor.prompts == 1
+        assert client.scorer.predictor.num_prompts == 1
 
 
 async def test_measured_counts_reach_the_router_and_its_restart() -> None:
@@ -245,7 +245,7 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
         np.testing.assert_array_equal(levels_of_requests(actor.state)["a"][1], levels(counts(5), 3))
         assert actor.running["a"].request.prompt_tokens == 40
         assert client.scorer.predictor is not None
-        assert client.scorer.predictor.prompts == 2
+        assert client.scorer.predictor.num_prompts == 2
         await wait_until(lambda: (router_status(actor.state)["predictor"] or {})["prompts"] == 2)
         actor.alive = False
         client.release("first")
@@ -254,7 +254,7 @@ async def test_measured_counts_reach_the_router_and_its_restart() -> None:
         await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
         np.testing.assert_array_equal(levels_of_requests(actor.state)["a"][1], levels(counts(5), 3))
         assert actor.state.settings.predictor == FILE
-        assert client.scorer.predictor.prompts == 2  # it keeps its state
+        assert client.scorer.predictor.num_prompts == 2  # it keeps its state
 
 
 async def test_measured_counts_are_sent_again_after_a_lost_channel() -> None:

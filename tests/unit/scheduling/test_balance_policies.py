@@ -232,7 +232,7 @@ def request_using(name: str, experts: list[int], tokens: int = 100) -> Placement
     """Return a request whose tokens all use these of 8 experts."""
     counts = np.zeros((1, 8), np.uint32)
     counts[0, experts] = tokens
-    return PlacementRequest(name, counts, tokens, 100)
+    return PlacementRequest(name, tokens, 100, expert_counts=counts)
 
 
 def balance_band(band_tokens: float, **more: Any) -> Any:

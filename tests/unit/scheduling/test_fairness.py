@@ -41,7 +41,7 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
     placer.set_workers(["w0", "w1"])
     for number, tenant in enumerate("aaaa" + "".join(waiting)):
         request = PlacementRequest(
-            str(number), None, 5, 0, may_wait=True, tenant=tenant, priority=PRIORITIES[tenant]
+            str(number), 5, 0, may_wait=True, tenant=tenant, priority=PRIORITIES[tenant]
         )
         placement = Lease(request)
         placement.become(LeaseState.SENT)
@@ -62,7 +62,7 @@ def test_requests_whose_client_lacks_a_worker_do_not_take_the_turns_of_others() 
     placer.set_workers(["w0", "w1"], unreachable={"partial": {"w1"}})
 
     def submit(name: str, client: str, tenant: str) -> None:
-        request = PlacementRequest(name, None, 5, 0, may_wait=True, tenant=tenant)
+        request = PlacementRequest(name, 5, 0, may_wait=True, tenant=tenant)
         placer.submit([Lease(request, LeaseState.SENT, client)])
 
     for number in range(4):

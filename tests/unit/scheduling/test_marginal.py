@@ -24,7 +24,8 @@ def request_like(request_id: str, seed: int, tokens: int = 40) -> PlacementReque
     rng = np.random.default_rng(seed)
     taste = rng.dirichlet(np.full(E, 0.3), size=L)
     counts = np.stack([rng.multinomial(tokens * TOP_K, t) for t in taste])
-    return PlacementRequest(request_id, np.minimum(counts, tokens).astype(np.uint32), tokens, 10)
+    counts = np.minimum(counts, tokens).astype(np.uint32)
+    return PlacementRequest(request_id, tokens, 10, expert_counts=counts)
 
 
 def probability(h: PlacementRequest) -> np.ndarray:
@@ -312,7 +313,7 @@ def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None
     assert policy_data == pytest.approx(profiles(running, positions, 3), abs=0.01)
     policy.on_assigned(running[-1], 2)  # a repetition, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
-        policy.on_assigned(PlacementRequest("odd", odd, 10, 5), 1)
+        policy.on_assigned(PlacementRequest("odd", 10, 5, expert_counts=odd), 1)
     assert np.array_equal(policy.profiles.profile, policy_data)
 
 
@@ -365,7 +366,7 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
 
     def request(name: str, taste: int) -> PlacementRequest:
         counts = np.stack([rng.multinomial(200, t) for t in tastes[taste]]).astype(np.uint32)
-        return PlacementRequest(name, np.minimum(counts, 100), 100, 10)
+        return PlacementRequest(name, 100, 10, expert_counts=np.minimum(counts, 100))
 
     policy: Any = make_policy("marginal-cost")
     requests = [request(str(n), int(rng.integers(6))) for n in range(4000)]
@@ -384,7 +385,7 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
 
 def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> None:
     policy = make_policy("marginal-cost")
-    bare = PlacementRequest("bare", None, 10, 5)
+    bare = PlacementRequest("bare", 10, 5)
     first = policy.select(bare, Loads.from_counts([2, 1]), RNG)
     assert (first.position, first.reason) == (1, "no-counts")
     policy.on_assigned(bare, 1)
@@ -392,7 +393,7 @@ def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> N
     later = policy.select(bare, Loads.from_counts([1, 9], [40, 90]), RNG)
     assert (later.position, later.reason) == (0, "marginal-cost")
     for odd in (np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
-        odd_request = PlacementRequest("odd", odd, 10, 5)
+        odd_request = PlacementRequest("odd", 10, 5, expert_counts=odd)
         assert policy.select(odd_request, Loads.from_counts([1, 9], [9, 9]), RNG).position == 0
 
 

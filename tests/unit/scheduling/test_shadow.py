@@ -50,7 +50,8 @@ def shadowed_placer(live: str, shadow: Shadow, *workers: str, **options: Any) ->
 
 def a_request(name: str, rng: np.random.Generator) -> PlacementRequest:
     tokens = int(rng.integers(1, 30))
-    return PlacementRequest(name, rng.integers(0, tokens + 1, (L, E)).astype(np.uint32), tokens, 10)
+    counts = rng.integers(0, tokens + 1, (L, E)).astype(np.uint32)
+    return PlacementRequest(name, tokens, 10, expert_counts=counts)
 
 
 def step_seconds(requests: list[PlacementRequest], generated: dict[str, int]) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.engine.calls import DECODE_COUNTS_KEY, DECODE_STEPS_KEY, PREFILL_COUNTS_KEY, ROUTES_KEY
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.experts.signature import pack_counts
 
@@ -101,14 +102,14 @@ class TrackedRequest:
         end = self.request.num_tokens - 1  # the last sampled token is never routed
         if self.decode is None or not self.decode.covers(end):
             return {}
-        fields: dict[str, Any] = {"eldr_decode_steps": self.decode.steps}
+        fields: dict[str, Any] = {DECODE_STEPS_KEY: self.decode.steps}
         shape = (1, 1)
         if prefilled_here:
             if self.prompt_counts is None:
                 return {}
             shape = self.prompt_counts.shape
-            fields["eldr_prefill"] = pack_counts(self.prompt_counts)
-        fields["eldr_decode"] = pack_counts(self.decode.total(shape))
+            fields[PREFILL_COUNTS_KEY] = pack_counts(self.prompt_counts)
+        fields[DECODE_COUNTS_KEY] = pack_counts(self.decode.total(shape))
         routes = self.decode.routes or [np.zeros((0, shape[0], 1), np.int16)]
-        fields["eldr_routes"] = pack_routes(np.concatenate(routes)) if self.wants_routes else None
+        fields[ROUTES_KEY] = pack_routes(np.concatenate(routes)) if self.wants_routes else None
         return fields
