@@ -20,8 +20,8 @@ from eldr_serve.pipeline.prompt import Prompt, UncomputedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.request import max_new_tokens, prompt_key
-from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks
+from eldr_serve.request import make_placement_request, prompt_key
+from eldr_serve.scheduling import Lease, PromptBlocks
 from eldr_serve.scheduling.worker_names import replica_of
 
 
@@ -99,12 +99,11 @@ class Attempt:
         services = self._services
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
         prompt_ids = context.prompt_ids
-        request = PlacementRequest(
+        request = make_placement_request(
             context.request_id,
-            None,
+            context.request.fields,
+            context.request.hints,
             prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
-            max_new_tokens=max_new_tokens(context.request.fields),
-            domain=context.request.domain,
             blocks=self._blocks(),
             exclude=self._workers_to_avoid(),
             prompt_key=prompt_key(context.request.fields),

@@ -81,7 +81,7 @@ async def test_a_call_with_an_address_goes_to_that_replica() -> None:
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
 
 
-async def test_a_policy_gets_the_domain_that_a_header_names() -> None:
+async def test_a_policy_gets_the_domain_and_the_labels_that_headers_name() -> None:
     requests: list[Any] = []
 
     def place(request: Any, counts: Any) -> Any:
@@ -89,12 +89,15 @@ async def test_a_policy_gets_the_domain_that_a_header_names() -> None:
         return SimpleNamespace(worker="b")
 
     routing = leasing_router(place)
-    for number, headers in enumerate((None, {}, {"x-eldr-domain": "fran%C3%A7ais"})):
+    for number, headers in enumerate(
+        (None, {}, {"x-eldr-domain": "fran%C3%A7ais", "x-eldr-label-a": "b%20c"})
+    ):
         pending = call(SimpleNamespace(kv_transfer_params={"remote_num_tokens": 7}), number)
         if headers is not None:
             pending.args.append(SimpleNamespace(headers=headers))
         await routing.choose_replicas(REPLICAS, pending)
     assert [request.domain for request in requests] == [None, None, "français"]
+    assert [request.labels for request in requests] == [{}, {}, {"a": "b c"}]
 
 
 async def test_a_retried_call_reads_no_blocks() -> None:
