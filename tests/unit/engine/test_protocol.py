@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from eldr_serve.engine import active_backend
-from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, GenerationReport
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
@@ -89,12 +89,12 @@ class RaisesForUnknownPrompts(FakeEngine):
 
 
 class ContinuesCancelledCalls(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         return await asyncio.shield(asyncio.create_task(super().generate(request, send)))
 
 
 class OmitsTheLastEvent(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         def send_without_end(payload: bytes, tokens: int, ids: bytes = b"") -> None:
             send(payload.replace(b"data: [DONE]\n\n", b""), tokens, ids)
 
@@ -102,7 +102,7 @@ class OmitsTheLastEvent(FakeEngine):
 
 
 class IgnoresGeneratedTokens(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         return await super().generate(structs.replace(request, generated=b""), send)
 
 
@@ -112,7 +112,7 @@ class PrefillsRefusedRequests(FakeEngine):
 
 
 class SamplesEveryRequest(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         return await super().generate(structs.replace(request, sampled=True), send)
 
 
@@ -122,7 +122,7 @@ class CountsOneStepTooMany(FakeEngine):
 
 
 class SamplesCancelledRequests(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         try:
             return await super().generate(request, send)
         except asyncio.CancelledError:
