@@ -12,7 +12,6 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, Field
 
-from eldr_serve.engine.protocol import has_several_prompts
 from eldr_serve.errors import BadRequestError
 from eldr_serve.objective import Objective
 from eldr_serve.scheduling import PlacementRequest
@@ -103,6 +102,11 @@ class Request:
     priority: float = 1.0  # of the tenant
     cache_salt: str = ""  # see tenant_salt
     objective: Objective = field(default_factory=Objective)
+
+
+def has_several_prompts(prompt: Any) -> bool:
+    """Return whether a completion's `prompt` is a list of prompts (even of one), not of token ids."""
+    return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))
 
 
 def num_sequences(fields: RequestFields) -> int:

@@ -324,8 +324,3 @@ class CalibrationEngine(Protocol):
             (uint32[L,E], packed by `pack_counts`), `eldr_decode_steps`, and `eldr_routes` (int[steps,L,k],
             packed by `pack_routes`) or None.
         """
-
-
-def has_several_prompts(prompt: Any) -> bool:
-    """Return whether a completion's `prompt` is a list of prompts (even of one), not of token ids."""
-    return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))

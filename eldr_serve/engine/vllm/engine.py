@@ -23,7 +23,7 @@ from eldr_serve.engine.calls import (
     REQUEST_KEY,
     GenerationReport,
 )
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, has_several_prompts
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm.compat import buffered_metrics
 from eldr_serve.engine.vllm.compat.checked import start_errors
@@ -56,6 +56,7 @@ from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
+from eldr_serve.request import has_several_prompts
 from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 
