@@ -84,7 +84,11 @@ class DecodeRequestRouter(ReplicaPublisher):
             try:
                 replica = await self._choose(candidate_replicas, pending_request)
             except Exception as error:  # otherwise the call would wait in Serve forever
-                logger.warning("placement of a call failed, using the least loaded replica: %r", error)
+                logger.warning(
+                    "placement of request %s failed, using the least loaded replica: %r",
+                    pending_request.metadata.internal_request_id,
+                    error,
+                )
         return self._send(pending_request, replica or self._least_loaded(candidate_replicas))
 
     def _send(self, pending: PendingRequest | None, replica: RunningReplica) -> list[list[RunningReplica]]:
@@ -107,8 +111,13 @@ class DecodeRequestRouter(ReplicaPublisher):
         self, candidates: list[RunningReplica], pending: PendingRequest
     ) -> RunningReplica | None:
         request: Any = pending.args[0]
-        if pending.metadata.internal_request_id in self._lost:
-            logger.warning("a call is retried; the decode engine computes its prompt")
+        request_id = pending.metadata.internal_request_id
+        if request_id in self._lost:
+            logger.warning(
+                "request %s is retried, since replica %s was lost; the next one computes its prompt",
+                request_id,
+                self._sent.get(request_id),
+            )
             request.kv_transfer_params = None
         params = kv_transfer_params_of(request)
         replica = _named_replica(candidates, params)

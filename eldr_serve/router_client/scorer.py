@@ -40,6 +40,7 @@ class Scorer:
         self._on_predictor = on_predictor
         self._numbers = itertools.count()
         self._table: RoutingTable | None = None
+        self._has_warned = False  # of counts that do not fit the table
         self.settings: LiveSettings | None = None
         self.predictor: OnlinePredictor | None = None
         self.tokenizer: str | None = None
@@ -50,6 +51,7 @@ class Scorer:
         previous, self.settings = self.settings, settings
         if settings.table != (previous and previous.table):
             self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+            self._has_warned = False
         if settings.predictor != (previous and previous.predictor):
             self.predictor = self._load_predictor(settings.predictor)
             if self.predictor is not None:
@@ -111,7 +113,9 @@ class Scorer:
                 fields["similarity"] = self._table.similarity(counts)
                 fields["table_version"] = settings.table_version
             except ValueError as error:
-                logger.warning("the counts do not fit the live table: %s", error)
+                if not self._has_warned:  # else each request would add a line
+                    logger.warning("the counts do not fit the live table: %s", error)
+                self._has_warned = True
                 fields["counts_missing"] = True
         return replace(request, **fields)
 

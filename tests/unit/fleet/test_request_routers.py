@@ -100,7 +100,7 @@ async def test_a_policy_gets_the_domain_and_the_labels_that_headers_name() -> No
     assert [request.labels for request in requests] == [{}, {}, {"a": "b c"}]
 
 
-async def test_a_retried_call_reads_no_blocks() -> None:
+async def test_a_retried_call_reads_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
     """The first replica may have read them before it was lost, and read blocks are freed."""
     routing = leasing_router(lambda request, counts: SimpleNamespace(worker="b"))
     request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True})
@@ -109,6 +109,7 @@ async def test_a_retried_call_reads_no_blocks() -> None:
         routing.on_replica_actor_unavailable(ReplicaID("b", ID))
     await choose_replica(routing, request, 1)
     assert request.kv_transfer_params is None
+    assert "request 1 is retried, since replica b was lost" in caplog.text
 
 
 def test_a_process_learns_its_live_replicas_and_their_metadata() -> None:
