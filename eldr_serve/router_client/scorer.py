@@ -47,15 +47,22 @@ class Scorer:
         self.shape: tuple[int, int] | None = None
 
     def apply_settings(self, settings: LiveSettings) -> None:
-        """Score by other settings."""
-        previous, self.settings = self.settings, settings
-        if settings.table != (previous and previous.table):
-            self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
-            self._has_warned = False
-        if settings.predictor != (previous and previous.predictor):
-            self.predictor = self._load_predictor(settings.predictor)
-            if self.predictor is not None:
-                self._on_predictor()
+        """Score by other settings; keep the previous ones if the table or the predictor is unreadable.
+
+        Raises:
+            ArtifactError: a file is unreadable.
+        """
+        previous, table, predictor = self.settings, self._table, self.predictor
+        has_new_table = settings.table != (previous and previous.table)
+        has_new_predictor = settings.predictor != (previous and previous.predictor)
+        if has_new_table:
+            table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+        if has_new_predictor:
+            predictor = self._load_predictor(settings.predictor)
+        self.settings, self._table, self.predictor = settings, table, predictor
+        self._has_warned = self._has_warned and not has_new_table
+        if has_new_predictor and predictor is not None:
+            self._on_predictor()
 
     def _load_predictor(self, predictor: bytes | None) -> OnlinePredictor | None:
         if predictor is None:
