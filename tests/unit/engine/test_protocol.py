@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from eldr_serve.engine import active_backend
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, GenerationReport
@@ -27,6 +27,11 @@ from tests.support.engine_contract import CHECKS, Subject, run_check
 TOKENS, TOP_K = 8, 2
 COUNTS = np.array([[[16, 0, 0, 0], [4, 4, 4, 4], [1, 2, 3, 10]], [[8, 8, 0, 0]] * 3], np.uint32)
 CONFIG = FakeConfig(COUNTS, prompt_tokens=TOKENS)
+
+
+def test_a_report_has_only_known_values_on_the_wire() -> None:
+    assert to_builtins(GenerationReport()) == {}
+    assert to_builtins(GenerationReport(0.5, 3.0)) == {"transport_s": 0.5, "cached_tokens": 3.0}
 
 
 async def check_engine(kind: type[FakeEngine], check: str) -> None:
