@@ -2,10 +2,15 @@
 
 Benchmarks that read prompts take them from the folder in ELDR_PROMPTS, or from the demo's folder. Then write
 the tables and plots of README.md and docs.
+
+A module declares in `BENCHMARKS` when each of its benchmarks runs: "default"; "all", with `all` alone, since
+it needs an engine or Ray Serve for longer; or "named", by its name alone, since it needs a GPU, an extra,
+published routes or a trace.
 """
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -16,73 +21,33 @@ import typer
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 
-_GROUPS = {  # modules of several commands
-    "ep_engine": ("ep_choice", "ep_shift"),
-    "expert_use": (
-        "activation_by_domain",
-        "prefill_decode",
-        "same_domain",
-        "signature_quality",
-        "signature_space",
-    ),
-    "replays": (
-        "balanced_clusters",
-        "band_width",
-        "decode_replay",
-        "pool_size",
-        "rates",
-        "signature_transforms",
-        "tail_replay",
-    ),
-}
-# `papers` also has the methods that figures compare.
-_PAPER_BENCHMARKS = (
-    "balance_dispatch",
-    "ep_policies",
-    "fit_time",
-    "shadow_simulated",
-    "simulator_validation",
-    "tail_price",
-)
 _FOLDER = Path(__file__).parent
+
+
+def read_benchmarks(path: Path) -> dict[str, str]:
+    """Return `BENCHMARKS` of a module, without importing it, since many modules import engines."""
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="BENCHMARKS")], value=value):
+                benchmarks: dict[str, str] = ast.literal_eval(value)
+                return benchmarks
+    return {}
+
+
+# The other modules of `papers` have figures and methods that figures compare.
+_BENCHMARKS = {
+    path: read_benchmarks(path)
+    for folder in ("", "engine", "serving", "papers")
+    for path in (_FOLDER / folder).glob("[!_]*.py")
+}
 MODULES = {  # by the benchmark's name, without `benchmarks.`
-    name: f"{folder}.{stem}".lstrip(".")
-    for folder, stems in (
-        ("", ("gpu",)),
-        *((f, tuple(p.stem for p in (_FOLDER / f).glob("[!_]*.py"))) for f in ("engine", "serving")),
-        ("papers", _PAPER_BENCHMARKS),
-    )
-    for stem in stems
-    for name in _GROUPS.get(stem, (stem,))
+    name: ".".join(path.relative_to(_FOLDER).with_suffix("").parts)
+    for path, names in _BENCHMARKS.items()
+    for name in names
 }
+WHEN = {name: when for names in _BENCHMARKS.values() for name, when in names.items()}
 NAMES = sorted(MODULES)
-# Engines or Ray Serve for minutes each; one engine for up to an hour each.
-SERVING = {
-    "backlog",
-    "capture_overhead",
-    "channel_or_grpc",
-    "ep_choice",
-    "ep_policies",
-    "ep_shift",
-    "handover",
-    "live",
-    "lost_nodes",
-    "model_families",
-    "objectives",
-    "peers",
-    "prefix_cache",
-    "prefix_hits",
-    "ray_idle",
-    "ray_up",
-    "scaling",
-    "shadow",
-    "stream_faults",
-    "streams",
-    "whole_replicas",
-}
-REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
-# Each needs a GPU, an extra, published routes or a trace.
-NOT_IN_ALL = {"gpu", "gpu_application", "step_cost", "gpu_cost", "tail_price", "barrier"}
+_IN_GROUPS = {name for names in _BENCHMARKS.values() if len(names) > 1 for name in names}
 
 
 def bench(
@@ -92,15 +57,13 @@ def bench(
     ] = None,
 ) -> None:
     """Run benchmarks, write results to benchmarks/results, and rewrite the tables of the pages."""
-    runnable = [name for name in NAMES if name not in NOT_IN_ALL]
-    chosen_names = (
-        runnable if names == ["all"] else names or [n for n in runnable if n not in SERVING | REPLAYS]
-    )
+    is_all = names == ["all"]
+    runnable = [n for n in NAMES if WHEN[n] == "default" or (is_all and WHEN[n] == "all")]
+    chosen_names = runnable if is_all else names or runnable
     unknown = [name for name in chosen_names if name not in NAMES]
     if unknown:
         raise UserInputError(f"there is no benchmark {unknown[0]!r}; choose from {', '.join(NAMES)}")
-    names_in_groups = {name for names in _GROUPS.values() for name in names}
-    commands = [[MODULES[name], *([name] if name in names_in_groups else [])] for name in chosen_names]
+    commands = [[MODULES[name], *([name] if name in _IN_GROUPS else [])] for name in chosen_names]
     for module, *rest in [*commands, ["lib.tables"], ["lib.plots"]]:
         typer.echo(f"== {' '.join([module, *rest])}")
         subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *rest], check=True)

@@ -72,14 +72,14 @@ def build_parts(args: dict[str, Any]) -> ApplicationParts:
     BACKEND.check_versions()
     eldr_args = parse(args)
     specs = engine_specs(eldr_args)
-    *prefill_roles, decode_role = specs
+    *_, decode_role = specs
     decode_spec = specs[decode_role]
     stall_timeout_s = eldr_args.path.stall_timeout_s
     prefill = None
-    for role in prefill_roles:
-        with _name_part_in_errors(f"{CONFIG_OF_ROLE[role]}.deployment_config"):
-            prefill = specs[role].deployment(
-                LLMPrefillServer, name_prefix=_PREFIX[role], stall_timeout_s=stall_timeout_s
+    if "prefill" in specs:
+        with _name_part_in_errors("prefill_config.deployment_config"):
+            prefill = specs["prefill"].deployment(
+                LLMPrefillServer, name_prefix=_PREFIX["prefill"], stall_timeout_s=stall_timeout_s
             )
     with _name_part_in_errors("decode_config.deployment_config"):
         decode = decode_spec.deployment(

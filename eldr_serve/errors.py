@@ -15,7 +15,15 @@ class UserInputError(ValueError):
 
 
 class ConfigurationError(UserInputError):
-    """The deployment YAML is invalid or cannot be served."""
+    """The deployment YAML is invalid or cannot be served.
+
+    Attributes:
+        field: the argument of an engine with which the message begins; None if it begins with none.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class SwapRefusedError(UserInputError):

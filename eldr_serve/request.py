@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,12 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, Field
 
-from eldr_serve.engine.protocol import has_several_prompts
+from eldr_serve.errors import BadRequestError
 from eldr_serve.objective import Objective
+from eldr_serve.scheduling import PlacementRequest
 
-DOMAIN_HEADER = "x-eldr-domain"
+DOMAIN_HEADER, LABEL_PREFIX = "x-eldr-domain", "x-eldr-label-"
+MAX_LABELS, MAX_LABEL_CHARACTERS = 8, 128
 
 
 class RequestFields(BaseModel):
@@ -42,6 +45,50 @@ class RequestFields(BaseModel):
     truncate_prompt_tokens: Any = None
 
 
+@dataclass(frozen=True)
+class PolicyHints:
+    """A client's headers for the policy.
+
+    Attributes:
+        domain: kind of request, for policy `domain`; None if the client names none.
+        labels: values by name, for policies outside this project.
+    """
+
+    domain: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_headers(cls, headers: Mapping[str, str]) -> PolicyHints:
+        """Return the percent-decoded values of a request's headers, whose names are in lower case.
+
+        Raises:
+            BadRequestError: there are too many labels, or the name or value of a label is invalid.
+        """
+        domain = headers.get(DOMAIN_HEADER)
+        labels = dict(_read_label(*item) for item in headers.items() if item[0].startswith(LABEL_PREFIX))
+        if len(labels) > MAX_LABELS:
+            raise BadRequestError(
+                f"{len(labels)} headers {LABEL_PREFIX}NAME were sent; at most {MAX_LABELS} are allowed"
+            )
+        return cls(None if domain is None else unquote(domain), labels)
+
+
+def _read_label(header: str, value: str) -> tuple[str, str]:
+    name, label = header.removeprefix(LABEL_PREFIX), unquote(value)
+    if re.fullmatch("[a-z0-9-]{1,32}", name) is None:
+        raise BadRequestError(
+            f"the header {header[:64]!r} does not name a label: use 1 to 32 of a-z, 0-9 and '-' after "
+            f"{LABEL_PREFIX}",
+            param=header[:64],
+        )
+    if len(label) > MAX_LABEL_CHARACTERS:
+        raise BadRequestError(
+            f"the header {header} has {len(label)} characters; at most {MAX_LABEL_CHARACTERS} are allowed",
+            param=header,
+        )
+    return name, label
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A request for generated text."""
@@ -50,11 +97,16 @@ class Request:
     body: bytes  # JSON, as the client sent it
     fields: RequestFields
     headers: dict[str, str] = field(default_factory=dict)
-    domain: str | None = None  # kind of request as named by the client, for policy `domain`
+    hints: PolicyHints = field(default_factory=PolicyHints)
     tenant: str = ""
     priority: float = 1.0  # of the tenant
     cache_salt: str = ""  # see tenant_salt
     objective: Objective = field(default_factory=Objective)
+
+
+def has_several_prompts(prompt: Any) -> bool:
+    """Return whether a completion's `prompt` is a list of prompts (even of one), not of token ids."""
+    return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))
 
 
 def num_sequences(fields: RequestFields) -> int:
@@ -156,7 +208,21 @@ def max_new_tokens(fields: RequestFields) -> int:
     return limit if isinstance(limit, int) else 0
 
 
-def domain_of(headers: Mapping[str, str]) -> str | None:
-    """Return the domain that the client names in a header, percent-decoded; None if it names none."""
-    header = headers.get(DOMAIN_HEADER)
-    return None if header is None else unquote(header)
+def make_placement_request(
+    request_id: str, fields: Any, hints: PolicyHints, *, prompt_tokens: int, **details: Any
+) -> PlacementRequest:
+    """Make the placement request of a client's request, without expert counts.
+
+    Args:
+        fields: as for `max_new_tokens`.
+        details: further fields of the placement request.
+    """
+    return PlacementRequest(
+        request_id,
+        None,
+        prompt_tokens,
+        max_new_tokens(fields),
+        domain=hints.domain,
+        labels=hints.labels,
+        **details,
+    )

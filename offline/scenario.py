@@ -152,39 +152,21 @@ class ScenarioInputs:
         self.mix: dict[str, float] = {}  # requests of each domain that the table is fitted to
         kinds: NDArray[np.int64] | None = None
         if scenario.experts is not None:
-            trace = read_calibration_trace(scenario.experts.path, scenario.experts.kind)
-            is_chosen = np.isin(trace.domains, scenario.experts.domains or trace.domains)
-            if not is_chosen.any():
-                raise UserInputError(
-                    f"{scenario.experts.path} holds no request of {', '.join(scenario.experts.domains)}"
-                )
-            kinds = self.rng.permutation(np.flatnonzero(is_chosen))
-            if scenario.experts.fit_path is None:
-                cut = max(1, round(scenario.experts.fit_share * len(kinds)))
+            routes = scenario.experts
+            trace = read_calibration_trace(routes.path, routes.kind)
+            kinds = self.rng.permutation(_positions_of_domains(trace, routes.path, routes.domains))
+            if routes.fit_path is None:
+                cut = max(1, round(routes.fit_share * len(kinds)))
                 self.fitted_on, kinds = kinds[:cut], kinds[cut:]
                 fit = trace.subset(self.fitted_on)
             else:
-                fit = _trace_to_fit(scenario.experts, scenario.experts.fit_path, trace)
+                fit = _trace_to_fit(routes, routes.fit_path, trace)
             self.mix = {name: float(n) for name, n in Counter(fit.domains).items()}
-            centroids = min(scenario.experts.centroids or scenario.cluster.decode.workers, len(fit.ids))
-            if scenario.experts.centroids or centroids == scenario.cluster.decode.workers:
-                self.table, _ = fit_table(fit, centroids, band=scenario.band, seed=seed)
-            self.experts = (
-                Experts.from_probabilities(
-                    trace.prefill_counts,
-                    trace.prompt_tokens.astype(np.int64),
-                    trace.decode_probability,
-                    trace.top_k,
-                    trace.domains,
-                    seed=seed,
-                )
-                if scenario.experts.sampled
-                else Experts.from_trace(trace)
-            )
-            if scenario.experts.parts > 1:
-                number = scenario.experts.mixtures
-                self.experts = self.experts.mix(kinds, scenario.experts.parts, number, self.rng)
-                kinds = np.arange(number)
+            self.table = _fit_table(scenario, routes.centroids, fit, seed)
+            self.experts = _make_experts(routes, trace, seed)
+            if routes.parts > 1:
+                self.experts = self.experts.mix(kinds, routes.parts, routes.mixtures, self.rng)
+                kinds = np.arange(routes.mixtures)
         self._capacity = scenario.cluster.decode.kv_tokens
         self.requests = self._make_requests(scenario.arrivals, kinds)
 
@@ -309,6 +291,40 @@ def read_scenario(path: Path) -> Scenario:
         raise UserInputError(f"{path}: {first_problem(error, content)}") from error
 
 
+def _positions_of_domains(trace: CalibrationTrace, path: Path, domains: tuple[str, ...]) -> NDArray[np.int64]:
+    """Return the positions of the requests of these domains, or of all; raise UserInputError without any."""
+    positions = np.flatnonzero(np.isin(trace.domains, domains or trace.domains))
+    if not len(positions):
+        raise UserInputError(f"{path} holds no request of {', '.join(domains)}")
+    return positions
+
+
+def _fit_table(
+    scenario: Scenario, centroids: int | None, fit: CalibrationTrace, seed: int
+) -> RoutingTable | None:
+    """Return a table fitted to the requests; None if by default there are too few of them (see `Routes`)."""
+    workers = scenario.cluster.decode.workers
+    number = min(centroids or workers, len(fit.ids))
+    if not centroids and number < workers:
+        return None
+    table, _ = fit_table(fit, number, band=scenario.band, seed=seed)
+    return table
+
+
+def _make_experts(routes: Routes, trace: CalibrationTrace, seed: int) -> Experts:
+    """Return the experts that the requests of a trace use, drawn from probabilities or replayed."""
+    if not routes.sampled:
+        return Experts.from_trace(trace)
+    return Experts.from_probabilities(
+        trace.prefill_counts,
+        trace.prompt_tokens.astype(np.int64),
+        trace.decode_probability,
+        trace.top_k,
+        trace.domains,
+        seed=seed,
+    )
+
+
 def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> CalibrationTrace:
     """Return the requests of another trace that tables are fitted to, of the same domains."""
     fit = read_calibration_trace(path)
@@ -319,10 +335,7 @@ def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> C
             f"{path} is of {model} with {size[0]} x {size[1]} experts, but {experts.path} is of {own} with "
             f"{own_size[0]} x {own_size[1]}"
         )
-    chosen = np.flatnonzero(np.isin(fit.domains, experts.domains or fit.domains))
-    if not len(chosen):
-        raise UserInputError(f"{path} holds no request of {', '.join(experts.domains)}")
-    return fit.subset(chosen)
+    return fit.subset(_positions_of_domains(fit, path, experts.domains))
 
 
 def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:

@@ -27,6 +27,7 @@ from eldr_serve.engine.vllm.config import engine_kwargs
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
+BENCHMARKS = {"cache_memory": "default"}
 GOAL_PCT = 0.5
 _GPU_BLOCK_SIZES = [16, 32, 64, 128]  # tokens, where the deployment names none
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -54,6 +54,7 @@ from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 
+BENCHMARKS = {"capture_overhead": "all"}
 WORKERS = 16
 PAPER_TTFT_MS = 0.86 / 0.012  # in the paper, 0.86 ms are 1.2 % of TTFT
 _WARM_UP = 8  # prompts before the measured ones

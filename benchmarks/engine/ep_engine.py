@@ -53,6 +53,7 @@ from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.forecast import workload_by_rank
 from offline.expert_placement.grace import grace_placement
 
+BENCHMARKS = {"ep_choice": "all", "ep_shift": "all"}
 _CHOICE_NOTES = (
     "one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
     "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "

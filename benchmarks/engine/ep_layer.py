@@ -32,6 +32,7 @@ from loadgen.statistics import paired_change_percent
 from offline.expert_placement.cost import LayerCost, LayerFit, LayerWork
 from offline.expert_placement.eplb import eplb_placement
 
+BENCHMARKS = {"ep_layer": "default"}
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))
 _MANY_RANKS, _MANY_BATCH = 8, 64  # ranks that are timed one by one, and tokens of a batch for all of them

@@ -29,6 +29,7 @@ from benchmarks.lib.exact import Cells, against_reference, against_report, refer
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
+BENCHMARKS = {"exact_counts": "default"}
 _SCRIPT = ROOT / "tests/engine/engine_script.py"
 _ENV = {
     "cuda": {

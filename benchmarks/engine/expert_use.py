@@ -43,6 +43,14 @@ from loadgen.plots import signature_space as draw_space
 from loadgen.results import publish
 from offline.simulation.requests import expert_bits
 
+BENCHMARKS = {
+    "activation_by_domain": "default",
+    "prefill_decode": "default",
+    "same_domain": "default",
+    "signature_quality": "default",
+    "signature_space": "default",
+}
+
 LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 WORKLOADS = ("task", "language")
 SIZES = (4, 8, 16, 32, 64, 128)  # batch sizes

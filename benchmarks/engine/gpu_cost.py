@@ -27,6 +27,7 @@ from eldr_serve.gpu_cost.fitting import fit
 from eldr_serve.gpu_cost.readings import Readings, Setting
 from loadgen.results import publish
 
+BENCHMARKS = {"gpu_cost": "named"}
 _MODELS = (
     ("Qwen/Qwen3-30B-A3B", 1, 1),
     ("openai/gpt-oss-20b", 1, 1),

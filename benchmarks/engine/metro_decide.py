@@ -28,6 +28,7 @@ from eldr_serve.experts.parallel.placement import hosts_of
 from loadgen.results import p50_p99_us, publish, time_calls
 from offline.expert_placement.eplb import eplb_placement
 
+BENCHMARKS = {"metro_decide": "default"}
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks
 LAYERS = 48
 TimedForm = Callable[[int], list[float]]  # number of decisions -> seconds of each

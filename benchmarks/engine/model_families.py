@@ -45,6 +45,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import unpack_counts
 from loadgen.results import RESULTS, publish, read_rows
 
+BENCHMARKS = {"model_families": "all"}
 _TRITON_CPU = ROOT / "tests/engine/triton_cpu"
 _TORCHVISION = ROOT / "tests/engine/torchvision_cpu"
 RUNNERS = ("V1", "V2")

@@ -25,6 +25,7 @@ from eldr_serve.validation import unknown_name
 from loadgen.plots import lines
 from loadgen.results import publish
 
+BENCHMARKS = {"moe_layer_latency": "default"}
 SHAPES = {  # hidden size, intermediate size, experts, top-k
     "demo-wide": (160, 1024, 64, 4),
     "qwen3-30b-a3b": (2048, 768, 128, 8),

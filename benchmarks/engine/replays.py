@@ -18,6 +18,16 @@ from loadgen.figures import BASELINES
 from loadgen.plots import lines
 from loadgen.results import publish
 
+BENCHMARKS = {
+    "balanced_clusters": "all",
+    "band_width": "all",
+    "decode_replay": "all",
+    "pool_size": "all",
+    "rates": "all",
+    "signature_transforms": "all",
+    "tail_replay": "all",
+}
+
 TRUE = "marginal-cost, true decode"
 ROUND_ROBIN = Arm("round-robin", "round-robin")
 LOCALITY, MARGINAL = (Arm(name, name) for name in ("locality-band", "marginal-cost"))

@@ -25,6 +25,7 @@ from eldr_serve.experts.signature import pack_counts
 from loadgen.results import publish
 from offline.route_files import read_trace_of_routes
 
+BENCHMARKS = {"signature_bytes": "default"}
 _LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records have enough steps only for the first
 
 

@@ -47,6 +47,7 @@ from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import median_ci
 
+BENCHMARKS = {"step_cost": "named"}
 _WARM_UP = 3  # steps of a batch
 _NOTES = (
     "Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "

@@ -23,6 +23,7 @@ from eldr_serve.commands.errors import run
 from eldr_serve.scheduling import Loads, PlacementRequest, QueuedPolicy, make_policy
 from loadgen.results import p50_p99_us, publish, time_calls
 
+BENCHMARKS = {"balance_dispatch": "default"}
 OUTPUT_TOKENS = 250  # mean of the geometric distribution
 
 

@@ -44,6 +44,7 @@ from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
 from offline.expert_placement.eplb import activation_placement
 
+BENCHMARKS = {"ep_policies": "all"}
 BASE = ("shortest-queue", "linear")
 ARMS = (
     BASE,

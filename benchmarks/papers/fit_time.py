@@ -20,6 +20,8 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.results import publish
 
+BENCHMARKS = {"fit_time": "default"}
+
 
 def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
     taste = rng.normal(size=(12, L, E)).astype(np.float32)

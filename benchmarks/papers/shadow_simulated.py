@@ -35,6 +35,7 @@ from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
+BENCHMARKS = {"shadow_simulated": "default"}
 _HANDOVER_S = 0.02
 
 

@@ -33,6 +33,8 @@ from eldr_serve.scheduling import StepSums
 from loadgen.plots import save
 from loadgen.results import publish
 
+BENCHMARKS = {"simulator_validation": "all"}
+
 
 def report(run: Replayed) -> None:
     """Report simulated and measured TPOT of every policy, with error, correlation, ranking and regret."""

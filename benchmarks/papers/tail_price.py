@@ -40,6 +40,7 @@ from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts, Requests
 from offline.simulation.run import simulate
 
+BENCHMARKS = {"tail_price": "named"}
 Figures = dict[str, float]
 _METRICS = whole.METRICS
 _STORED = (*_METRICS, "batch_size", "active_experts")

@@ -31,6 +31,7 @@ from eldr_serve.commands.errors import run
 from loadgen.results import publish
 from loadgen.workload import read_prompts
 
+BENCHMARKS = {"backlog": "all"}
 _MAX_ATTEMPTS = 20
 
 

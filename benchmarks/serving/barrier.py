@@ -60,6 +60,7 @@ from loadgen.traces import read_arrival_trace
 from loadgen.trial import parse_policy, schedule_trials
 from offline.simulation.cluster import Cluster, Decode
 
+BENCHMARKS = {"barrier": "named"}
 POLICIES = f"{BASE},balance-route,balance-route-horizon,balance-band"
 _INTERMEDIATE = 32  # neurons per expert of the demo model itself
 _LONG_WAITS = {"kv_lease_s": 150.0, "queue_timeout_s": 110.0, "slot_wait_s": 110.0, "prefill_queue_s": 110.0}

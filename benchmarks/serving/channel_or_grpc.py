@@ -56,6 +56,7 @@ from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
+BENCHMARKS = {"channel_or_grpc": "all"}
 _STARTS_S = 30.0
 _STEP_TIMEOUT_S = 60.0  # longer waits mean that tokens were lost
 _WARM_UP_S = 0.3

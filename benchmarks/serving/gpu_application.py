@@ -23,6 +23,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_atomically
 from loadgen.results import RESULTS
 
+BENCHMARKS = {"gpu_application": "named"}
 _SHORT = ("--rounds", "2", "--seconds", "4", "--warm-up-seconds", "1", "--first-table", "60")
 
 

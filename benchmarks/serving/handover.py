@@ -47,6 +47,7 @@ from eldr_serve.pipeline.stage_latencies import WINDOW
 from loadgen.journal import Journal
 from loadgen.results import publish
 
+BENCHMARKS = {"handover": "all"}
 _KEY = "handover"
 _WARM_UP = 32  # requests that no figure includes
 _WITH_INTERVAL = ("ttft_mean_ms", "handover_mean_ms", "before_step_mean_ms", "before_step_share_of_ttft_pct")

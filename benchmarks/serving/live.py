@@ -42,6 +42,7 @@ from loadgen.plots import bars
 from loadgen.results import publish
 from loadgen.workload import write_prompts
 
+BENCHMARKS = {"live": "all"}
 POLICIES = ",".join((*BASELINES, "locality-band", "marginal-cost"))
 
 

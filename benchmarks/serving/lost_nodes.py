@@ -34,6 +34,7 @@ from benchmarks.lib.fakes.service import check_text, request_body
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
+BENCHMARKS = {"lost_nodes": "all"}
 _NODES = 2  # engine nodes
 _AWAY_S, _GCS_S = 10.0, 8.0
 _RECOVERY_S = 90.0

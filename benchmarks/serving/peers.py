@@ -64,6 +64,7 @@ from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import median_ci, put_interval
 
+BENCHMARKS = {"peers": "all"}
 RAY_SYSTEMS = ("eldr", "eldr-proxy", "ray-pd")
 SERVER_SYSTEMS = ("no-router", "vllm-router", "no-router-polled", "vllm-router-polled")
 ROUTER_POLICIES = ("random", "round_robin", "power_of_two", "consistent_hash", "cache_aware")

@@ -31,6 +31,7 @@ from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, make_policy, prompt_blocks
 from loadgen.results import p50_p99_us, publish, time_calls
 
+BENCHMARKS = {"predict_signature": "default"}
 VOCABULARY = 151_936
 WORKERS = (4, 16, 64, 256)
 RUNNING = 16  # running requests per worker

@@ -33,6 +33,8 @@ from loadgen.plots import bars
 from loadgen.results import publish
 from loadgen.workload import balanced_sample, write_prompts
 
+BENCHMARKS = {"prefix_cache": "all"}
+
 
 def prefix_cache(
     prompts: options.Prompts = options.PROMPTS,

@@ -37,6 +37,7 @@ from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 from loadgen.traces import BLOCK_TOKENS, RecordedArrival, read_arrival_trace
 
+BENCHMARKS = {"prefix_hits": "all"}
 MAPS = {"events": None, "estimate": {"enable_kv_cache_events": False}}
 _TOKEN_IDS = range(100, 2000)  # token ids of prompts
 _COUNTERS = ("prefill_tokens", "prefix_tokens_predicted", "prefix_tokens_measured")

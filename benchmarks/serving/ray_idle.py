@@ -33,6 +33,7 @@ from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import median_ci, put_interval
 
+BENCHMARKS = {"ray_idle": "all"}
 _OTHERS = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 SETTINGS: dict[str, dict[str, str]] = {
     "none": {},

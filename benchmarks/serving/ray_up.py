@@ -28,6 +28,7 @@ from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
+BENCHMARKS = {"ray_up": "all"}
 _CLUSTER = "ray_cluster_local.yaml"
 _DASHBOARD = "http://127.0.0.1:8265"
 _URL = "http://127.0.0.1:8000"

@@ -22,6 +22,8 @@ from eldr_serve.commands.errors import run
 from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import p50_p99_us, publish, time_calls
 
+BENCHMARKS = {"route_decision": "default"}
+
 
 def route_decision(
     calls: Annotated[int, typer.Option(min=100, help="Timed decisions.")] = 5000,

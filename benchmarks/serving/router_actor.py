@@ -27,6 +27,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 
+BENCHMARKS = {"router_actor": "default"}
 _PROMPTS = 32
 
 

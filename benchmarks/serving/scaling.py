@@ -32,6 +32,7 @@ from examples.demo_model import WEIGHTS
 from loadgen import application
 from loadgen.results import publish
 
+BENCHMARKS = {"scaling": "all"}
 _KEY = "scaling"
 _TIMEOUT_S = 120.0  # slower requests count as failed
 _PROMPTS = 8

@@ -43,6 +43,7 @@ from loadgen.statistics import interval, resampled_counts
 from loadgen.trial import LoadSpec, ScheduledTrial, parse_policy, run_trial, schedule_trials
 from loadgen.workload import read_prompts, write_prompts
 
+BENCHMARKS = {"shadow": "all"}
 _SUMS = ("tokens", "live", "shadow", "steps", "requests", "active_experts", "seconds", "token_seconds")
 _STARTS_S = 4.0  # start of the load generator, whose clock is behind a trial's by this time
 

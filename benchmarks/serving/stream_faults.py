@@ -40,6 +40,8 @@ from eldr_serve.errors import UserInputError
 from loadgen import processes
 from loadgen.results import publish
 
+BENCHMARKS = {"stream_faults": "all"}
+
 _WAYS: dict[str, dict[str, str]] = {
     "own": {},
     "proxy": {},

@@ -37,6 +37,8 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
+BENCHMARKS = {"streams": "all"}
+
 _WAYS: dict[str, dict[str, str]] = {"proxy": {}, "haproxy": HAPROXY, "own": {}}
 _TIMEOUT_S = 120.0  # slower streams count as failed
 _PREFILL_MS = 20.0  # time of a prefill

@@ -67,6 +67,7 @@ from loadgen.traces import RecordedArrival, read_arrival_trace
 from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts
 from offline.predictor import fit_signature_predictor
 
+BENCHMARKS = {"whole_replicas": "all"}
 WORKLOADS = ("many domains", "sessions", "system prompts")
 ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin", "consistent_hash")
 SIDES = ("eldr", "vllm-router")

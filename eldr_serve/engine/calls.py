@@ -29,14 +29,24 @@ DECODE_STEPS_KEY = "eldr_decode_steps"  # number of decode steps
 REPLICA_KEY = "eldr_replica"
 # Headers that steer an engine. The ingress drops those that a client sends.
 STEERING_HEADERS = frozenset({"x-vllm-priority"})
-# Keys in the engine's report at the end of a `generate` call: seconds from the call to its first step; number
-# of tokens in the prefix cache, of the prompt and of an answer that the call continues.
-TRANSPORT_S = "transport_s"
-CACHED_TOKENS = "cached_tokens"
 WARM_UP_ID_PREFIX = "warm-"  # prefix of the ids of warm-up calls
 
 _LAST_EVENTS = (b"event: message_stop\n", b"event: response.completed\n")
 _CREATED = re.compile(rb'"created":(\d+)')
+
+
+class GenerationReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An engine's report at the end of a `generate` call; a value is None if it is unknown.
+
+    Attributes:
+        transport_s: seconds from the call to the first step of the request, including a transfer of its
+            prompt's blocks from another engine.
+        cached_tokens: number of tokens in the prefix cache, of the prompt and of an answer that the call
+            continues.
+    """
+
+    transport_s: float | None = None
+    cached_tokens: float | None = None
 
 
 class PrefillReply(msgspec.Struct, frozen=True):

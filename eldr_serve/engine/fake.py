@@ -21,7 +21,7 @@ from eldr_serve.engine.calls import (
     EXPERT_COUNTS_KEY,
     PREFILL_COUNTS_KEY,
     ROUTES_KEY,
-    TRANSPORT_S,
+    GenerationReport,
 )
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
@@ -31,7 +31,7 @@ from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import Counts, pack_counts
 from eldr_serve.scheduling.cost import StepSums
-from eldr_serve.scheduling.prefixes import BlockChanges
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FakeConfig:
         prompt_tokens: number of tokens of every prompt.
         prefill_s: seconds that a prefill takes.
         step_s: seconds that a decode step takes; all streams get their tokens of a step together.
-        prefix_cache: tokens per block, and capacity of the KV cache in tokens; None without a prefix cache.
+        prefix_cache: size of the prefix cache; None without one.
         top_k: experts per token; a decode step uses the first k of each layer.
         ranks: number of data-parallel ranks, which behave alike.
     """
@@ -52,7 +52,7 @@ class FakeConfig:
     prompt_tokens: int = 8
     prefill_s: float = 0.0
     step_s: float = 0.001
-    prefix_cache: tuple[int, int] | None = None
+    prefix_cache: PrefixCacheSize | None = None
     top_k: int = 2
     ranks: int = 1
     deployment_config: dict[str, Any] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class FakeEngine(InProcess):
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
         return Prefilled(ids, {"held": request.id, EXPERT_COUNTS_KEY: next(self._packed)})
 
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Send an answer; no blocks are transferred."""
         body = _body_fields(request)
         gap_steps = max(1, round(body.get("gap_ms", 0) / 1000 / self._config.step_s))
@@ -141,7 +141,7 @@ class FakeEngine(InProcess):
             answer.ended.set()
         if request.sampled:
             self._keep_sample(request, answer.tokens - 1)
-        return {TRANSPORT_S: 0.0}
+        return GenerationReport(transport_s=0.0)
 
     def _keep_sample(self, request: EngineRequest, steps: int) -> None:
         ids = np.frombuffer(request.token_ids, np.uint32)
@@ -177,7 +177,7 @@ class FakeEngine(InProcess):
         """Return 0: there is no KV cache."""
         return 0.0
 
-    def prefix_cache(self) -> tuple[int, int] | None:
+    def prefix_cache(self) -> PrefixCacheSize | None:
         """Return tokens per block, and tokens of the KV cache, as configured."""
         return self._config.prefix_cache
 

@@ -14,10 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_serve.engine.calls import GenerationReport
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
-from eldr_serve.scheduling.prefixes import BlockChanges
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 
 EngineRole = Literal["prefill", "decode", "whole"]
 Device = Literal["gpu", "cpu"]
@@ -106,14 +107,8 @@ class ServesRequests(Protocol):
         Refuse the requests that `generate` would refuse, with the same message, before any step runs.
         """
 
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
-        """Send the answer: the events of a stream, or one JSON body.
-
-        Returns:
-            Report on the call; an entry is missing if its value is unknown. `calls.TRANSPORT_S`: seconds from
-            the call to the first step of the request, including a transfer of its prompt's blocks from
-            another engine. `calls.CACHED_TOKENS`: number of tokens that were in the prefix cache.
-        """
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
+        """Send the answer, the events of a stream or one JSON body, and return a report on the call."""
 
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Wait until `generate` has computed a prompt, and return its expert counts.
@@ -170,11 +165,8 @@ class HasSizes(Protocol):
         Further requests wait.
         """
 
-    def prefix_cache(self) -> tuple[int, int] | None:
-        """Return tokens per block of a rank's prefix cache, and the capacity of its KV cache in tokens.
-
-        Return None without a prefix cache.
-        """
+    def prefix_cache(self) -> PrefixCacheSize | None:
+        """Return the size of a rank's prefix cache; None without one."""
 
 
 class TakesMeasurements(Protocol):
@@ -332,8 +324,3 @@ class CalibrationEngine(Protocol):
             (uint32[L,E], packed by `pack_counts`), `eldr_decode_steps`, and `eldr_routes` (int[steps,L,k],
             packed by `pack_routes`) or None.
         """
-
-
-def has_several_prompts(prompt: Any) -> bool:
-    """Return whether a completion's `prompt` is a list of prompts (even of one), not of token ids."""
-    return isinstance(prompt, list) and not (bool(prompt) and isinstance(prompt[0], int))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from eldr_serve.channel import CallFailedError
+from eldr_serve.errors import one_line_message
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.scheduling.worker_names import replica_of
@@ -61,9 +62,16 @@ class OutlierDetector:
         if record.failures < FAILURES:
             return
         record.failures = 0
-        record.until_s = now + min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
+        ejection_s = min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
+        record.until_s = now + ejection_s
         record.ejections += 1
-        logger.warning("replica %s fails repeatedly and is ejected for a while", replica)
+        logger.warning(
+            "replica %s has failed %d calls in a row and is ejected for %.0f s; the last error: %s",
+            replica,
+            FAILURES,
+            ejection_s,
+            one_line_message(error),
+        )
         self._counters.count(IngressEvent.EJECTED)
 
     @property

@@ -16,7 +16,7 @@ from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
 from eldr_serve.objective import MILLISECONDS, TPOT_HEADER, TTFT_HEADER
-from eldr_serve.request import DOMAIN_HEADER
+from eldr_serve.request import DOMAIN_HEADER, LABEL_PREFIX, MAX_LABEL_CHARACTERS, MAX_LABELS
 
 
 class Replica(Protocol):
@@ -81,6 +81,11 @@ _HEADERS_OF_GENERATION = (
     RequestHeader(TTFT_HEADER, "Objective: the first token after at most this time, ms.", MILLISECONDS),
     RequestHeader(TPOT_HEADER, "Objective: a token in at most this mean time, ms.", MILLISECONDS),
     RequestHeader(DOMAIN_HEADER, "The kind of request, for policy `domain`; percent-encoded UTF-8."),
+    RequestHeader(
+        f"{LABEL_PREFIX}NAME",
+        f"A label for a policy of yours: percent-encoded UTF-8, at most {MAX_LABEL_CHARACTERS} characters. "
+        f"At most {MAX_LABELS} names are allowed, each of 1 to 32 of a-z, 0-9 and '-'.",
+    ),
     RequestHeader("traceparent", "The client's trace, which the request's spans join (W3C Trace Context)."),
 )
 

@@ -23,9 +23,9 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.request import (
+    PolicyHints,
     Request,
     RequestFields,
-    domain_of,
     max_new_tokens,
     num_sequences,
     tenant_salt,
@@ -177,7 +177,7 @@ def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFiel
         body=body,
         fields=fields,
         headers=_headers_for_engines(request),
-        domain=domain_of(request.headers),
+        hints=PolicyHints.from_headers(request.headers),
         tenant=tenant.name,
         priority=tenant.priority,
         cache_salt=tenant_salt(tenant.name, fields),

@@ -13,12 +13,11 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from eldr_serve.engine.calls import REPLICA_KEY, expert_counts_of, kv_transfer_params_of
 from eldr_serve.fleet.replica_publisher import ReplicaPublisher
-from eldr_serve.request import domain_of, max_new_tokens
+from eldr_serve.request import PolicyHints, make_placement_request
 from eldr_serve.router.actor import connect
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import PlacementRequest
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,8 @@ class DecodeRequestRouter(ReplicaPublisher):
 
     A call that names a live replica (calls.REPLICA_KEY) goes there. A call without parameters, or with a lost
     leased replica, goes to the least loaded replica. No call waits in the decode queue, since it would
-    block later ones. A policy gets the domain from the headers in the call's second argument, where Ray's
-    ingress passes its RawRequestInfo.
+    block later ones. A policy gets the domain and the labels from the headers in the call's second argument,
+    where Ray's ingress passes its RawRequestInfo.
 
     Serve retries a call if the replica is lost before it accepts the call. That replica may already have read
     the prompt's KV blocks, which frees them for other prompts. So a retry is sent without them, and its
@@ -85,7 +84,11 @@ class DecodeRequestRouter(ReplicaPublisher):
             try:
                 replica = await self._choose(candidate_replicas, pending_request)
             except Exception as error:  # otherwise the call would wait in Serve forever
-                logger.warning("placement of a call failed, using the least loaded replica: %r", error)
+                logger.warning(
+                    "placement of request %s failed, using the least loaded replica: %r",
+                    pending_request.metadata.internal_request_id,
+                    error,
+                )
         replica = replica or self._least_loaded(candidate_replicas)
         if pending_request is not None:
             self._record_choice(pending_request, replica)
@@ -109,8 +112,13 @@ class DecodeRequestRouter(ReplicaPublisher):
         self, candidates: list[RunningReplica], pending: PendingRequest
     ) -> RunningReplica | None:
         request: Any = pending.args[0]
-        if pending.metadata.internal_request_id in self._lost:
-            logger.warning("a call is retried; the decode engine computes its prompt")
+        request_id = pending.metadata.internal_request_id
+        if request_id in self._lost:
+            logger.warning(
+                "request %s is retried, since replica %s was lost; the next one computes its prompt",
+                request_id,
+                self._sent.get(request_id),
+            )
             request.kv_transfer_params = None
         params = kv_transfer_params_of(request)
         replica = _named_replica(candidates, params)
@@ -126,11 +134,11 @@ class DecodeRequestRouter(ReplicaPublisher):
     ) -> RunningReplica | None:
         self._loop = asyncio.get_running_loop()
         self._client.start()
-        request = PlacementRequest(
+        request = make_placement_request(
             pending.metadata.internal_request_id,
+            pending.args[0],
+            _hints(pending),
             prompt_tokens=int(params.get("remote_num_tokens") or 0),
-            max_new_tokens=max_new_tokens(pending.args[0]),
-            domain=_domain(pending),
         )
         lease = await self._client.place(request, expert_counts_of(params))
         return _named_replica(candidates, {REPLICA_KEY: lease.worker})
@@ -145,9 +153,9 @@ class DecodeRequestRouter(ReplicaPublisher):
             self._loop.call_soon_threadsafe(self._client.release, internal_request_id)
 
 
-def _domain(pending: PendingRequest) -> str | None:
+def _hints(pending: PendingRequest) -> PolicyHints:
     request_info = pending.args[1] if len(pending.args) > 1 else None
-    return domain_of(getattr(request_info, "headers", {}))
+    return PolicyHints.from_headers(getattr(request_info, "headers", {}))
 
 
 def _named_replica(candidates: list[RunningReplica], params: dict[str, Any]) -> RunningReplica | None:

@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
-from eldr_serve.engine.calls import CACHED_TOKENS, TRANSPORT_S
+from eldr_serve.engine.calls import GenerationReport
 from eldr_serve.errors import OverloadedError
 from eldr_serve.monitoring.ingress_counters import IngressEvent
 from eldr_serve.pipeline.decode_call import DecodeCall
@@ -20,8 +22,8 @@ from eldr_serve.pipeline.prompt import Prompt, UncomputedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.request import max_new_tokens, prompt_key
-from eldr_serve.scheduling import Lease, PlacementRequest, PromptBlocks
+from eldr_serve.request import make_placement_request, prompt_key
+from eldr_serve.scheduling import Lease, PromptBlocks
 from eldr_serve.scheduling.worker_names import replica_of
 
 
@@ -99,11 +101,11 @@ class Attempt:
         services = self._services
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
         prompt_ids = context.prompt_ids
-        request = PlacementRequest(
+        request = make_placement_request(
             context.request_id,
+            context.request.fields,
+            context.request.hints,
             prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
-            max_new_tokens=max_new_tokens(context.request.fields),
-            domain=context.request.domain,
             blocks=self._blocks(),
             exclude=self._workers_to_avoid(),
             prompt_key=prompt_key(context.request.fields),
@@ -186,9 +188,10 @@ class Attempt:
                     services.outliers.record_failure(lease.worker, error)
                 self._raise_unless_complete(error, decode, suspects_prefill=True)
             else:
-                stages.transport_s = self._call.engine_report.get(TRANSPORT_S)
+                report = msgspec.convert(self._call.engine_report, GenerationReport)
+                stages.transport_s = report.transport_s
                 if not is_resumed:
-                    self._count_cached_tokens(lease)
+                    self._count_cached_tokens(lease, report.cached_tokens)
                 if not decode.begun:
                     raise self._decode_failure("the answer was empty", decode, suspects_prefill=True)
                 services.outliers.record_success(lease.worker)
@@ -225,10 +228,8 @@ class Attempt:
         has_moved = self._services.moves.end(self._context.request_id)
         self._services.counters.count(IngressEvent.MOVED if has_moved else IngressEvent.RESUMED)
 
-    def _count_cached_tokens(self, lease: Lease) -> None:
+    def _count_cached_tokens(self, lease: Lease, cached_tokens: float | None) -> None:
         """Count predicted and measured tokens in the prefix cache, if the router has predicted them."""
-        assert self._call is not None
-        cached_tokens = self._call.engine_report.get(CACHED_TOKENS)
         if cached_tokens is not None and lease.request.blocks is not None and lease.position >= 0:
             counters = self._services.counters
             counters.count(IngressEvent.PREFIX_TOKENS_PREDICTED, lease.cached_tokens)

@@ -127,7 +127,7 @@ class DecodeCall:
             generated=bytes(context.answer.encoded_ids),
             created=context.answer.created,
             prompt_tokens=self._prompt.tokens_to_compute,
-            domain=request.domain or "",
+            domain=request.hints.domain or "",
             expert_counts=expert_counts,
         )
 

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from eldr_serve.engine.protocol import has_several_prompts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.request import RequestFields, conversation
+from eldr_serve.request import RequestFields, conversation, has_several_prompts
 
 logger = logging.getLogger(__name__)
 

@@ -171,14 +171,13 @@ class SplitPrefill:
         except ChannelLostError as error:
             context.failures.lost_engines += call is not None and not error.silent
             raise PrefillFailedError(replica, f"was lost: {error}") from error
-        except BaseException as error:
-            if call is not None:
-                call.cancel()
-                self._kv_release.release(request_id, replica)
-            if not isinstance(error, CallTimeoutError):
-                raise
+        except CallTimeoutError as error:
+            self._abandon(call, request_id, replica)
             self._outliers.record_failure(replica, error)
             raise PrefillFailedError(replica, "took too long") from error
+        except BaseException:
+            self._abandon(call, request_id, replica)
+            raise
         self._outliers.record_success(replica)
         context.prefilled_ids = prompt_ids = np.frombuffer(reply.token_ids, np.uint32)
         self._admission.finish(ticket, len(prompt_ids) + context.answer.num_ids)
@@ -192,6 +191,12 @@ class SplitPrefill:
             prefilled_at_s=stage.ended_s,
             kv_release=self._kv_release,
         )
+
+    def _abandon(self, call: Call | None, request_id: str, replica: str) -> None:
+        """Cancel a prefill, and release the blocks that it may hold."""
+        if call is not None:
+            call.cancel()
+            self._kv_release.release(request_id, replica)
 
     # -- room --------------------------------------------------------------------------------------
 

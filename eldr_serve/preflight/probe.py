@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eldr_serve.engine.active_backend import BACKEND
+from eldr_serve.errors import ConfigurationError
 from eldr_serve.preflight.machine import GIB
 from eldr_serve.preflight.memory import kv_bytes, reserve_bytes
 from eldr_serve.validation import first_problem
@@ -48,7 +49,8 @@ def probe(
             fields["refusal"] = first_problem(error, arguments, where=where)
         except (ValueError, NotImplementedError, AssertionError) as error:
             reason = " ".join(str(error).split())
-            fields["refusal"] = f"{where}.{reason}" if reason.partition(" is ")[0] in arguments else reason
+            is_of_field = isinstance(error, ConfigurationError) and error.field in arguments
+            fields["refusal"] = f"{where}.{reason}" if is_of_field else reason
     return fields
 
 

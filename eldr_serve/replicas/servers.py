@@ -15,7 +15,7 @@ import msgspec
 
 from eldr_serve.channel import CallFailedError, Reply
 from eldr_serve.channel.address import MAX_CALLS, start_channel_server
-from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, PrefillReply
+from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, GenerationReport, PrefillReply
 from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import (
     Engine,
@@ -99,11 +99,12 @@ class EngineServer:
     async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
         """Handle a call of an ingress replica."""
         if method == "generate":
-            reply.engine_report = await self.generate(request, reply.send)
+            report = await self.generate(request, reply.send)
+            reply.engine_report = msgspec.to_builtins(report)
         else:
             await self._engine.serve_endpoint(request, reply.send)
 
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Send the engine's answer; return its report on the call."""
         return await self._engine.generate(request, send)
 
@@ -238,7 +239,7 @@ class DecodeServer(EngineServer):
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata of an EngineServer, and prefix block size, slots and ranks for ingresses."""
         cache = self._engine.prefix_cache()
-        own = {BLOCK_TOKENS: 0 if cache is None else cache[0], SLOTS: self._engine.slots() or 0}
+        own = {BLOCK_TOKENS: 0 if cache is None else cache.block_tokens, SLOTS: self._engine.slots() or 0}
         return await super().record_replica_metadata() | own | {RANKS: self._engine.ranks()}
 
     def report(self) -> dict[str, Any]:
@@ -269,7 +270,7 @@ class DecodeServer(EngineServer):
         else:
             await super().handle_call(method, request, reply)
 
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Serve a request. Measure its prompt if this engine prefills it, and sample some requests."""
         with ExitStack() as stack:
             meter = self._meter

@@ -13,7 +13,6 @@ from ray.exceptions import ActorDiedError, RayError
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.engine.protocol import Engine
 from eldr_serve.scheduling.cost import StepAnswer, StepSums
-from eldr_serve.scheduling.prefixes import PrefixCacheSize
 from eldr_serve.scheduling.worker_names import worker_names
 
 logger = logging.getLogger(__name__)
@@ -56,8 +55,7 @@ class StepReporter:
                 steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
                 changes = self._engine.take_prefix_changes(full=not cache_is_known)
                 cache = self._engine.prefix_cache()
-                size = None if cache is None else PrefixCacheSize(*cache)
-                answer: StepAnswer = await router.observe_steps.remote(steps, size, changes)
+                answer: StepAnswer = await router.observe_steps.remote(steps, cache, changes)
                 self.queued, cache_is_known = answer.queued, answer.has_all_blocks
                 sums = [StepSums()] * len(sums)
             except (ValueError, RayError) as error:  # the router is unavailable

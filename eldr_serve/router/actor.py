@@ -124,8 +124,7 @@ class DecodeRouter:
         self._expert_placements = settings.expert_placements
         if is_new:
             self._state = state
-            self._sessions.grace_s = settings.ingress_timeout_s
-            self._sessions.serve(self._state)
+            self._sessions.serve(self._state, settings.ingress_timeout_s)
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
@@ -234,7 +233,7 @@ class DecodeRouter:
         """Exit after a long time without ingresses."""
         while time.monotonic() - self._connected_at <= _IDLE_EXIT_S:
             await asyncio.sleep(PERIOD_S)
-            if self._sessions.by_peer:
+            if self._sessions.has_ingresses:
                 self._connected_at = time.monotonic()
         await self._pool.end()
         # exit_actor would only end this task, by its exception.

@@ -55,7 +55,7 @@ class Sessions:
     """
 
     def __init__(self, state: RouterState, metrics: RouterMetrics, grace_s: float) -> None:
-        self.metrics, self.grace_s = metrics, grace_s
+        self.metrics = metrics
         self.open_methods: dict[str, OpenMethod] = {"subscribe": self._subscribe, "place": self._open_place}
         self.by_ingress: dict[str, _Subscription] = {}
         self.by_peer: dict[object, _Subscription] = {}
@@ -63,14 +63,19 @@ class Sessions:
         self.pending: list[Lease] = []
         self.progress: dict[str, int] = {}
         self._scheduled = False
-        self.serve(state)
+        self.serve(state, grace_s)
 
-    def serve(self, state: RouterState) -> None:
+    def serve(self, state: RouterState, grace_s: float) -> None:
         """Serve this state; all ingresses connect again, and restore their leases in it."""
-        self.state = state
+        self.state, self._grace_s = state, grace_s
         state.set_callbacks(on_leases=self._send_leases, on_settings=self._send_settings)
         for subscription in list(self.by_peer.values()):
             subscription.reply.peer.close("the router's settings have changed")
+
+    @property
+    def has_ingresses(self) -> bool:
+        """Return whether an ingress is connected."""
+        return bool(self.by_peer)
 
     def apply_soon(self) -> None:
         """Apply all collected messages, and dispatch the decode queue, in the event loop's next iteration."""
@@ -106,7 +111,7 @@ class Sessions:
         """End a subscription, and the ingress's leases too if it does not return in the grace period."""
         if self.by_peer.get(subscription.reply.peer) is subscription:
             del self.by_peer[subscription.reply.peer]
-            asyncio.get_running_loop().call_later(self.grace_s, self._drop, subscription)
+            asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)
 
     def _drop(self, subscription: _Subscription) -> None:
         if self.by_ingress.get(subscription.ingress) is subscription:

@@ -40,20 +40,29 @@ class Scorer:
         self._on_predictor = on_predictor
         self._numbers = itertools.count()
         self._table: RoutingTable | None = None
+        self._has_warned = False  # of counts that do not fit the table
         self.settings: LiveSettings | None = None
         self.predictor: OnlinePredictor | None = None
         self.tokenizer: str | None = None
         self.shape: tuple[int, int] | None = None
 
     def apply_settings(self, settings: LiveSettings) -> None:
-        """Score by other settings."""
-        previous, self.settings = self.settings, settings
-        if settings.table != (previous and previous.table):
-            self._table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
-        if settings.predictor != (previous and previous.predictor):
-            self.predictor = self._load_predictor(settings.predictor)
-            if self.predictor is not None:
-                self._on_predictor()
+        """Score by other settings; keep the previous ones if the table or the predictor is unreadable.
+
+        Raises:
+            ArtifactError: a file is unreadable.
+        """
+        previous, table, predictor = self.settings, self._table, self.predictor
+        has_new_table = settings.table != (previous and previous.table)
+        has_new_predictor = settings.predictor != (previous and previous.predictor)
+        if has_new_table:
+            table = RoutingTable.from_bytes(settings.table) if settings.table is not None else None
+        if has_new_predictor:
+            predictor = self._load_predictor(settings.predictor)
+        self.settings, self._table, self.predictor = settings, table, predictor
+        self._has_warned = self._has_warned and not has_new_table
+        if has_new_predictor and predictor is not None:
+            self._on_predictor()
 
     def _load_predictor(self, predictor: bytes | None) -> OnlinePredictor | None:
         if predictor is None:
@@ -111,7 +120,9 @@ class Scorer:
                 fields["similarity"] = self._table.similarity(counts)
                 fields["table_version"] = settings.table_version
             except ValueError as error:
-                logger.warning("the counts do not fit the live table: %s", error)
+                if not self._has_warned:  # else each request would add a line
+                    logger.warning("the counts do not fit the live table: %s", error)
+                self._has_warned = True
                 fields["counts_missing"] = True
         return replace(request, **fields)
 

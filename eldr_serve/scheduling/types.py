@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
@@ -25,6 +26,7 @@ class PlacementRequest:
         expert_counts: the prompt's counts, unsigned[L,E], or floating[L,E] if predicted; None if unknown.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
+        labels: what the client says by headers to a policy outside this project, by name.
         prompt_key: equal for equal prompts.
         counts_missing: there are neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
@@ -44,6 +46,7 @@ class PlacementRequest:
     _: KW_ONLY
     expert_counts: NDArray[Any] | None = None
     domain: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None
     table_version: int = 0

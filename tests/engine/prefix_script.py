@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.scheduling import PrefixMap, prompt_blocks
 from tests.engine import contract_script
@@ -43,7 +42,7 @@ class Conversations:
         request = EngineRequest("completions", json.dumps(body).encode(), f"{self._number}", cache_salt=salt)
         ids = bytearray()
         report = await self._engine.generate(request, lambda payload, tokens, made=b"": ids.extend(made))
-        self.hits.append((predicted, int(report[CACHED_TOKENS])))
+        self.hits.append((predicted, int(report.cached_tokens)))
         return [*prompt, *np.frombuffer(ids, np.uint32).tolist()]
 
     async def read_report(self) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
-from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, GenerationReport
 from eldr_serve.engine.fake import InProcess
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.prefixes import PrefixCacheSize
 from tests.faults.greedy_model import (
     BLOCK_TOKENS,
     EXPERTS,
@@ -79,8 +80,8 @@ class BlockEngine(InProcess):
     def kv_usage(self, rank: int | None = None) -> float:
         return self.blocks.usage
 
-    def prefix_cache(self) -> tuple[int, int]:
-        return BLOCK_TOKENS, BLOCK_TOKENS * len(self.blocks.content)
+    def prefix_cache(self) -> PrefixCacheSize:
+        return PrefixCacheSize(BLOCK_TOKENS, BLOCK_TOKENS * len(self.blocks.content))
 
     def take_steps(self, rank: int = 0) -> StepSums:
         steps, self._steps = self._steps, []
@@ -202,7 +203,7 @@ class DecodeEngine(BlockEngine):
         finally:
             del self._awaited_counts[request_id]
 
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         fields = json.loads(request.body)
         generated = _tokens(request.generated)
         prompt = (_tokens(request.token_ids) or prompt_of(fields)) + generated
@@ -224,7 +225,7 @@ class DecodeEngine(BlockEngine):
             if blocks:
                 self.running -= 1
                 self.blocks.give_back(blocks)
-        return {}
+        return GenerationReport()
 
     async def _compute_blocks(self, prompt: list[int], request_id: str) -> list[tuple[int, ...]]:
         """Compute the prompt in this engine, and return the tokens of its blocks."""

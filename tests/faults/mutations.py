@@ -192,7 +192,7 @@ MUTATIONS = (
     Mutation(
         "a client that is lost for good is not dropped",
         "eldr_serve.router.sessions",
-        "asyncio.get_running_loop().call_later(self.grace_s, self._drop, subscription)",
+        "asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)",
     ),
     Mutation(
         "a connection that its client has left is still served",

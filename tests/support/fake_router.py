@@ -132,6 +132,7 @@ class FakeActor(RouterCalls):
         table = unit_table(2).to_bytes()
         self.options = {"model_id": "m", "policy": "locality-band", "table": table} | options
         self.state = RouterState(**self.options)
+        self._grace_s = grace_s
         self.sessions = Sessions(self.state, Mock(), grace_s)
         self.server = ChannelServer(
             "secret",
@@ -173,7 +174,7 @@ class FakeActor(RouterCalls):
         """Begin with a new state and no connections, as after the actor's death."""
         self.disconnect()
         self.state = RouterState(**self.options)
-        self.sessions = Sessions(self.state, Mock(), self.sessions.grace_s)
+        self.sessions = Sessions(self.state, Mock(), self._grace_s)
         self.alive = True
 
     def _subscribe(self, body: bytes, reply: Reply) -> Any:

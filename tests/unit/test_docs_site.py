@@ -155,7 +155,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
 def test_the_predictor_on_the_page_is_valid() -> None:
     text = (ROOT / "docs/extend.md").read_text()
     names: dict[str, Any] = {}
-    exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1], names)
+    exec(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[2], names)
     policy = make_policy("balance-route-horizon")
     half = names["HalfEndSoon"](policy.parameters.horizon)
     p, mu = half.predict(np.array([1, 2]), [None, None], np.array([5, 5]))

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import (
-    CACHED_TOKENS,
     CALIBRATE_KEY,
     CREATED_TOKENS_KEY,
     DECODE_COUNTS_KEY,
@@ -25,9 +24,9 @@ from eldr_serve.engine.calls import (
     EXPERT_COUNTS_KEY,
     PREFILL_COUNTS_KEY,
     REQUEST_KEY,
-    TRANSPORT_S,
+    GenerationReport,
 )
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send, has_several_prompts
+from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm.compat import buffered_metrics
 from eldr_serve.engine.vllm.compat.checked import start_errors
@@ -60,8 +59,9 @@ from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
+from eldr_serve.request import has_several_prompts
 from eldr_serve.scheduling.cost import StepSums
-from eldr_serve.scheduling.prefixes import BlockChanges
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 
 # kv_transfer_params that make NIXL's connector hold the prompt's blocks.
 _HAND_OVER = {
@@ -122,7 +122,7 @@ class VllmEngine:
             params[CREATED_TOKENS_KEY] = min(created, len(ids))
         return Prefilled(np.asarray(ids, np.uint32), params)
 
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
         call_time_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
@@ -132,14 +132,13 @@ class VllmEngine:
             set_prompt(parsed, _ids(request.token_ids))
         if not _has_one_answer(parsed):
             await self._generate_several(request, parsed, send)
-            return {}
+            return GenerationReport()
         if request.sampled:
             parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE_KEY: True}
         continuation = await self._generate_one(request, parsed, send)
         self._keep_sample(request, continuation)
-        report = {CACHED_TOKENS: float(continuation.cached_tokens)}
         transport_s = _transport_s(continuation, call_time_s)
-        return report if transport_s is None else report | {TRANSPORT_S: transport_s}
+        return GenerationReport(transport_s, float(continuation.cached_tokens))
 
     async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
         """Send an answer with several choices or prompts, which no other engine can continue."""
@@ -262,8 +261,8 @@ class VllmEngine:
         usage = MEASUREMENTS.kv_usage
         return max([*usage.values()], default=0.0) if rank is None else usage.get(rank, 0.0)
 
-    def prefix_cache(self) -> tuple[int, int] | None:
-        """Return tokens per block, and tokens of a rank's KV cache; None without prefix caching."""
+    def prefix_cache(self) -> PrefixCacheSize | None:
+        """Return the size of a rank's prefix cache; None without prefix caching."""
         return prefix_cache(engine_client(self.server.engine).vllm_config)
 
     def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:

@@ -73,6 +73,7 @@ def _request(name: str, rng: np.random.Generator) -> PlacementRequest:
         50,
         expert_counts=counts,
         domain=f"domain{kind}",
+        labels={"kind": f"label{kind}"},
         prompt_key=f"key{kind}",
         may_wait=True,
     )
@@ -139,7 +140,12 @@ def _check_odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
     fields: list[dict[str, Any]] = [
         {"expert_counts": signature} | more
         for signature in (None, 0 * ones, ones[:, :3], np.ones(3, np.float32), ones)
-        for more in ({}, {"prompt_tokens": 0}, {"domain": None, "prompt_key": None}, {"max_new_tokens": 0})
+        for more in (
+            {},
+            {"prompt_tokens": 0},
+            {"domain": None, "prompt_key": None, "labels": {}},
+            {"max_new_tokens": 0},
+        )
     ]
     for similarity in (np.full(4, np.nan, np.float32), np.ones(9, np.float32)):
         fields.append({"expert_counts": None, "similarity": similarity})

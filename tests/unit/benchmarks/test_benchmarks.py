@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import MODULES, NAMES, SERVING
+from benchmarks.__main__ import MODULES, NAMES, WHEN, read_benchmarks
 from benchmarks.engine.cache_memory import CacheShape, compare, shape_of, smallest_block_size
 from benchmarks.lib import tables
 from benchmarks.lib.client import Answer, most_open, summary
@@ -26,9 +26,23 @@ from tests.support.processes import output
 from tests.support.shipped import ROOT
 
 
+def test_every_module_declares_when_its_benchmarks_run() -> None:
+    paths = [p for part in ("engine", "serving") for p in (ROOT / "benchmarks" / part).glob("[!_]*.py")]
+    assert not [path.name for path in paths if not read_benchmarks(path)]
+    assert set(WHEN.values()) == {"default", "all", "named"}
+    assert WHEN["gpu"] == "named"
+    assert WHEN["live"] == "all"
+    assert MODULES["tail_replay"] == "engine.replays"
+    assert MODULES["fit_time"] == "papers.fit_time"
+
+
+def test_no_two_modules_have_a_benchmark_of_the_same_name() -> None:
+    names = [name for path in (ROOT / "benchmarks").rglob("*.py") for name in read_benchmarks(path)]
+    assert sorted(names) == NAMES
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_units_and_defaults(name: str) -> None:
-    assert set(NAMES) >= SERVING
     module = importlib.import_module(f"benchmarks.{MODULES[name]}")
     done = command(getattr(module, name), "--help")
     assert done.exit_code == 0

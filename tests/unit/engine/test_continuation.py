@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
-from eldr_serve.engine.calls import CACHED_TOKENS, CREATED_TOKENS_KEY, TRANSPORT_S, is_end
+from eldr_serve.engine.calls import CREATED_TOKENS_KEY, is_end
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.continuation import Continuation
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
@@ -32,7 +32,7 @@ class Frames:
 
     sent: list[tuple[list[int] | None, bytes]] = field(default_factory=list)
     transport_s: float | None = None
-    cached_tokens: float = 0.0
+    cached_tokens: float | None = None
 
     def send(self, payload: bytes, tokens: int, ids: bytes = b"") -> None:
         self.sent.append((np.frombuffer(ids, np.uint32).tolist() if ids else None, payload))
@@ -73,7 +73,7 @@ async def answer(
     frames = Frames()
     with patch("time.time", lambda: float(now)):
         report = await engine(client or FakeClient(next_token), now).generate(request, frames.send)
-    frames.transport_s, frames.cached_tokens = report.get(TRANSPORT_S), report[CACHED_TOKENS]
+    frames.transport_s, frames.cached_tokens = report.transport_s, report.cached_tokens
     return frames
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from eldr_serve.engine import active_backend
-from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, GenerationReport
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
 from eldr_serve.experts.sample import ExpertSample
@@ -27,6 +27,11 @@ from tests.support.engine_contract import CHECKS, Subject, run_check
 TOKENS, TOP_K = 8, 2
 COUNTS = np.array([[[16, 0, 0, 0], [4, 4, 4, 4], [1, 2, 3, 10]], [[8, 8, 0, 0]] * 3], np.uint32)
 CONFIG = FakeConfig(COUNTS, prompt_tokens=TOKENS)
+
+
+def test_a_report_has_only_known_values_on_the_wire() -> None:
+    assert to_builtins(GenerationReport()) == {}
+    assert to_builtins(GenerationReport(0.5, 3.0)) == {"transport_s": 0.5, "cached_tokens": 3.0}
 
 
 async def check_engine(kind: type[FakeEngine], check: str) -> None:
@@ -89,12 +94,12 @@ class RaisesForUnknownPrompts(FakeEngine):
 
 
 class ContinuesCancelledCalls(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         return await asyncio.shield(asyncio.create_task(super().generate(request, send)))
 
 
 class OmitsTheLastEvent(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         def send_without_end(payload: bytes, tokens: int, ids: bytes = b"") -> None:
             send(payload.replace(b"data: [DONE]\n\n", b""), tokens, ids)
 
@@ -102,7 +107,7 @@ class OmitsTheLastEvent(FakeEngine):
 
 
 class IgnoresGeneratedTokens(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         return await super().generate(structs.replace(request, generated=b""), send)
 
 
@@ -112,7 +117,7 @@ class PrefillsRefusedRequests(FakeEngine):
 
 
 class SamplesEveryRequest(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         return await super().generate(structs.replace(request, sampled=True), send)
 
 
@@ -122,7 +127,7 @@ class CountsOneStepTooMany(FakeEngine):
 
 
 class SamplesCancelledRequests(FakeEngine):
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         try:
             return await super().generate(request, send)
         except asyncio.CancelledError:

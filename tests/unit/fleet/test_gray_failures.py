@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.channel import Call, CallTimeoutError
+from eldr_serve.channel import Call, CallFailedError, CallTimeoutError
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline import kv_release
 from tests.support.clock import Clock
@@ -141,6 +141,17 @@ class Outliers(OutlierDetector):
         for _ in range(times):
             self.record_failure(replica, CallTimeoutError())
         return len(self.counters.events) > before
+
+
+def test_the_log_names_the_length_and_the_cause_of_an_ejection(caplog: pytest.LogCaptureFixture) -> None:
+    outliers = Outliers("abc")
+    outliers.fail("a", 2)
+    outliers.record_failure("a", CallFailedError(500, b"out of\nmemory"))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "replica a has failed 3 calls in a row and is ejected for 10 s; the last error: "
+    )
+    assert "memory" in message
 
 
 def test_each_ejection_is_longer_until_a_success() -> None:

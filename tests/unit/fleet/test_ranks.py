@@ -24,7 +24,7 @@ from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import FAILURES, OutlierDetector
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.replicas import servers, step_reporter
-from eldr_serve.scheduling import StepAnswer, StepSums
+from eldr_serve.scheduling import PrefixCacheSize, StepAnswer, StepSums
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from tests.support.engine_server import serving
 from tests.support.fake_fleet import FakeFleet, answer_with, refusal
@@ -171,7 +171,7 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     engine: Any = SimpleNamespace(
         ranks=lambda: 2,
         take_steps=lambda rank: StepSums(steps=rank),
-        prefix_cache=lambda: (32, 960),
+        prefix_cache=lambda: PrefixCacheSize(32, 960),
         take_prefix_changes=lambda *, full: None,
     )
     reporter = step_reporter.StepReporter(engine, "r", lambda: 0)

@@ -81,7 +81,7 @@ async def test_a_call_with_an_address_goes_to_that_replica() -> None:
     assert len(await routing.choose_replicas(REPLICAS, None)) == 1
 
 
-async def test_a_policy_gets_the_domain_that_a_header_names() -> None:
+async def test_a_policy_gets_the_domain_and_the_labels_that_headers_name() -> None:
     requests: list[Any] = []
 
     def place(request: Any, counts: Any) -> Any:
@@ -89,15 +89,18 @@ async def test_a_policy_gets_the_domain_that_a_header_names() -> None:
         return SimpleNamespace(worker="b")
 
     routing = leasing_router(place)
-    for number, headers in enumerate((None, {}, {"x-eldr-domain": "fran%C3%A7ais"})):
+    for number, headers in enumerate(
+        (None, {}, {"x-eldr-domain": "fran%C3%A7ais", "x-eldr-label-a": "b%20c"})
+    ):
         pending = call(SimpleNamespace(kv_transfer_params={"remote_num_tokens": 7}), number)
         if headers is not None:
             pending.args.append(SimpleNamespace(headers=headers))
         await routing.choose_replicas(REPLICAS, pending)
     assert [request.domain for request in requests] == [None, None, "français"]
+    assert [request.labels for request in requests] == [{}, {}, {"a": "b c"}]
 
 
-async def test_a_retried_call_reads_no_blocks() -> None:
+async def test_a_retried_call_reads_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
     """The first replica may have read them before it was lost, and read blocks are freed."""
     routing = leasing_router(lambda request, counts: SimpleNamespace(worker="b"))
     request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True})
@@ -106,6 +109,7 @@ async def test_a_retried_call_reads_no_blocks() -> None:
         routing.on_replica_actor_unavailable(ReplicaID("b", ID))
     await choose_replica(routing, request, 1)
     assert request.kv_transfer_params is None
+    assert "request 1 is retried, since replica b was lost" in caplog.text
 
 
 def test_a_process_learns_its_live_replicas_and_their_metadata() -> None:

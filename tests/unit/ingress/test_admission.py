@@ -191,7 +191,13 @@ async def test_the_openapi_document_is_served() -> None:
     assert paths["/eldr/shadow"].keys() == {"put", "delete"}
     assert [parameter["name"] for parameter in paths["/v1/models/{model}"]["get"]["parameters"]] == ["model"]
     headers = [parameter["name"] for parameter in paths[COMPLETIONS]["post"]["parameters"]]
-    assert headers == ["x-eldr-ttft-ms", "x-eldr-tpot-ms", "x-eldr-domain", "traceparent"]
+    assert headers == [
+        "x-eldr-ttft-ms",
+        "x-eldr-tpot-ms",
+        "x-eldr-domain",
+        "x-eldr-label-NAME",
+        "traceparent",
+    ]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP"])

@@ -285,3 +285,39 @@ async def test_the_domain_of_a_request_is_percent_decoded() -> None:
         for domain in ("code", "m%C3%A4rchen%20x"):
             assert (await app.post(COMPLETIONS, HELLO, **{"x-eldr-domain": domain})).status_code == 200
         assert [request.domain for request in actor.requests] == ["code", "märchen x"]
+
+
+async def test_labels_reach_the_policy_percent_decoded() -> None:
+    actor = FakeActor()
+    labels = {"x-eldr-label-team": "m%C3%A4rchen%20x", "X-Eldr-Label-Tier-2": ""}
+    async with running_app(actor=actor) as app:
+        assert (await app.post(COMPLETIONS, HELLO, **labels)).status_code == 200
+        assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
+        assert [request.labels for request in actor.requests] == [{"team": "märchen x", "tier-2": ""}, {}]
+
+
+@pytest.mark.parametrize(
+    ("headers", "sentence"),
+    [
+        ({"x-eldr-label-": "x"}, "the header 'x-eldr-label-' does not name a label"),
+        ({"x-eldr-label-a_b": "x"}, "the header 'x-eldr-label-a_b' does not name a label"),
+        ({f"x-eldr-label-{'n' * 33}": "x"}, "does not name a label: use 1 to 32 of a-z, 0-9 and '-' after"),
+        ({"x-eldr-label-a": "%20" * 129}, "the header x-eldr-label-a has 129 characters; at most 128 are"),
+        ({f"x-eldr-label-{n}": "x" for n in range(9)}, "9 headers x-eldr-label-NAME were sent; at most 8"),
+    ],
+)
+async def test_odd_labels_get_400_before_prefill(headers: dict[str, str], sentence: str) -> None:
+    async with running_app() as app:
+        answer = await app.post(COMPLETIONS, HELLO, **headers)
+        assert answer.status_code == 400
+        assert sentence in answer.json()["error"]["message"]
+        assert not app.prefill.sent
+
+
+async def test_the_longest_labels_are_accepted() -> None:
+    actor = FakeActor()
+    headers = {f"x-eldr-label-{n}{'n' * 31}": "%C3%A4" * 128 for n in range(8)}
+    async with running_app(actor=actor) as app:
+        assert (await app.post(COMPLETIONS, HELLO, **headers)).status_code == 200
+        assert {*actor.requests[0].labels.values()} == {"ä" * 128}
+        assert len(actor.requests[0].labels) == 8

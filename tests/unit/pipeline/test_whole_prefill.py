@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from eldr_serve.channel import ChannelLostError
-from eldr_serve.engine.calls import CACHED_TOKENS
 from eldr_serve.engine.methods import WAIT_FOR_COUNTS
 from eldr_serve.engine.report_fields import BLOCK_TOKENS
 from eldr_serve.errors import OverloadedError
@@ -90,7 +89,7 @@ async def test_predicted_and_measured_cached_tokens_are_counted_together() -> No
     async def reporting(sent: Sent) -> Any:
         if sent.method != WAIT_FOR_COUNTS:
             yield b"a"
-            yield {CACHED_TOKENS: 3.0}
+            yield {"cached_tokens": 3.0}
 
     pipeline = Pipeline(decode=reporting, whole=True)
     pipeline.router.cached_tokens = 2

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eldr_serve.channel import Channel, ChannelLostError
-from eldr_serve.engine.calls import WARM_UP_ID_PREFIX
+from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, GenerationReport
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.replicas import engine_watch, servers
@@ -43,7 +43,7 @@ class Core(FakeEngine):
         if self.pings_fail:
             raise TimeoutError
 
-    async def generate(self, request: EngineRequest, send: Send) -> dict[str, float]:
+    async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         await self._answers()
         return await super().generate(request, send)
 

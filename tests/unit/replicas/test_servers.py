@@ -19,7 +19,7 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
 from eldr_serve.pipeline.split_prefill import read_prefill_reply
 from eldr_serve.replicas import servers, step_reporter
-from eldr_serve.scheduling import BlockChanges, StepAnswer, StepSums
+from eldr_serve.scheduling import BlockChanges, PrefixCacheSize, StepAnswer, StepSums
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until
@@ -50,7 +50,7 @@ async def report(
     engine: Any = SimpleNamespace(
         ranks=lambda: 1,
         take_steps=lambda rank: StepSums(steps=steps),
-        prefix_cache=lambda: (32, 960),
+        prefix_cache=lambda: PrefixCacheSize(32, 960),
         take_prefix_changes=lambda *, full: BlockChanges(full=full),
     )
     reporter = step_reporter.StepReporter(engine, "router", lambda: in_flight)

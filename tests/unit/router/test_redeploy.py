@@ -68,6 +68,12 @@ async def test_a_restarted_router_restores_the_live_deployment() -> None:
     assert (await router.settings()).policy == "random"
 
 
+async def test_a_deployment_changes_the_time_to_connect_again() -> None:
+    router = DecodeRouter(FIRST)
+    await router.configure(SECOND.model_copy(update={"ingress_timeout_s": 9.0}))
+    assert router._sessions._grace_s == 9.0
+
+
 async def test_an_invalid_deployment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     router, apply_settings = DecodeRouter(FIRST), Mock()
     monkeypatch.setattr(router._pool, "apply_settings", apply_settings)

@@ -33,7 +33,7 @@ async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> Non
         await wait_until(lambda: actor.running.keys() == {"alive"})
     await wait_until(lambda: not actor.running)
     assert not actor.sessions.by_ingress
-    assert not actor.sessions.by_peer
+    assert not actor.sessions.has_ingresses
 
 
 async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:

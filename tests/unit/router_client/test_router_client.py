@@ -138,7 +138,7 @@ async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another(
     async with connected_client(actor, "r0", "r1") as client:
         await client.expect_counts(2, 8)
         actor.restart()
-        await wait_until(lambda: actor.sessions.by_peer)
+        await wait_until(lambda: actor.sessions.has_ingresses)
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):
             actor.state.live_settings.swap_table(other)
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):

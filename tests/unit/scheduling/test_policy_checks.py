@@ -199,6 +199,17 @@ class _FailsForUnknownRequests(MarginalCost):
         del self.active.running[request_id]
 
 
+class _NeedsLabel(_IgnoresAvailability):
+    label = "team"
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        return Decision(int(loads.available_positions[0]), reason=request.labels[self.label])
+
+
+class _NeedsEveryLabel(_NeedsLabel):
+    label = "kind"
+
+
 class _NeverDispatches(QueuedPolicy):
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         return Decision(int(loads.available_positions[0]), reason="now")
@@ -225,6 +236,8 @@ class _HasUnserialisableParameter(_NeverDispatches):
         (_ChangesLoads, "select changed the loads, which belong to the caller"),
         (_UsesOwnRandomness, "two runs with the same seed chose different workers: use only `rng`"),
         (_FailsForUnknownRequests, "requests without usable counts: it raised AssertionError"),
+        (_NeedsLabel, "select: it raised KeyError('team')"),
+        (_NeedsEveryLabel, "requests without usable counts: it raised KeyError('kind')"),
         (_FailsForUnknownRequests, "notifications: it raised KeyError('nobody')"),
         (_NeverDispatches, "dispatch left requests waiting though no request runs"),
         (_DispatchesTwice, "dispatch must give each index into `waiting` at most once, and no other"),
@@ -236,12 +249,17 @@ def test_the_violations_of_a_policy_are_reported(broken: type[Policy], sentence:
 
 
 def test_the_policy_on_the_page_passes_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
-    (tmp_path / "from_the_page.py").write_text(code)
+    code, label_code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
+    (tmp_path / "from_the_page.py").write_text(code + label_code)
     monkeypatch.syspath_prepend(tmp_path)
     policy = make_policy("from_the_page:Packed", slots=4)
     assert check_policy(type(policy), slots=4) == []
     assert policy.select(request(), Loads.from_counts([1, 3, 4]), np.random.default_rng()).position == 1
+    policy = make_policy("from_the_page:Reserved", reserved=2)
+    assert check_policy(type(policy), reserved=2) == []
+    loads = Loads.from_counts([3, 2, 1, 0])
+    for labels, position in (({"team": "search"}, 1), ({"team": "ads"}, 3), ({}, 3)):
+        assert policy.select(request(labels=labels), loads, np.random.default_rng()).position == position
 
 
 def test_the_page_lists_the_declared_parameters() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, internal_imports
+from eldr_serve.engine.vllm.compat.checked import internal_imports
 
 with internal_imports():
     from vllm.config import set_current_vllm_config
@@ -32,6 +32,7 @@ from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import counted_group
 from eldr_serve.engine.vllm.compat.moe import avoid_kernels_that_hide_choices, hides_choices
+from eldr_serve.errors import ConfigurationError
 
 # Copied from vLLM: its functions that look for kernel libraries of the GPU wheel, absent on this machine.
 _GPU_WHEEL = (
@@ -182,7 +183,7 @@ class DescribedEngine:
         return len(routers), int(routers[0].global_num_experts) if routers else 0
 
     def check_counting(self) -> None:
-        """Raise UnsupportedEngineError if our connector would."""
+        """Raise UnsupportedEngineError if our connector would, or ConfigurationError for a block size."""
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
         kv_cache = self._plan_kv_cache(2**60)
         counted_group(self.config, kv_cache)
@@ -190,7 +191,7 @@ class DescribedEngine:
             self._check_block_size(kv_cache)
 
     def _check_block_size(self, kv_cache: KVCacheConfig) -> None:
-        """Raise UnsupportedEngineError if attention on CPUs does not support blocks of this size."""
+        """Raise ConfigurationError if attention on CPUs does not support blocks of this size."""
         for group in kv_cache.kv_cache_groups:
             backends = [self._layers[name].get_attn_backend() for name in group.layer_names]
             try:
@@ -199,8 +200,9 @@ class DescribedEngine:
                 size = self.config.cache_config.block_size
                 declared = [size for b in backends for size in b.get_supported_kernel_block_sizes()]
                 sizes = sorted({_block_sizes(size) for size in declared})
-                raise UnsupportedEngineError(
-                    f"block_size is {size}: attention on CPUs supports only {' and '.join(sizes)}"
+                raise ConfigurationError(
+                    f"block_size is {size}: attention on CPUs supports only {' and '.join(sizes)}",
+                    field="block_size",
                 ) from error
 
     def kv_cache(self, available: int) -> tuple[int, float]:

@@ -18,6 +18,8 @@ with internal_imports():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec, is_full_attention_spec
 
+from eldr_serve.scheduling.prefixes import PrefixCacheSize
+
 
 @dataclass(frozen=True)
 class CountedGroup:
@@ -96,12 +98,13 @@ def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
     return slots
 
 
-def prefix_cache(vllm_config: VllmConfig) -> tuple[int, int] | None:
-    """Return tokens per block, and the KV cache's capacity in tokens; None without prefix caching."""
+def prefix_cache(vllm_config: VllmConfig) -> PrefixCacheSize | None:
+    """Return the size of a rank's prefix cache; None without prefix caching."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         return None
-    return cache.block_size, cache.kv_cache_size_tokens or cache.block_size * (cache.num_gpu_blocks or 0)
+    kv_tokens = cache.kv_cache_size_tokens or cache.block_size * (cache.num_gpu_blocks or 0)
+    return PrefixCacheSize(cache.block_size, kv_tokens)
 
 
 def check_vllm_names() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pydantic_core
 
-from eldr_serve.engine.protocol import has_several_prompts
+from eldr_serve.request import has_several_prompts
 
 _MARK = "\x00eldr\x00"
 _MARK_JSON = pydantic_core.to_json(_MARK).decode()
