@@ -30,9 +30,9 @@ class Limits(BaseModel):
     priority: float = Field(
         default=1.0, gt=0, le=1000, description="weight of the tenant's fair share while requests wait"
     )
-    requests_per_minute: float | None = Field(default=None, gt=0, description="none: no limit")
+    requests_per_minute: float | None = Field(default=None, gt=0, description="null: no limit")
     tokens_per_minute: float | None = Field(
-        default=None, gt=0, description="prompt and generated tokens; none: no limit"
+        default=None, gt=0, description="prompt and generated tokens; null: no limit"
     )
     ttft_ms: float | None = Field(
         default=None, gt=0, le=MAX_MS, description="objective of requests without the header x-eldr-ttft-ms"

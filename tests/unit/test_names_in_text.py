@@ -113,6 +113,20 @@ def test_docstrings_of_modules_and_classes_are_noun_phrases() -> None:
     assert not offenders, "begin with a noun that says what the module or class is"
 
 
+def test_descriptions_of_fields_call_an_unset_value_null_as_yaml_does() -> None:
+    offenders = [
+        f"{module}: {text.value}"
+        for module, tree in KNOWN.trees.items()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Field"
+        for keyword in call.keywords
+        if keyword.arg == "description"
+        for text in ast.walk(keyword.value)
+        if isinstance(text, ast.Constant) and re.search(r"\b[Nn]one:", str(text.value))
+    ]
+    assert not offenders, "write null:, which a user can type"
+
+
 def test_pages_name_what_exists() -> None:
     current = [page for page in PAGES if "decisions" not in page.parts and page.name != "CHANGELOG.md"]
     missing_names = {
