@@ -65,7 +65,7 @@ class PlacementRequest:
 
 
 class LeaseState(Enum):
-    """State of a lease."""
+    """The stages of a lease, from its request to its end."""
 
     UNSENT = "unsent"  # the ingress sends it when it has a channel
     SENT = "sent"  # the router has not answered yet
@@ -172,7 +172,7 @@ class Loads:
 
 @dataclass(slots=True)
 class Decision:
-    """The choice of a worker.
+    """A policy's choice of a worker, with the rule that decided.
 
     Attributes:
         position: position of the worker in the loads.
