@@ -96,7 +96,7 @@ def run_command(name: str, folder: Path, environment: dict[str, str]) -> str:
 
 
 def test_the_section_has_four_commands() -> None:
-    assert list(commands()) == ["check", "run", "compare", "status"]
+    assert list(commands()) == ["check", "run", "status", "compare"]
 
 
 def test_check_reports_that_it_would_start(folder: Path, environment: dict[str, str]) -> None:
