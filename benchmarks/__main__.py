@@ -56,7 +56,7 @@ MODULES = {  # by the benchmark's name, without `benchmarks.`
     for name in _GROUPS.get(stem, (stem,))
 }
 NAMES = sorted(MODULES)
-# Each runs engines or Ray Serve for minutes to an hour.
+# Engines or Ray Serve for minutes each; one engine for up to an hour each.
 SERVING = {
     "backlog",
     "capture_overhead",
@@ -81,7 +81,7 @@ SERVING = {
     "whole_replicas",
 }
 REPLAYS = {*_GROUPS["replays"], "simulator_validation"}
-# Each needs what most machines lack: a GPU, an extra dependency, published routes or a trace.
+# They need a GPU, an extra, published routes, and a trace.
 NOT_HERE = {"gpu", "gpu_application", "step_cost", "gpu_cost", "tail_price", "barrier"}
 
 

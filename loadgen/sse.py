@@ -39,7 +39,7 @@ class StreamTiming:
 
     @property
     def itl_s(self) -> list[float]:
-        """Return the gaps between chunks, s. Tokens of one chunk have no gap of their own."""
+        """Return the gaps between tokens, or 0 between tokens of one chunk."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
     @property
