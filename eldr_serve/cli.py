@@ -150,7 +150,7 @@ def _compare() -> Any:
 
 @app.command("reproduce", cls=LazyCommand, rich_help_panel=_REPOSITORY)
 def _reproduce() -> Any:
-    """Draw a paper's figure in simulation."""
+    """Simulate a paper's experiment and draw its figure."""
     from benchmarks.papers.reproduce import reproduce
 
     return reproduce

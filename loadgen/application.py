@@ -25,7 +25,7 @@ def check_port(port: int) -> None:
     for needed in (port, port + 1):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", needed)) == 0:
-                raise UserInputError(f"something listens at port {needed} already; give another --port")
+                raise UserInputError(f"port {needed} is already in use: give another --port")
 
 
 def start(

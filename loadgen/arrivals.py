@@ -1,4 +1,4 @@
-"""Arrival times of requests. Pure and seeded: every process gets the same stream.
+"""Arrival times of requests. They depend only on the seed, so every process gets the same stream.
 
 A stream is an iterator of Arrival. Each process of a distributed load generator makes the whole stream and
 takes its share, so that together they send what one process would.

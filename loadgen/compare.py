@@ -179,9 +179,11 @@ def _settings(
     ):
         if value < minimum:
             raise UserInputError(f"{option} must be at least {minimum}, got {value}")
-    if not names or len(set(names)) < len(names):
-        raise UserInputError(f"--policies are {', '.join(names) or 'none'}: name each once")
+    if not names:
+        raise UserInputError("--policies is empty: name at least one policy")
     for name in names:
+        if names.count(name) > 1:
+            raise UserInputError(f"--policies names {name} more than once: name each policy once")
         parse_policy(name)
     texts = "\0".join(repr(astuple(prompt)) for prompt in read_prompts([prompts]))
     return asdict(load) | {

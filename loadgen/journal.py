@@ -32,8 +32,8 @@ class Journal:
         different = [name for name in names if stored_settings.get(name) != new_settings.get(name)]
         if self._entries and different:
             raise UserInputError(
-                f"{path} has a run with another {', '.join(different)}: use the same settings, or delete the "
-                "file"
+                f"{path} was recorded with different settings ({', '.join(different)}): use the same "
+                "settings, or delete the file"
             )
         self._first_line = "" if self._entries else json.dumps([_SETTINGS, new_settings])
 

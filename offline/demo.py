@@ -246,7 +246,7 @@ def _measure_rounds(service: OperatorClient, plan: _Plan) -> list[Trial]:
                 style="dim",
             )
         if not trial.measured_requests(plan.load.warm_up_s, plan.load.seconds):
-            console.print(f"     no answer ended in the measured {plan.load.seconds} s: give more --seconds")
+            console.print(f"     no answer ended in the measured {plan.load.seconds} s: increase --seconds")
     return trials
 
 

@@ -31,7 +31,9 @@ class Poisson(ScenarioPart):
     rate_per_s: float = Field(gt=0, description="requests/s, over the whole cluster")
     requests: int = Field(ge=1, description="total requests")
     prompt_tokens: int | None = Field(
-        default=None, ge=1, description="tokens of each prompt; None: as the request whose experts it has"
+        default=None,
+        ge=1,
+        description="tokens of each prompt; null: the prompt length recorded for the request",
     )
     output_tokens: int = Field(default=64, ge=1, description="tokens of each answer")
 
@@ -42,7 +44,7 @@ class ArrivalTrace(ScenarioPart):
     kind: Literal["trace"]
     path: Path = Field(description=".csv, .jsonl, or either with .gz")
     speed: float = Field(default=1.0, gt=0, description="how much faster than recorded")
-    limit: int | None = Field(default=None, ge=1, description="only the first requests; None: all")
+    limit: int | None = Field(default=None, ge=1, description="requests from the trace's start; null: all")
     repeat: int = Field(default=1, ge=1, description="copies of the trace at once, each shifted in time")
     rate_per_s: float | None = Field(
         default=None,
@@ -80,29 +82,31 @@ class Routes(ScenarioPart):
     path: Path
     fit_path: Path | None = Field(
         default=None,
-        description="trace of the same model that tables are fitted to, so that all of `path` is simulated; "
-        "None: to fit_share of `path`",
+        description="trace of the same model to fit tables to; all of `path` is then simulated; "
+        "null: tables are fitted to fit_share of `path`",
     )
     sampled: bool = Field(
         default=False, description="draw steps from probabilities, rather than replay routes"
     )
-    domains: tuple[str, ...] = Field(default=(), description="only these; empty: all")
+    domains: tuple[str, ...] = Field(default=(), description="domains to simulate; an empty list means all")
     fit_share: float = Field(
         default=0.4, gt=0, lt=1, description="share that tables are fitted to; the rest is simulated"
     )
     centroids: int | None = Field(
         default=None,
         ge=1,
-        description="centroids of tables, at most one for each request that they are fitted to; more workers "
-        "share them; None: one for each worker, and no table if there are fewer requests",
+        description="number of centroids of a table, at most one for each request that it is fitted to; if "
+        "there are more workers, they share centroids; null: one for each worker, and no table if there are "
+        "fewer requests",
     )
     parts: int = Field(
         default=1,
         ge=1,
-        description="observed requests of one domain that make up a simulated one; 1: copies, so that many "
-        "workers run copies of the same request; above: distinct mixtures, `mixtures` of them",
+        description="number of observed requests of one domain that are mixed into a simulated one; 1: a "
+        "simulated request copies an observed one, so that many workers run the same request; above 1: "
+        "requests are drawn from `mixtures` distinct mixtures",
     )
-    mixtures: int = Field(default=2048, ge=1, description="number of mixtures of `parts`")
+    mixtures: int = Field(default=2048, ge=1, description="number of distinct mixtures of `parts` requests")
 
 
 class Objectives(ScenarioPart):
@@ -117,7 +121,7 @@ class PolicyChoice(ScenarioPart):
 
     name: str = Field(description="a name, or my_package.module:MyPolicy")
     parameters: dict[str, Any] = Field(default_factory=dict)
-    label: str | None = Field(default=None, description="name in tables; None: the policy's name")
+    label: str | None = Field(default=None, description="name in tables; null: the policy's name")
 
     @model_validator(mode="after")
     def _check_policies(self) -> Self:
@@ -134,11 +138,13 @@ class Scenario(ScenarioPart):
 
     cluster: Cluster
     arrivals: Annotated[Poisson | ArrivalTrace, Field(discriminator="kind")]
-    experts: Routes | None = Field(default=None, description="None: a dense model")
+    experts: Routes | None = Field(default=None, description="null: a dense model")
     policies: tuple[PolicyChoice, ...] = Field(min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     band: float = Field(default=0.1, ge=0, le=2, description="band width of fitted tables, cosine similarity")
-    objectives: Objectives | None = Field(default=None, description="adds goodput to the rows")
+    objectives: Objectives | None = Field(
+        default=None, description="objectives by which rows report goodput; null: no goodput"
+    )
 
 
 class ScenarioInputs:

@@ -91,14 +91,14 @@ def _add_heads(weight: torch.Tensor, groups: int, size: int, heads: int) -> torc
 
 
 def widen_experts(
-    out: Annotated[Path, typer.Option(help="directory to write; must not exist")],
+    out: Annotated[Path, typer.Option(help="Directory to write, which must not exist.")],
     intermediate: Annotated[
-        int, typer.Option(help="neurons of an expert; 1,024 make 0.98 MB per expert in bf16")
+        int, typer.Option(help="Neurons of an expert; 1,024 make 0.98 MB per expert in bf16.")
     ] = 1024,
     heads: Annotated[
-        int | None, typer.Option(help="attention heads, a multiple of the ranks of tensor parallelism")
+        int | None, typer.Option(help="Attention heads, a multiple of the ranks of tensor parallelism.")
     ] = None,
-    model: Annotated[Path, typer.Option(help="model directory to widen")] = _WEIGHTS,
+    model: Annotated[Path, typer.Option(help="Model directory to widen.")] = _WEIGHTS,
 ) -> None:
     """Write a copy of the model with wider experts or more heads that computes the same function."""
     widen(model, intermediate, out, heads)

@@ -1,4 +1,4 @@
-"""Time and memory of the online signature predictor, and the time of a whole placement with a prediction.
+"""Measure the online signature predictor: its time, its memory, and the time of a placement with it.
 
     python -m benchmarks.serving.predict_signature
 

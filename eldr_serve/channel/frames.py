@@ -59,7 +59,7 @@ def frame(kind: Kind, call: int = 0, payload: bytes = b"", tokens: int = 0) -> b
 
 
 class Frames:
-    """Parser that splits received bytes into frames.
+    """Splits received bytes into frames.
 
     Args:
         max_bytes: maximum size of a payload; a longer one is an error before it is read.

@@ -34,7 +34,7 @@ _SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by
 
 
 class Reply:
-    """Sender of the reply to one call.
+    """Sends the reply to one call.
 
     Attributes:
         call: number of the call on its connection.
@@ -69,7 +69,7 @@ ErrorResponse = Callable[[Exception], tuple[int, bytes]]
 
 
 class OpenCallHandler(Protocol):
-    """Handler of an open call, until the caller closes the call or the connection is lost."""
+    """Handles an open call until the caller closes it or the connection is lost."""
 
     def on_note(self, payload: bytes, tokens: int) -> None:
         """Process a message of the caller; raise msgspec.DecodeError if it is malformed."""
@@ -86,7 +86,7 @@ OpenMethod = Callable[[bytes, Reply], OpenCallHandler]
 
 
 class ChannelServer:
-    """Server that accepts connections of ingress replicas and runs their calls.
+    """Accepts connections of ingress replicas and runs their calls.
 
     The calls of a connection are cancelled if it breaks, is silent for too long, or does not read its data.
 

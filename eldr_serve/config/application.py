@@ -40,7 +40,7 @@ class EldrArgs(BaseModel):
 
     name: str = Field(default="eldr", description="name of the DecodeRouter actor; unique per application")
     prefill_config: dict[str, Any] | None = Field(
-        default=None, description="LLMConfig of the prefill deployment; none: decode engines prefill too"
+        default=None, description="LLMConfig of the prefill deployment; null: decode engines prefill too"
     )
     decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
     router: RouterSettings = Field(default_factory=RouterSettings)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class OnlinePredictor:
-    """A predictor that is updated with the true counts of each prompt.
+    """Predicts a prompt's expert counts, and learns from its true counts once they are known.
 
     The rows of tokens are learnt by recursive least squares with a diagonal covariance: the row of a frequent
     token changes little, the row of a new token much. The directions are rotated towards the residual (a step

@@ -14,7 +14,7 @@ from eldr_serve.scheduling.worker_names import replica_of
 
 
 class DecodeStartEstimator:
-    """An estimator of when workers start on the calls of one ingress that have not received a token yet."""
+    """Estimates when workers start on the calls of one ingress that have not received a token yet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

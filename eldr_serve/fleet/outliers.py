@@ -30,7 +30,7 @@ class _Record:
 
 
 class OutlierDetector:
-    """A detector that ejects replicas of one fleet that fail repeatedly, by the calls of one ingress.
+    """Ejects replicas whose calls from this ingress fail repeatedly.
 
     A replica that is not live keeps its record, because a failing one may lose its channel and reconnect.
     A failure of one data-parallel rank counts for its replica, whose ranks share an engine.

@@ -10,7 +10,7 @@ from eldr_serve.fleet.directory import ReplicaDirectory, get_directory
 
 
 class ReplicaPublisher(RequestRouter):
-    """A request router that publishes the live replicas; a call goes to any of them.
+    """Publishes the live replicas, as a request router of Serve; a call goes to any of them.
 
     Set it by `deployment_config.request_router_config`. Keyword arguments (request_router_kwargs):
         directory_name: name of the ReplicaDirectory that the ingress of this process reads.

@@ -11,7 +11,7 @@ _CHECK_S = 1.0  # some conditions change with time alone, for example at the end
 
 
 class Waiters:
-    """Waiting requests, which are woken in order of arrival; a request that waits again keeps its turn."""
+    """Wakes waiting requests in order of arrival; a request that waits again keeps its turn."""
 
     def __init__(self) -> None:
         self._waiting: dict[object, asyncio.Future[None]] = {}  # in order of arrival

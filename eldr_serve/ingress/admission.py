@@ -27,7 +27,7 @@ _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 class Gate:
-    """Authentication and the concurrency limit of one ingress replica.
+    """Authenticates the requests of one ingress replica, and limits how many it handles at once.
 
     Args:
         admin_key_sha256: SHA-256 (hex) of the admin key; if None, requests that need it are refused.

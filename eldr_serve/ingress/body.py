@@ -24,7 +24,7 @@ _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 
 class BodyBudget:
-    """Bound on the total size of the request bodies in memory.
+    """Bounds the total size of the request bodies in memory.
 
     A body stays in memory until its request ends, since another engine may need it.
 

@@ -160,7 +160,7 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
 
 
 class _RequestIdEcho:
-    """Middleware that sends the client's request id back, like Serve's proxy."""
+    """Sends the client's request id back, as Serve's proxy does."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

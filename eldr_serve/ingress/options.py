@@ -34,7 +34,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         ge=0,
         le=65535,
         description="port of each ingress replica's own HTTP server, which bypasses Serve's proxy; replicas "
-        "of one node share it; none: Serve's proxy alone",
+        "of one node share it; null: Serve's proxy alone",
     )
     host: str = Field(default="127.0.0.1", description="address of that server; 0.0.0.0: all interfaces")
     max_in_flight: int = Field(
@@ -60,7 +60,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     keys_file: Path | None = Field(
         default=None,
         description="inference keys, tenants and their limits (`eldr keys`), on each node of the ingress; "
-        "read again when it changes; none: no key is required",
+        "read again when it changes; null: no key is required",
     )
     max_wait_s: float = Field(
         default=5.0,
@@ -93,7 +93,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         "https://chat.example.com; '*': all",
     )
     tracing: TracingOptions | None = Field(
-        default=None, description="one span per request and per stage of it; none: no tracing"
+        default=None, description="one span per request and per stage of it; null: no tracing"
     )
 
     @field_validator("cors_origins")

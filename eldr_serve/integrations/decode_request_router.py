@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeRequestRouter(ReplicaPublisher):
-    """A request router that leases a replica for each call, by the expert counts in `kv_transfer_params`.
+    """Leases a replica for each call of Serve, by the expert counts in `kv_transfer_params`.
 
     A call that names a live replica (calls.REPLICA_KEY) goes there. A call without parameters, or with a lost
     leased replica, goes to the least loaded replica. No call waits in the decode queue, since it would

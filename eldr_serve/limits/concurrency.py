@@ -15,7 +15,7 @@ from eldr_serve.scheduling.fairness import next_share
 
 
 class ConcurrencyLimiter:
-    """A concurrency limit; named tenants may wait, and the one with the smallest share of permits is next.
+    """Limits concurrent requests; named tenants may wait, and the one with the smallest share is next.
 
     Args:
         max_requests: maximum number of concurrent requests.

@@ -30,9 +30,9 @@ class Limits(BaseModel):
     priority: float = Field(
         default=1.0, gt=0, le=1000, description="weight of the tenant's fair share while requests wait"
     )
-    requests_per_minute: float | None = Field(default=None, gt=0, description="none: no limit")
+    requests_per_minute: float | None = Field(default=None, gt=0, description="null: no limit")
     tokens_per_minute: float | None = Field(
-        default=None, gt=0, description="prompt and generated tokens; none: no limit"
+        default=None, gt=0, description="prompt and generated tokens; null: no limit"
     )
     ttft_ms: float | None = Field(
         default=None, gt=0, le=MAX_MS, description="objective of requests without the header x-eldr-ttft-ms"
@@ -124,5 +124,7 @@ def revoke_key(keys: Keys, prefix: str) -> Keys:
     """Return the keys without the one whose SHA-256 has this prefix; raise KeysError unless it is unique."""
     matches = [key for key in keys.keys if prefix and key.sha256.startswith(prefix)]
     if len(matches) != 1:
-        raise KeysError(f"{len(matches)} keys have a SHA-256 that begins with {prefix!r}, not one")
+        raise KeysError(
+            f"prefix {prefix!r} matches {len(matches)} keys: give one that matches exactly one key"
+        )
     return Keys(tenants=keys.tenants, keys=tuple(key for key in keys.keys if key is not matches[0]))

@@ -31,7 +31,7 @@ class LoopMetrics:
 
 
 class LoopWatch:
-    """Stall detector: a stall is the delay of a timer, so up to `_TICK_S` of each is not seen.
+    """Detects stalls of an event loop, as delays of a timer; up to `_TICK_S` of each is not seen.
 
     A loop stalls while something in it computes or blocks without `await`, and while its process is stopped
     or gets no core.

@@ -20,7 +20,7 @@ async def forward(services: Services, request: EngineRequest) -> bytes:
     fleet = services.fleets.decode
     open_calls = fleet.open_calls
     if not open_calls:
-        raise OverloadedError("no decode replica can be reached")
+        raise OverloadedError("no decode replica can be reached: send the request again")
     worker = min(services.outliers.usable_names, key=lambda name: (open_calls[name], random.random()))
     timeout_s = services.options.first_token_timeout_s
     call = fleet.call(worker, request.method, request)
@@ -28,9 +28,11 @@ async def forward(services: Services, request: EngineRequest) -> bytes:
     try:
         answer = await call.read()
     except CallTimeoutError as error:
-        raise OverloadedError("the decode engine did not answer in time") from error
+        raise OverloadedError(
+            f"the decode engine did not answer within {timeout_s:g} s: send the request again"
+        ) from error
     finally:
         call.cancel()
     if answer is None or not answer.payload:
-        raise OverloadedError("the decode engine's answer was empty")
+        raise OverloadedError("the decode engine's answer was empty: send the request again")
     return answer.payload

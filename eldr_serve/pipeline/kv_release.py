@@ -16,7 +16,7 @@ _NOTICE_S = 5.0  # time for a decode engine to notify the prefill engine that it
 
 
 class KvRelease:
-    """The release of KV blocks in the background, since requests also end by being cancelled."""
+    """Releases KV blocks in the background, since requests also end by being cancelled."""
 
     def __init__(self, prefill: Fleet) -> None:
         self._prefill = prefill

@@ -19,7 +19,7 @@ from eldr_serve.router_client.client import RouterClient
 
 
 class LatencyAdmission:
-    """The admission of one ingress's requests with an objective.
+    """Refuses requests whose predicted latency would miss their objective.
 
     A request is admitted if its predicted latencies and their margins are within its objective at some
     worker. A latency that cannot be predicted does not count.

@@ -38,7 +38,7 @@ class WorkerLatencies:
 
 
 class LatencyPredictor:
-    """A predictor of the latencies of one ingress's requests.
+    """Predicts the latencies of one ingress's requests.
 
     - The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the
       uncached tokens of this one, and the waits for a decode worker and for a slot of its engine.

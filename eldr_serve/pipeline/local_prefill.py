@@ -20,7 +20,7 @@ _MARGIN = 0.2  # a prompt is prefilled locally if that is sooner even if it cost
 
 
 class LocalPrefill:
-    """The choice between a prefill engine and the decode engine for a prompt.
+    """Chooses whether a prefill engine or the decode engine computes a prompt.
 
     The decode engine computes a prompt of at most `path.local_prefill_tokens` tokens if its predicted cost
     there and a margin are less than the predicted time by a prefill engine. Without all of the measurements

@@ -13,7 +13,7 @@ MAX_MOVES = 3  # of one answer; then it stays until it ends
 
 
 class MoveLimiter:
-    """A limit on the number of answers that move at once; a move ends with the next engine's first token.
+    """Limits how many answers move at once; a move ends with the next engine's first token.
 
     An answer that may not move goes on where it is, so nothing waits for a move.
 

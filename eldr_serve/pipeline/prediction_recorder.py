@@ -13,7 +13,7 @@ from eldr_serve.request import needs_whole_replica
 
 
 class PredictionRecorder:
-    """A recorder of the requests of one ingress: how many run, when they end, and their latencies.
+    """Records the requests of one ingress: how many run, when they end, and their latencies.
 
     Args:
         clock: returns the time, s; the clock of RequestRecord.

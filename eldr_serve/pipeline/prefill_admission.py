@@ -17,7 +17,7 @@ _MEASURE_S = 1.0  # maximum wait for the first measurement before a request is r
 
 
 class PrefillAdmission:
-    """The admission of prompts to the prefill queues of one fleet.
+    """Admits prompts to the prefill queues of one fleet, and refuses those that would wait too long.
 
     Args:
         fleet: the engines that prefill.

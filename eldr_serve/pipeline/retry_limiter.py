@@ -14,7 +14,7 @@ from eldr_serve.queues.wait_estimate import WaitEstimator
 
 
 class RetryLimiter:
-    """A limit on how many requests of one ingress are prefilled and placed again at the same time."""
+    """Limits how many requests of one ingress are prefilled and placed again at the same time."""
 
     def __init__(self, options: PathOptions) -> None:
         self._options = options

@@ -34,7 +34,7 @@ _FIRST_PERIOD_S = 0.2  # until the first pair is warm, since the service is star
 
 
 class Warmup:
-    """The warm-up of each pair of live replicas; the router learns the shape of expert counts from it."""
+    """Warms up each pair of live replicas; the router learns the shape of expert counts from it."""
 
     def __init__(
         self, *, fleets: Fleets, handles: list[DeploymentHandle], router: RouterClient, model_id: str

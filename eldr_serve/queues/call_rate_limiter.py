@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class CallRateLimiter:
-    """A token bucket with the capacity of one second, and at least one token, which permits a call.
+    """Permits calls at a rate, by a token bucket with the capacity of one second and at least one token.
 
     Args:
         per_s: calls per second; 0: none.

@@ -21,7 +21,7 @@ class WaitingCall:
 
 
 class CallStartEstimator:
-    """An estimator of when workers start to answer this process's calls, in order of arrival.
+    """Estimates when workers start to answer this process's calls, in order of arrival.
 
     Each answer to an earlier call shows that the worker makes progress, and postpones the expected times of
     later calls to that moment at least.

@@ -10,7 +10,7 @@ from eldr_serve.queues.throughput import Throughput
 
 
 class Meter(Throughput):
-    """A meter, in a replica, of the prompts that all ingresses have sent to one of its workers."""
+    """Measures, in a replica, the prompts that all ingresses have sent to one of its workers."""
 
     def report(self, number: int, *, callers: int, calls: int) -> dict[str, float]:
         """Return the worker's report of its queue; see QueueReport."""

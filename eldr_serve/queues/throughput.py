@@ -14,7 +14,7 @@ _PRIOR_S = 0.1
 
 
 class Throughput:
-    """The throughput of an engine in tokens/s, measured while it is busy.
+    """Measures the throughput of an engine while it is busy, tokens/s.
 
     Args:
         clock: returns the time, s.

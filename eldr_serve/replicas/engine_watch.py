@@ -35,7 +35,7 @@ class ReplicaMetrics:
 
 
 class EngineWatch:
-    """Health check, once per period and as soon as a call fails; the core is pinged only during calls.
+    """Checks the engine once per period and as soon as a call fails; pings its core only during calls.
 
     A core that does not answer for a period counts as lost if a process of it is stopped (SIGSTOP).
     While the engine is lost its channel is suspended, so that ingresses place its requests elsewhere.

@@ -28,7 +28,7 @@ async def place_experts(engine: MovesExperts, body: bytes) -> bytes:
 
 
 class PlacementFollower:
-    """A task that gives an engine the expert placement of its replica's position.
+    """Gives an engine the expert placement of its replica's position.
 
     It asks the router for the position, and moves the experts when the position or its placement changes. So
     a placement that an operator loads by hand stays until then.

@@ -20,7 +20,7 @@ _CALL_TIMEOUT_S = 10.0
 
 
 class PoolClient:
-    """A client that sends samples to the actors of an application's signature pool.
+    """Sends samples to the actors of an application's signature pool.
 
     Samples for an unreachable actor are dropped, since new requests provide new samples.
 

@@ -16,7 +16,7 @@ _REFRESH_PERIODS = 10  # after this many periods without samples the pool is ask
 
 
 class Sampler:
-    """The choice of the requests that are sampled.
+    """Chooses which requests are sampled.
 
     The hash of the request id decides, so that a retry gets the same decision. At most MAX_SAMPLED sampled
     requests run at a time.

@@ -21,7 +21,7 @@ _REPORT_PERIOD_S = 1.0
 
 
 class StepReporter:
-    """A reporter of an engine's steps and of changes of its prefix caches.
+    """Reports an engine's steps and the changes of its prefix caches.
 
     Args:
         router_name: name of the router's actor.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SettingsChange:
-    """A change of the live settings.
+    """The settings before and after a change, and what the change replaces.
 
     Attributes:
         before, now: the settings before and after the change.

@@ -74,23 +74,23 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     table: Annotated[bytes | None, _file_reader(RoutingTable)] = Field(
         default=None,
         description="RoutingTable file to start with, read where the app is built; "
-        "none: place by load until one is swapped in",
+        "null: place by load until one is swapped in",
     )
     predictor: Annotated[bytes | None, _file_reader(SignaturePredictor)] = Field(
         default=None,
         description="SignaturePredictor file to start with, read where the app is built; "
-        "none: nothing is predicted until one is swapped in",
+        "null: nothing is predicted until one is swapped in",
     )
     cost: Annotated[StepCost | None, BeforeValidator(_read_cost)] = Field(
         default=None,
         description="step cost until the engines' own steps are measured: a file of `eldr cost`, read where "
-        "the app is built, or its terms; none: that of a small model on a CPU",
+        "the app is built, or its terms; null: that of a small model on a CPU",
     )
     expert_placements: Annotated[tuple[bytes, ...], BeforeValidator(_read_placements)] = Field(
         default=(),
         description="folder with an ExpertPlacement for each cluster of `table` (`eldr place --cluster-of`), "
-        "read where the app is built; each decode engine gets that of its position; none: engines keep the "
-        "placement of their configuration",
+        "read where the app is built; each decode engine gets that of its position; without it, engines keep "
+        "the placement of their configuration",
     )
     ingress_timeout_s: float = Field(
         default=6.0,
@@ -99,7 +99,7 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
         "dropped, s",
     )
     pool: Annotated[PoolSettings | None, BeforeValidator(_not_from_yaml)] = Field(
-        default=None, description="set automatically from `signatures`; none: no table of live traffic"
+        default=None, description="set automatically from `signatures`; null: no table of live traffic"
     )
     seed: int = Field(default=0, description="seed of random choices")
 

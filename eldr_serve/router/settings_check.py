@@ -24,7 +24,7 @@ class Policies(NamedTuple):
 
 
 class SettingsCheck:
-    """A check of settings against the served model and the shape of expert counts.
+    """Checks settings against the served model and the shape of expert counts.
 
     Attributes:
         model_id: id of the served model; tables and predictors of other models are refused.

@@ -52,7 +52,7 @@ _decode_reply = decoder(Leased | Queued | Unplaced)
 
 
 class RouterClient:
-    """A client that places, tracks and releases the requests of one ingress, in one event loop.
+    """Places, tracks and releases the requests of one ingress, in one event loop.
 
     Args:
         router_calls: calls to the actor.

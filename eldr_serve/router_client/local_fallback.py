@@ -13,7 +13,7 @@ from eldr_serve.scheduling import Lease, LeaseState, LoadLedger
 
 
 class LocalFallback:
-    """Placement of one process's requests on the worker on which it holds the fewest leases.
+    """Places one process's requests on the worker on which it holds the fewest leases.
 
     Args:
         workers: returns the workers that requests can be placed on.

@@ -24,7 +24,7 @@ _SAMPLE_EVERY = 16  # one in this many requests reports its counts even if the p
 
 
 class Scorer:
-    """A scorer of requests by the live settings.
+    """Scores requests for the policy, by the table and the predictor of the live settings.
 
     Args:
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.

@@ -75,7 +75,7 @@ class SubscriptionOwner(Protocol):
 
 
 class RouterSubscription:
-    """A subscription that keeps one ingress connected to the actor, for one event loop.
+    """Keeps one ingress connected to the actor, for one event loop.
 
     Args:
         name: id of the ingress at the actor.

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class RouterMethod(Generic[Arguments, Result]):
-    """One method.
+    """A method of the router: its name, and the types of its arguments and result.
 
     Attributes:
         name: name of the channel's method.

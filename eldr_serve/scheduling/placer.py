@@ -32,7 +32,7 @@ PATIENCE_S = 5.0
 
 
 class Placer:
-    """Assignment of decode workers to prefilled requests by a policy, which is notified of their progress.
+    """Assigns decode workers to prefilled requests by a policy, and notifies it of their progress.
 
     The position of a worker is its index in the loads that policies see. A worker is available if it may get
     requests: its position is not vacant and it does not drain. A request also avoids its excluded workers and

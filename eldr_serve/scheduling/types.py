@@ -24,6 +24,7 @@ class PlacementRequest:
 
     Attributes:
         expert_counts: the prompt's counts, unsigned[L,E], or floating[L,E] if predicted; None if unknown.
+        domain: kind of request, as the client named it in x-eldr-domain; None if it named none.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts, which it may then omit.
         labels: what the client says by headers to a policy outside this project, by name.
@@ -68,7 +69,7 @@ class PlacementRequest:
 
 
 class LeaseState(Enum):
-    """State of a lease."""
+    """The stages of a lease, from its request to its end."""
 
     UNSENT = "unsent"  # the ingress sends it when it has a channel
     SENT = "sent"  # the router has not answered yet
@@ -99,11 +100,14 @@ class Lease:
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         is_most_similar: no available worker is more similar to the signature.
+        reason: rule that chose the worker, as in Decision; "" while there is none.
+        policy: name of the policy that chose the worker; "" while there is none.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
         first_token_deadline_s: in the router, time by its clock at which the first token is due by the
             objective; None without one.
         deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
         waited_s: wait in the decode queue, s.
+        generated_tokens: number of tokens that the answer has so far, by the newest report.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
     """
 
@@ -175,7 +179,7 @@ class Loads:
 
 @dataclass(slots=True)
 class Decision:
-    """The choice of a worker.
+    """A policy's choice of a worker, with the rule that decided.
 
     Attributes:
         position: position of the worker in the loads.

@@ -29,7 +29,9 @@ def _layers(routes: ArrayLike) -> Ints:
     """Return the routes by layer, int[L, T, k]."""
     array = np.asarray(routes)
     if array.ndim != 3 or not array.size:
-        raise UserInputError(f"routes have shape {array.shape}, not [tokens, layers, k]")
+        raise UserInputError(
+            f"routes have shape {array.shape}: give an array of shape [tokens, layers, k] that is not empty"
+        )
     return array.transpose(1, 0, 2)
 
 

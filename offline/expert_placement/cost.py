@@ -112,7 +112,7 @@ class LayerCost(BaseModel):
     per_token_s: Seconds = Field(description="each pair of token and expert on the rank, s")
     near_byte_s: Seconds = Field(default=0.0, description="each byte from another rank of the node, s")
     far_byte_s: Seconds = Field(default=0.0, description="each byte from another node, s")
-    fit: LayerFit | None = Field(default=None, description="None: assumed, not measured")
+    fit: LayerFit | None = Field(default=None, description="null: assumed, not measured")
 
     def save(self, path: Path | str) -> None:
         """Write the file (JSON) atomically."""

@@ -44,7 +44,7 @@ class Decode(ScenarioPart):
     workers: int = Field(ge=1, description="decode workers")
     max_batch: int = Field(default=256, ge=1, description="maximum running requests of a worker; more queue")
     kv_tokens: int | None = Field(
-        default=None, ge=1, description="KV tokens that fit on a worker; None: any number"
+        default=None, ge=1, description="KV tokens that fit on a worker; null: any number"
     )
     recompute_per_token_s: Seconds = Field(
         default=0.0, description="each token of a preempted request when it resumes, s"
@@ -53,7 +53,7 @@ class Decode(ScenarioPart):
         default=False, description="all workers step together with the slowest (data parallel)"
     )
     cost: StepCost = Field(default=StepCost(), description="time of a step, s: the sum of its terms")
-    whole: Whole | None = Field(default=None, description="None: prompts arrive prefilled")
+    whole: Whole | None = Field(default=None, description="null: prompts arrive prefilled")
 
     @model_validator(mode="after")
     def _check_whole(self) -> Self:
@@ -68,14 +68,14 @@ class Cluster(ScenarioPart):
     """A whole deployment."""
 
     decode: Decode
-    prefill: Prefill | None = Field(default=None, description="None: prompts are prefilled at arrival")
+    prefill: Prefill | None = Field(default=None, description="null: prompts are prefilled at arrival")
     router_s: Seconds = Field(
         default=0.0, description="time of the router for a placement, s; it makes one after the other"
     )
     handover_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
     handover_per_token_s: Seconds = Field(default=0.0, description="additionally for each KV token, s")
     queue_timeout_s: float | None = Field(
-        default=None, gt=0, description="maximum wait in the decode queue, s; None: unlimited"
+        default=None, gt=0, description="maximum wait in the decode queue, s; null: unlimited"
     )
     progress_s: float = Field(
         default=0.25, gt=0, description="period of reports of generated tokens to the policy, s"

@@ -35,7 +35,6 @@ def commands() -> dict[str, list[str]]:
     section = (ROOT / "README.md").read_text().partition("## Your model")[2].partition("\n## ")[0]
     lines = re.findall(r"^(?:eldr|serve) .*?(?=\s+#|$)", section.replace("\\\n", " "), re.MULTILINE)
     words_by_command = {line.split()[1]: line.split() for line in lines}
-    del words_by_command["check"][3:]  # the README's options describe a cluster of GPUs
     return words_by_command
 
 

@@ -38,14 +38,14 @@ class CpuExpertsConfig(BaseModel):
     """Setting of a CPU engine, with our expert parallelism (ep/); all fields are optional.
 
     Attributes:
-        placement: as in ExpertsConfig; None: experts in equal blocks.
+        placement: as in ExpertsConfig; null: experts in equal blocks.
         fill_redundant: without a placement, start with replicas of the next rank's experts in the redundant
             slots; false: they are empty until a placement is loaded.
-        redundant_experts: slots of a layer beyond one per expert, over all ranks; None: the placement's.
+        redundant_experts: slots of a layer beyond one per expert, over all ranks; null: the placement's.
         replica_choice: as in ExpertsConfig, where a token's own rank follows from its position in the batch;
             weighted: GRACE-MoE's polling by load; none: an expert's first replica.
         prefill_replica_choice: the rule for steps that prefill. They have more tokens than the ranks can
-            decode at once (`max_num_seqs` each). None: `replica_choice`.
+            decode at once (`max_num_seqs` each). null: `replica_choice`.
         moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 

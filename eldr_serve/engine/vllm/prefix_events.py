@@ -25,7 +25,7 @@ _MAX_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the 
 
 
 class PrefixEvents(EventPublisher):
-    """A receiver of KV events in place of vLLM's publisher, which keeps the ids of the cached blocks.
+    """Receives KV events in place of vLLM's publisher, and keeps the ids of the cached blocks.
 
     Blocks that depend on more than tokens and a cache salt (a LoRA adapter, images, prompt embeddings) have
     no id. Neither have the blocks that follow them, so no prompt can match them.

@@ -12,7 +12,7 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 
 
 class StepTimer:
-    """A timer of steps: the seconds from a step's start in the worker to the end of its forward.
+    """Measures the seconds from a step's start in the worker to the end of its forward.
 
     On CPUs the forward has ended when it returns. The time of the thread is measured, because engines may
     share cores, and the work of other engines is no cost of this step. (Wall time would also grow with the

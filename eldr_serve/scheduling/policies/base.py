@@ -79,6 +79,7 @@ class Policy(ABC):
         """Choose one of the available workers, without changing `loads` or the request.
 
         Args:
+            request: the request to place.
             loads: present loads; Decision.position is an index into them.
             rng: the only source of randomness, so that a seed reproduces a run.
 

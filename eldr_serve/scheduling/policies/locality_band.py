@@ -30,7 +30,8 @@ class LocalityBand(Policy):
             default=None,
             ge=1,
             le=1e6,
-            description="workers above this multiple of the mean load leave the band; null (the paper): none",
+            description="workers above this multiple of the mean load leave the band; null: no bound, as "
+            "in the paper",
         )
 
     parameters: Parameters

@@ -130,7 +130,7 @@ def test_a_comparison_writes_its_figures_and_resumes_from_its_folder(
 
     # Other options are another comparison.
     for change in ({"rate": 16.0}, {"rounds": 2}, {"seed": 1}, {"policies": "random,shortest-queue"}):
-        with pytest.raises(UserInputError, match=f"another .*{next(iter(change))}"):
+        with pytest.raises(UserInputError, match=rf"different settings \(.*{next(iter(change))}"):
             compare(**options(service, out, **change))
 
     # A lost trial is measured again, and the policy before the first run is restored.
@@ -155,7 +155,7 @@ def test_a_burn_in_precedes_the_first_trial_and_is_not_measured(
     burnt_in = salts.count(salts[0])
     assert burnt_in > 10
     assert sum(len(trial.requests) for trial in read_trials(out)) == len(salts) - burnt_in
-    with pytest.raises(UserInputError, match=r"another .*burn_in"):
+    with pytest.raises(UserInputError, match=r"different settings \(.*burn_in"):
         compare(**short)
 
 
@@ -176,7 +176,7 @@ def test_a_closed_loop_gives_every_policy_the_same_requests_in_the_same_order(
         assert 0 < row["requests"] == len(ended) < len(trial)
         assert row["requests"] <= 55  # 5 in flight, 0.2 s each
         assert row["late_p99_ms"] is None
-    with pytest.raises(UserInputError, match=r"another .*users"):
+    with pytest.raises(UserInputError, match=r"different settings \(.*users"):
         compare(**closed | {"in_flight": 6})
 
 

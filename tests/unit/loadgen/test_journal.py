@@ -17,7 +17,7 @@ def test_a_journal_belongs_to_one_run(tmp_path: Path) -> None:
     assert (again.get("a"), again.get("b")) == ([1.5], None)
     again.put("b", [2.5])
     assert Journal(path, {"seed": 0}).get("b") == [2.5]
-    with pytest.raises(UserInputError, match="another seed"):
+    with pytest.raises(UserInputError, match=r"different settings \(seed\)"):
         Journal(path, {"seed": 1})
     path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
     with pytest.raises(UserInputError, match="not a journal"):

@@ -125,7 +125,7 @@ def test_a_round_in_which_no_answer_ends_is_reported(
     measured_trials = demo._measure_rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
     assert [len(trial.requests) for trial in measured_trials] == [5, 0, 5]
     output = " ".join(capsys.readouterr().out.split())
-    assert output == "no answer ended in the measured 10 s: give more --seconds"
+    assert output == "no answer ended in the measured 10 s: increase --seconds"
 
 
 def test_failed_requests_raise_an_error_after_the_report(tmp_path: Path) -> None:

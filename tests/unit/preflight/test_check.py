@@ -162,8 +162,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome
     for name in (*OTHERS, *WRONG):
         paths.append(folder / f"{name}.yaml")
         paths[-1].write_text(yaml.safe_dump(edited_document(name)))
-    paths.append(folder / "readme.yaml")
-    (deployment,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    paths.append(folder / "get_started.yaml")
+    (deployment,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/get_started.md").read_text(), re.DOTALL)
     paths[-1].write_text(deployment)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -182,8 +182,8 @@ def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, CheckOu
         assert not any(hidden for _, hidden in answer.kernels)
 
 
-def test_the_readmes_deployment_would_start(outcomes: dict[str, CheckOutcome]) -> None:
-    outcome = outcomes["readme"]
+def test_the_recipe_to_get_started_would_start(outcomes: dict[str, CheckOutcome]) -> None:
+    outcome = outcomes["get_started"]
     assert outcome.can_start
     assert [engines.role for engines, *_ in outcome.results] == ["prefill", "decode"]
 
