@@ -219,9 +219,8 @@ def make_placement_request(
     """
     return PlacementRequest(
         request_id,
-        None,
-        prompt_tokens,
-        max_new_tokens(fields),
+        prompt_tokens=prompt_tokens,
+        max_new_tokens=max_new_tokens(fields),
         domain=hints.domain,
         labels=hints.labels,
         **details,
