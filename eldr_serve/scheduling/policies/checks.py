@@ -137,15 +137,16 @@ def _check_select(make: Callable[[], Policy]) -> Iterator[str]:
 def _check_odd_requests(make: Callable[[], Policy]) -> Iterator[str]:
     rng, plain = np.random.default_rng(1), _request("r", np.random.default_rng(1))
     ones = np.ones((_LAYERS, _EXPERTS), np.uint16)
+    others: list[dict[str, Any]] = [
+        {},
+        {"prompt_tokens": 0},
+        {"domain": None, "prompt_key": None, "labels": {}},
+        {"max_new_tokens": 0},
+    ]
     fields: list[dict[str, Any]] = [
-        {"expert_counts": signature} | more
+        {"expert_counts": signature} | other
         for signature in (None, 0 * ones, ones[:, :3], np.ones(3, np.float32), ones)
-        for more in (
-            {},
-            {"prompt_tokens": 0},
-            {"domain": None, "prompt_key": None, "labels": {}},
-            {"max_new_tokens": 0},
-        )
+        for other in others
     ]
     for similarity in (np.full(4, np.nan, np.float32), np.ones(9, np.float32)):
         fields.append({"expert_counts": None, "similarity": similarity})

@@ -54,6 +54,7 @@ async def test_a_request_without_failures_is_logged_only_if_all_are(log: Any) ->
         "status": 200,
         "error": None,
         "left": False,
+        "local_prefill": False,
         "prompt_tokens": 7,
         "tokens": 2,
         "failures": [],

@@ -76,7 +76,7 @@ def test_a_run_has_rows_by_workers_and_policy_and_resumes(
     assert command(at_scale, "--finished-only", **more).exit_code == 0
     finished = json.loads(Path(str(options["out"])).read_text())["rows"]
     assert finished == [rows[1], rows[3]]  # on 8 workers the second seed is missing
-    assert "another batch" in sentence(command(at_scale, **all_options | {"batch": 7}))
+    assert "different settings (batch)" in sentence(command(at_scale, **all_options | {"batch": 7}))
 
 
 def test_changes_have_intervals_over_the_seeds(options: dict[str, Any]) -> None:

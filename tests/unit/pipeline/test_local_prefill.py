@@ -63,7 +63,7 @@ async def test_a_short_prompt_with_a_long_prefill_queue_is_sent_to_its_decode_en
     context = await send(pipeline)
     assert not pipeline.prefill.requests
     (sent,) = pipeline.decode.requests  # no call for expert counts
-    assert (sent.method, sent.kv) == ("generate", None)
+    assert (sent.method, sent.kv) == ("generate", {})
     assert sent.header["prompt_tokens"] == TOKENS
     ((placement, counts),) = pipeline.router.placements
     assert (placement.prompt_tokens, placement.exclude, counts) == (TOKENS, (), None)
