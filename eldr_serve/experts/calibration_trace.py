@@ -138,8 +138,12 @@ class CalibrationTrace(Artifact):
         routes: NDArray[np.unsignedinteger[Any]] = self.routes[np.concatenate(steps)]
         return routes
 
-    def subset(self, index: NDArray[np.int64]) -> CalibrationTrace:
-        """Return a trace of the requests at `index`, without routes."""
+    def subset(self, index: NDArray[np.int64], ids: list[str] | None = None) -> CalibrationTrace:
+        """Return a trace of the requests at `index`, without routes.
+
+        Args:
+            ids: new ids, which a trace with repeated requests needs; by default the ids remain.
+        """
         return CalibrationTrace(
             model=self.model,
             top_k=self.top_k,
@@ -148,7 +152,7 @@ class CalibrationTrace(Artifact):
             decode_steps=self.decode_steps[index],
             prompt_tokens=self.prompt_tokens[index],
             domains=[self.domains[i] for i in index],
-            ids=[self.ids[i] for i in index],
+            ids=ids or [self.ids[i] for i in index],
             token_ids=self._token_ids_of(index),
             tokenizer=self.tokenizer,
             vocabulary=self.vocabulary,

@@ -116,7 +116,9 @@ class Fleet:
         channel = self._channels.get(replica)
         if channel is None:
             raise ChannelLostError(f"there is no channel to {replica}")
-        return channel.call(method, msgspec.structs.replace(request, rank=rank), group=rank)
+        if rank != request.rank:
+            request = msgspec.structs.replace(request, rank=rank)
+        return channel.call(method, request, group=rank)
 
     def _follow_directory(self) -> None:
         metadata = self.directory.metadata

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from eldr_serve.channel import CallFailedError
 from eldr_serve.errors import one_line_message
 from eldr_serve.fleet.fleet import Fleet
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.scheduling.worker_names import replica_of
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from eldr_serve.ingress.responses import adapt_to_api, refused_response
 from eldr_serve.limits.concurrency import ConcurrencyLimiter
 from eldr_serve.limits.keys import bearer_key, digest
 from eldr_serve.limits.tenants import Tenant, Tenants, TokenReservation
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")

@@ -19,7 +19,8 @@ from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_mes
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.limits.tenants import TokenReservation
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.request import (

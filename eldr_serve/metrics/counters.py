@@ -42,7 +42,7 @@ class RouterEvent(_Event):
     PREFILL_TOKENS_CACHED = (
         "prefill_tokens_cached",
         "tokens",
-        "prompt tokens on whole engines that were expected in the worker's prefix cache",
+        "prompt tokens on whole replicas that were expected in the worker's prefix cache",
     )
     COUNTS_MISSING = "counts_missing", "requests", "placed without expert counts, measured or predicted"
     COUNTS_PREDICTED = "counts_predicted", "requests", "placed with predicted expert counts"

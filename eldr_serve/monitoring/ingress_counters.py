@@ -6,8 +6,6 @@ from collections import Counter
 
 from eldr_serve.metrics import IngressEvent, NamedCounter
 
-__all__ = ["IngressCounters", "IngressEvent"]
-
 
 class IngressCounters:
     """The counters of one ingress. Its parts count, and its RouterClient reports the counts."""

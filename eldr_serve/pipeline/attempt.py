@@ -15,7 +15,7 @@ import msgspec
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
 from eldr_serve.engine.calls import GenerationReport
 from eldr_serve.errors import OverloadedError
-from eldr_serve.monitoring.ingress_counters import IngressEvent
+from eldr_serve.metrics import IngressEvent
 from eldr_serve.pipeline.decode_call import DecodeCall
 from eldr_serve.pipeline.failures import DecodeFailedError
 from eldr_serve.pipeline.prompt import Prompt, UncomputedPrompt

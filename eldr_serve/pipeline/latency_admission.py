@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 
 from eldr_serve.errors import OverloadedError
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.decode_loads import request_decode_loads
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor, WorkerLatencies, late_names

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.decode_loads import request_decode_loads
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor

@@ -1,4 +1,4 @@
-"""What another engine needs to continue an answer whose engine is lost or drained."""
+"""The state with which another engine continues an answer whose engine is lost or drained."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import error_event
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError
-from eldr_serve.monitoring.ingress_counters import IngressEvent
+from eldr_serve.metrics import IngressEvent
 from eldr_serve.pipeline.attempt import Attempt
 from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFailedError
 from eldr_serve.pipeline.forward import forward

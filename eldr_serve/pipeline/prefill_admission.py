@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.fleet import Fleet
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.prompt_sizes import PromptSizes

@@ -1,4 +1,4 @@
-"""What the steps of a request share with each other and with the log."""
+"""The state that the steps of a request share with each other and with the log."""
 
 from __future__ import annotations
 

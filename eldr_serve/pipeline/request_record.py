@@ -1,4 +1,4 @@
-"""What a request's line in the log and its trace show."""
+"""The record of a request that its line in the log and its trace show."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from eldr_serve.engine.calls import PrefillReply
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.outliers import OutlierDetector
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.failures import PrefillFailedError
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease

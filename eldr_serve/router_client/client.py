@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from eldr_serve.channel import CallFailedError, OpenCall
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.limits.tenants import Usage
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.local_fallback import LocalFallback

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol import methods

@@ -1,1 +1,1 @@
-"""What the DecodeRouter actor and its clients send each other: messages, and methods with their arguments."""
+"""The messages between the DecodeRouter actor and its clients, and the methods with their arguments."""

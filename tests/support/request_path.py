@@ -14,7 +14,8 @@ import numpy as np
 
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.experts.signature import pack_counts
-from eldr_serve.monitoring.ingress_counters import IngressCounters, IngressEvent
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions

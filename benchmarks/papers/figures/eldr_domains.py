@@ -160,16 +160,7 @@ def simulate_policies(
 
 def _repeat_requests(trace: CalibrationTrace, index: Index) -> CalibrationTrace:
     """Return the requests at `index`, where one may occur several times, each with an id of its own."""
-    return CalibrationTrace(
-        model=trace.model,
-        top_k=trace.top_k,
-        prefill_counts=trace.prefill_counts[index],
-        decode_counts=trace.decode_counts[index],
-        decode_steps=trace.decode_steps[index],
-        prompt_tokens=trace.prompt_tokens[index],
-        domains=[trace.domains[i] for i in index],
-        ids=[str(n) for n in range(len(index))],
-    )
+    return trace.subset(index, ids=[str(n) for n in range(len(index))])
 
 
 def _times(row: dict[str, Any]) -> dict[str, float]:

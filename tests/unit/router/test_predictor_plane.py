@@ -13,7 +13,7 @@ from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.monitoring.ingress_counters import IngressEvent
+from eldr_serve.metrics import IngressEvent
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.router import settings_check
 from eldr_serve.router.state import RouterState
