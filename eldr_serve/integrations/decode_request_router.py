@@ -105,19 +105,23 @@ class DecodeRequestRouter(ReplicaPublisher):
 
     def _least_loaded(self, candidates: list[RunningReplica]) -> RunningReplica:
         """Return the least loaded replica; break ties randomly, since processes do not know of each other."""
-        least = min(self._in_flight[r.replica_id.unique_id] for r in candidates)
-        return random.choice([r for r in candidates if self._in_flight[r.replica_id.unique_id] == least])
+        with self._lock:
+            loads = [self._in_flight[replica.replica_id.unique_id] for replica in candidates]
+        least = min(loads)
+        return random.choice([replica for replica, load in zip(candidates, loads, strict=True) if load == least])
 
     async def _choose(
         self, candidates: list[RunningReplica], pending: PendingRequest
     ) -> RunningReplica | None:
         request: Any = pending.args[0]
         request_id = pending.metadata.internal_request_id
-        if request_id in self._lost:
+        with self._lock:
+            is_lost, lost_replica = request_id in self._lost, self._sent.get(request_id)
+        if is_lost:
             logger.warning(
                 "request %s is retried, since replica %s was lost; the next one computes its prompt",
                 request_id,
-                self._sent.get(request_id),
+                lost_replica,
             )
             request.kv_transfer_params = None
         params = kv_transfer_params_of(request)

@@ -283,6 +283,8 @@ class Placer:
         waiting = self.queue.pop(request_id, None)
         if waiting is not None:
             waiting.become(LeaseState.DONE)
+            for observer in self._observers():
+                observer.on_finished(request_id)
         self._stop(request_id)
 
     # -- implementation --------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Policy(ABC):
         """
 
     def on_finished(self, request_id: str) -> None:  # noqa: B027
-        """Process the end of a request; unknown ones are ignored."""
+        """Process the end of a request that runs or waits; unknown ones are ignored."""
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:  # noqa: B027
         """Process totals of generated tokens by request id; unknown ones are ignored."""

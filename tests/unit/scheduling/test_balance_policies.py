@@ -211,6 +211,28 @@ def test_a_request_is_overtaken_a_limited_number_of_times() -> None:
 
 
 @pytest.mark.parametrize("name", QUEUED)
+def test_overtaking_is_counted_if_other_requests_are_dispatched_between(name: str) -> None:
+    """Requests that must avoid a worker are dispatched apart from the others."""
+    policy: Any = make_policy(name, slots=2, threshold=99, max_overtakes=2)
+    state = Loads.from_counts([2, 1], [1000, 900])
+    queue = [request("large", 5000), *waiting_requests(*[100] * 9)]
+    order = []
+    for turn in range(4):
+        policy.dispatch([request(f"other {turn}", 100)], state, RNG)
+        ((index, _),) = policy.dispatch(queue, state, RNG)
+        order.append(queue.pop(index).request_id)
+    assert order.index("large") == 2
+
+
+def test_a_cancelled_request_leaves_no_count() -> None:
+    policy: Any = make_policy("balance-route-horizon", slots=2, threshold=99)
+    policy.dispatch([request("large", 5000), *waiting_requests(100)], Loads.from_counts([2, 1], [1000, 900]), RNG)
+    assert list(policy._overtaken) == ["large"]
+    policy.on_finished("large")
+    assert not policy._overtaken
+
+
+@pytest.mark.parametrize("name", QUEUED)
 def test_an_immediate_request_ignores_slots(name: str) -> None:
     policy = make_policy(name)
     full = Loads.from_counts([500, 500, 500], [1000, 900, 100])

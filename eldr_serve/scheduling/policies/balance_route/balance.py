@@ -124,13 +124,16 @@ class BalanceRoute(QueuedPolicy):
         admitted = sorted(index for index, _ in assignments)
         for index in range(admitted[-1]):
             overtaken[index] = overtaken.get(index, 0) + len(admitted) - bisect_right(admitted, index)
+        self._overtaken |= {waiting[index].request_id: times for index, times in overtaken.items()}
         for index in admitted:
-            overtaken.pop(index, None)
-        self._overtaken = {waiting[index].request_id: times for index, times in overtaken.items()}
+            self._overtaken.pop(waiting[index].request_id, None)
         return [
             (index, Decision(int(workers[row]), num_candidates=len(workers), reason=self.name))
             for index, row in assignments
         ]
+
+    def on_finished(self, request_id: str) -> None:
+        self._overtaken.pop(request_id, None)  # it was cancelled while it waited
 
     def _overtaken_by_index(self, waiting: Sequence[PlacementRequest]) -> dict[int, int]:
         """Return how often each overtaken request was overtaken, by ascending index."""
@@ -241,6 +244,7 @@ class BalanceRouteHorizon(BalanceRoute):
         self._forecast.on_assigned(request, position)
 
     def on_finished(self, request_id: str) -> None:
+        super().on_finished(request_id)
         self._forecast.on_finished(request_id)
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
