@@ -165,7 +165,7 @@ class Attempt:
                 while (chunk := await decode.read()) is not None:
                     context.answer.append(chunk)
                     services.router_client.progress(lease.request_id, context.answer.num_tokens)
-                    if stages.first_s is None:
+                    if stages.first_chunk_at_s is None:
                         self._record_first_chunk(placing, stages)
                         if is_resumed:
                             self._count_resumption()
@@ -210,16 +210,16 @@ class Attempt:
 
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
         record = self._context.record
-        stages.first_s = now = time.monotonic()
-        if record.first_token_s is None:
-            record.first_token_s = now
+        stages.first_chunk_at_s = now = time.monotonic()
+        if record.first_token_at_s is None:
+            record.first_token_at_s = now
         if self._context.request.fields.stream:
             record.status = 200
         if self._prompt.prefilled_at_s is not None:
             record.handover_s = now - self._prompt.prefilled_at_s
             self._services.stage_latencies.record(
                 place=placing.seconds,
-                first_token=now - stages.start_s,
+                first_token=now - stages.started_at_s,
                 handover=record.handover_s,
             )
 

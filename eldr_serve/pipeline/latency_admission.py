@@ -63,7 +63,7 @@ class LatencyAdmission:
         # The caller's next steps do not wait while there is room, so requests that arrive together count
         # each other.
         num_tokens = self._prefill_admission.estimate_tokens(context)
-        other_s = self._clock() - context.record.start_s + self._router_client.queue_wait_s
+        other_s = self._clock() - context.record.started_at_s + self._router_client.queue_wait_s
         latencies = self._predictor.predict(num_tokens, loads, other_s)
         load = min(latencies.batches.values(), default=float(self._recorder.num_running))
         tpot_s = min(latencies.tpot_s.values(), default=None)

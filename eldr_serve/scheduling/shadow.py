@@ -84,7 +84,7 @@ class Shadow:
         self._cost = StepCost()
         self.totals = np.zeros(5)
         self._blocks: deque[NDArray[np.float64]] = deque([np.zeros(5)], maxlen=_BLOCKS)
-        self._block_ends_s = clock() + _BLOCK_S
+        self._block_ends_at_s = clock() + _BLOCK_S
 
     # -- notifications of the placer ---------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class Shadow:
         """
         if len(self._events) > _MAX_EVENTS:
             raise OverflowError(f"the shadow was {len(self._events)} events behind")
-        until = time.perf_counter() + budget_s
-        while self._events and time.perf_counter() < until:
+        until_s = time.perf_counter() + budget_s
+        while self._events and time.perf_counter() < until_s:
             self._events.popleft()()
         return bool(self._events)
 
@@ -194,9 +194,9 @@ class Shadow:
         self.policy.on_progress(totals)
 
     def _count(self, priced: NDArray[np.float64]) -> None:
-        if (now := self._clock()) > self._block_ends_s:
+        if (now := self._clock()) > self._block_ends_at_s:
             self._blocks.append(np.zeros(5))
-            self._block_ends_s = now + _BLOCK_S
+            self._block_ends_at_s = now + _BLOCK_S
         self.totals += priced
         self._blocks[-1] += priced
 
