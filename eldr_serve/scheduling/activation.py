@@ -33,9 +33,9 @@ def probability(levels: Levels) -> NDArray[np.float32]:
     return active
 
 
-def extend_rows(rows: NDArray[Any], workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
-    """Return `rows` extended to shape [workers, *cells] by rows of `fill`."""
-    new = np.full((workers - len(rows), *cells), fill, rows.dtype)
+def extend_rows(rows: NDArray[Any], num_workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
+    """Return `rows` extended to shape [num_workers, *cells] by rows of `fill`."""
+    new = np.full((num_workers - len(rows), *cells), fill, rows.dtype)
     return np.concatenate([rows.reshape(len(rows), *cells), new])
 
 
@@ -143,13 +143,13 @@ class ExpectedActivation:
             self.depth[position] -= _SQUARES[levels]
             self._changed.add(position)
 
-    def grow(self, workers: int) -> None:
+    def grow(self, num_workers: int) -> None:
         """Extend the arrays to at least this number of workers."""
-        if workers > len(self.depth):
+        if num_workers > len(self.depth):
             cells = int(np.prod(self._shape))
-            self.depth = extend_rows(self.depth, workers, cells)
-            self._idle = extend_rows(self._idle, workers, cells, fill=1)
-            self._union = extend_rows(self._union, workers)
+            self.depth = extend_rows(self.depth, num_workers, cells)
+            self._idle = extend_rows(self._idle, num_workers, cells, fill=1)
+            self._union = extend_rows(self._union, num_workers)
 
     def _learn(self, request_id: str, p: NDArray[np.float32], before: Levels | None) -> None:
         self._mean_levels = None

@@ -247,9 +247,9 @@ class _Placements:
     def loads(self, available: NDArray[np.bool_]) -> Loads:
         return self._ledger.loads(self._ledger.rows(range(len(available))), available)
 
-    def seconds(self, cost: StepCost, workers: int) -> NDArray[np.float64]:
+    def seconds(self, cost: StepCost, num_workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""
-        loads = self.loads(np.ones(workers, bool))
-        self._active.grow(workers)
-        experts = self._active.union[:workers]
+        loads = self.loads(np.ones(num_workers, bool))
+        self._active.grow(num_workers)
+        experts = self._active.union[:num_workers]
         return np.asarray(cost.seconds(loads.in_flight, loads.kv_tokens, experts), np.float64)

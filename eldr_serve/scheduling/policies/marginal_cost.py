@@ -87,20 +87,20 @@ class MarginalCost(Policy):
             self.cost = cost
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
+        positions = available_workers(loads)
         estimate = self._estimate(request)
         if estimate is None:
-            return choose_shortest(workers, loads, "no-counts")
+            return choose_shortest(positions, loads, "no-counts")
         self.active.grow(len(loads))
         self.profiles.grow(len(loads), len(estimate.p))
-        candidates = workers
-        if len(workers) > _MAX_EXACT_WORKERS:
+        candidates = positions
+        if len(positions) > _MAX_EXACT_WORKERS:
             cost = self._weighted_cost(candidates, loads, estimate, self.active.coarse_cells)
             candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
         cost = self._weighted_cost(candidates, loads, estimate, len(estimate.p))
         return Decision(
             int(candidates[cost.argmin()]),
-            num_candidates=len(workers),
+            num_candidates=len(positions),
             reason=self.name,
             policy_data=estimate,
         )
@@ -121,7 +121,7 @@ class MarginalCost(Policy):
 
     def _raw_costs(
         self,
-        workers: NDArray[np.int64],
+        positions: NDArray[np.int64],
         loads: Loads,
         request: PlacementRequest,
         added_experts: NDArray[np.float32],
@@ -131,15 +131,15 @@ class MarginalCost(Policy):
         Args:
             added_experts: float32[n], active experts that the request adds at each worker.
         """
-        requests, kv_tokens = loads.in_flight[workers], loads.kv_tokens[workers]
-        active, tokens = self.active.union[workers], request.prompt_tokens
+        requests, kv_tokens = loads.in_flight[positions], loads.kv_tokens[positions]
+        active, tokens = self.active.union[positions], request.prompt_tokens
         decode, step_s = self.cost.added_seconds(
             requests, kv_tokens, active, more_tokens=tokens, more_experts=added_experts
         )
-        uncached = np.full(len(workers), tokens)
+        uncached = np.full(len(positions), tokens)
         if loads.cached_tokens is not None:
-            uncached = np.maximum(uncached - loads.cached_tokens[workers], 0)
-        pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[workers]
+            uncached = np.maximum(uncached - loads.cached_tokens[positions], 0)
+        pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[positions]
         steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
         per_token_s = self.cost.per_prompt_token_s / steps
         prefill = ((requests + 1) * uncached + pending) * per_token_s
@@ -152,14 +152,14 @@ class MarginalCost(Policy):
         return decode * factor, prefill * factor
 
     def _weighted_cost(
-        self, workers: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
+        self, positions: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
     ) -> NDArray[np.float64]:
         """Return the cost at each worker, weighted by affinity, from the first `cells` of each row."""
-        added_experts = _dot_products(self.active.idle, workers, estimate.p, cells)
-        decode, prefill = self._raw_costs(workers, loads, estimate.request, added_experts)
+        added_experts = _dot_products(self.active.idle, positions, estimate.p, cells)
+        decode, prefill = self._raw_costs(positions, loads, estimate.request, added_experts)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
-                workers, _dot_products(self.profiles.profile, workers, estimate.deviation, cells)
+                positions, _dot_products(self.profiles.profile, positions, estimate.deviation, cells)
             )
             decode *= 1 + self._affinity * (similarity.max() - similarity)
         return decode + prefill
@@ -205,12 +205,12 @@ class MarginalCost(Policy):
 
 
 def _dot_products(
-    rows: NDArray[np.float32], workers: NDArray[np.int64], vector: NDArray[np.float32], cells: int
+    rows: NDArray[np.float32], positions: NDArray[np.int64], vector: NDArray[np.float32], cells: int
 ) -> NDArray[np.float32]:
-    """Estimate rows[workers] @ vector, float32[n], from the first `cells` columns."""
-    selects_first = 2 * len(workers) < len(rows)
-    products = (rows[workers] if selects_first else rows)[:, :cells] @ vector[:cells]
+    """Estimate rows[positions] @ vector, float32[n], from the first `cells` columns."""
+    selects_first = 2 * len(positions) < len(rows)
+    products = (rows[positions] if selects_first else rows)[:, :cells] @ vector[:cells]
     if not selects_first:
-        products = products[workers]
+        products = products[positions]
     scaled: NDArray[np.float32] = products * np.float32(len(vector) / cells)
     return scaled

@@ -68,22 +68,22 @@ class BalanceBand(BalanceRouteHorizon):
         waiting: Sequence[PlacementRequest],
         overdue: int,
         loads: Loads,
-        workers: NDArray[np.int64],
+        positions: NDArray[np.int64],
         free: NDArray[np.int64],
     ) -> list[tuple[int, int]]:
         p = self._probabilities(waiting)
         if p is None:
-            return super()._fill(waiting, overdue, loads, workers, free)
+            return super()._fill(waiting, overdue, loads, positions, free)
         self._active.grow(len(loads))
         batches = _Batches(
             self._project_waiting(waiting),
             prompt_tokens(waiting),
             p,
             free,
-            loads.in_flight[workers].astype(np.float64),
-            self._project(loads)[workers],
-            self._active.idle[workers],
-            self._active.union[workers],
+            loads.in_flight[positions].astype(np.float64),
+            self._project(loads)[positions],
+            self._active.idle[positions],
+            self._active.union[positions],
         )
         band = self.parameters.band_tokens * self._horizon_score.gain
         assigned: list[tuple[int, int]] = []
