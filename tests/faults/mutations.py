@@ -56,13 +56,13 @@ MUTATIONS = (
     Mutation(
         "a cancel is lost on its way to the decode engine",
         "eldr_serve.pipeline.decode_call",
-        "        if self.call is not None and not self.ended:\n            self.call.cancel()\n",
+        "        if self.channel_call is not None and not self.has_ended:\n            self.channel_call.cancel()\n",
         "",
     ),
     Mutation(
         "blocks are freed while an engine may still read them",
         "eldr_serve.pipeline.attempt",
-        "reader=self._call",
+        "reader=self._channel_call",
         "reader=None",
     ),
     Mutation(
