@@ -25,10 +25,10 @@ class AffinityProfiles:
         self._length = np.zeros(0, np.float32)
         self._num_observed = np.zeros(0, np.int64)  # number of requests
 
-    def grow(self, num_workers: int, cells: int) -> None:
+    def grow(self, num_workers: int, num_cells: int) -> None:
         """Extend the arrays to at least this number of workers."""
         if num_workers > len(self.profile):
-            self.profile = extend_rows(self.profile, num_workers, cells)
+            self.profile = extend_rows(self.profile, num_workers, num_cells)
             self._length = extend_rows(self._length, num_workers)
             self._num_observed = extend_rows(self._num_observed, num_workers)
 

@@ -227,13 +227,13 @@ class _Placements:
     def __init__(self) -> None:
         self.positions: dict[str, int] = {}
         self._ledger = LoadLedger()
-        self._active = ExpectedActivation()
+        self._activation = ExpectedActivation()
 
     def assign(self, request: PlacementRequest, position: int, generated_tokens: int) -> None:
         self.positions[request.request_id] = position
         self._ledger.add(request.request_id, position, request.prompt_tokens)
         self._ledger.progress(request.request_id, generated_tokens)
-        self._active.on_assigned(request, position, self._active.levels(request))
+        self._activation.on_assigned(request, position, self._activation.estimate_levels(request))
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         for request_id, tokens in generated_tokens.items():
@@ -242,7 +242,7 @@ class _Placements:
     def finish(self, request_id: str) -> None:
         self.positions.pop(request_id, None)
         self._ledger.release(request_id)
-        self._active.on_finished(request_id)
+        self._activation.on_finished(request_id)
 
     def loads(self, available: NDArray[np.bool_]) -> Loads:
         return self._ledger.loads(self._ledger.rows(range(len(available))), available)
@@ -250,6 +250,6 @@ class _Placements:
     def seconds(self, cost: StepCost, num_workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""
         loads = self.loads(np.ones(num_workers, bool))
-        self._active.grow(num_workers)
-        experts = self._active.union[:num_workers]
+        self._activation.grow(num_workers)
+        experts = self._activation.expected_active[:num_workers]
         return np.asarray(cost.seconds(loads.in_flight, loads.kv_tokens, experts), np.float64)

@@ -79,7 +79,7 @@ def marginal_cost(state: RouterState) -> MarginalCost:
 
 def levels_of_requests(state: RouterState) -> dict[str, tuple[int, Any]]:
     """Return the worker position and the activation levels of each running request."""
-    return marginal_cost(state).active.running
+    return marginal_cost(state).activation.running
 
 
 def levels(prompt_counts: np.ndarray, tokens: int) -> Any:
@@ -129,7 +129,7 @@ def test_measured_counts_replace_predicted_ones_in_loads_and_policy() -> None:
     release(state, "a")
     assert set(loads(state).values()) == {(0, 0)}
     assert not levels_of_requests(state)
-    assert not marginal_cost(state).active.depth.any()
+    assert not marginal_cost(state).activation.squared_levels.any()
 
 
 def test_the_status_has_the_prediction_quality_of_connected_clients() -> None:
