@@ -7,7 +7,7 @@ from tests.faults.checks import Checks
 from tests.faults.clients import Plan, ask
 from tests.faults.fake_ray import LIMIT, LIMITED, TENANTS
 from tests.faults.greedy_model import BLOCK_TOKENS
-from tests.faults.invariants import client_of, failed_replicas, router_state, unready_processes
+from tests.faults.invariants import failed_replicas, router_client_of, router_state, unready_processes
 from tests.faults.world import CALL_S
 
 _SICK_REQUESTS = 12  # requests while an engine is sick
@@ -39,7 +39,7 @@ class ProvokedCases:
         plan = Plan(0.0, "completions", "3 1 4 1 5", 20, stream=True, token_s=0.1)
         what = "a stream that loses its engine while prefill is sick"
         request = world.loop.create_task(self._checks.require_answer(plan, process, what))
-        leases = client_of(process).leases
+        leases = router_client_of(process).leases
 
         def decoding_workers() -> list[str]:
             return [lease.worker for lease in leases.values() if lease.generated_tokens]

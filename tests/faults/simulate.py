@@ -8,7 +8,7 @@ A run has these phases (`_Simulation.run_phases`):
 
 1. Clients send the requests of the seed while its faults happen. Each answer must be complete and equal to
    the reference, or end with an error that `checks` allows.
-2. When all processes are back, long streams run, and the router must have exactly the leases of its clients,
+2. When all processes are back, long streams run, and the router must have exactly its ingresses' leases,
    also after the router has stopped for a while and after connections have been replaced.
 3. When the streams have ended, no process may hold leases, requests, KV blocks or anything else of them.
 4. The run provokes cases that chance seldom produces (`provoked_cases`).
@@ -32,7 +32,7 @@ from tests.faults.invariants import (
     find_leftovers,
     has_router_channel,
     has_subscribed,
-    leases_of_clients,
+    leases_of_ingresses,
     leases_of_router,
     longest_wait_for_router_s,
     router_state,
@@ -46,11 +46,11 @@ from tests.faults.world import INGRESS_TIMEOUT_S, LEASE_S, World, patch_serving_
 
 _LONG, _LONG_S = 100, 2.0  # tokens and seconds per token of the streams that run while leases are compared
 _STOP_S = 2.0  # duration of the router's stop
-_WAITED_S = 1.6  # time after the stop at which clients no longer wait for the router
-_RECONNECT_S = 2.0  # longer than a client needs to connect again
+_WAITED_S = 1.6  # time after the stop at which ingresses no longer wait for the router
+_RECONNECT_S = 2.0  # longer than an ingress needs to connect again
 _ANSWER_S = 1.1  # maximum time for which a request waits for an answer of the router
-_RESTORE_S = 0.5  # time for which clients have sent their leases but get no reply
-_AGREE_S = INGRESS_TIMEOUT_S + 8.0  # within this time router and clients agree on all leases
+_RESTORE_S = 0.5  # time for which ingresses have sent their leases but get no reply
+_AGREE_S = INGRESS_TIMEOUT_S + 8.0  # within this time router and ingresses agree on all leases
 _SETTLE_S = LEASE_S + INGRESS_TIMEOUT_S + 12.0  # within this time an idle application holds nothing
 
 
@@ -112,12 +112,12 @@ class _Simulation:
         await asyncio.sleep(max(DURATION_S - loop.time(), 0) + 0.01)
         what = "processes that were restarted are not back"
         await wait_until_none(lambda: unready_processes(world), 30, what)
-        await wait_until_none(self._find_disagreements, _AGREE_S, "leases, before clients restore them")
+        await wait_until_none(self._find_disagreements, _AGREE_S, "leases, before ingresses restore them")
         if provokes:
-            await self._clients_place_without_router()
-            # Compare now: clients restore all leases after they have left their channels.
+            await self._ingresses_place_without_router()
+            # Compare now: ingresses restore all leases after they have left their channels.
             await wait_until_none(self._find_disagreements, _AGREE_S, "leases, after local fallback")
-            await self._clients_leave_their_channels()
+            await self._ingresses_leave_their_channels()
         await self._compare_leases()
         await wait_until_none(lambda: find_leftovers(world), _SETTLE_S, "left behind")
         tasks_before = count_tasks(world)
@@ -139,7 +139,7 @@ class _Simulation:
             await asyncio.sleep(0.1)
         return await ask(self.world, plan, ingresses[int(self.rng.random() * len(ingresses))])
 
-    async def _clients_place_without_router(self) -> None:
+    async def _ingresses_place_without_router(self) -> None:
         """Stop the router, so that ingresses place requests by local fallback.
 
         Ingresses place more requests while they restore their leases. The streams of all these requests
@@ -167,7 +167,7 @@ class _Simulation:
         self._begin_stream_at_each(1)
         await asyncio.sleep(_RESTORE_S)
 
-    async def _clients_leave_their_channels(self) -> None:
+    async def _ingresses_leave_their_channels(self) -> None:
         """Delay messages to the router until ingresses have left their channel and restored their leases."""
         router = self.world.router()
         for process in self.world.live["ingress"]:
@@ -184,7 +184,7 @@ class _Simulation:
             self._long_streams.append(self.world.loop.create_task(ask(self.world, plan, process)))
 
     async def _compare_leases(self) -> None:
-        """Check that router and clients agree on all leases while long streams run."""
+        """Check that router and ingresses agree on all leases while long streams run."""
         self._begin_streams(0)
         await asyncio.sleep(0.7)
         await self.checks.wait_until_none(self._find_disagreements, _AGREE_S, "leases")
@@ -205,16 +205,16 @@ class _Simulation:
             self._long_streams.append(self.world.loop.create_task(self._send_when_due(plan)))
 
     def _find_disagreements(self) -> list[str]:
-        """Return a sentence if the router's leases are not those of its clients, or there are none.
+        """Return a sentence if the router's leases are not those of its ingresses, or there are none.
 
         If all long streams have ended, begin another one, so that there are leases to compare.
         """
-        of_router, of_clients = leases_of_router(self.world), leases_of_clients(self.world)
-        if of_router == of_clients and of_clients:
+        of_router, of_ingresses = leases_of_router(self.world), leases_of_ingresses(self.world)
+        if of_router == of_ingresses and of_ingresses:
             return []
         if all(task.done() for task in self._long_streams):  # lost requests still fill prefill engines
             self._begin_streams(0)
-        return [f"the router has {of_router}, its clients have {of_clients}"]
+        return [f"the router has {of_router}, its ingresses have {of_ingresses}"]
 
     def _check_drains(self) -> None:
         """Check that draining engines complete their streams."""
