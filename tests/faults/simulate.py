@@ -24,7 +24,7 @@ import logging
 import random
 
 from tests.faults.checks import Checks, Run
-from tests.faults.clients import Outcome, Plan, ask
+from tests.faults.clients import ClientScript, RequestOutcome, ask
 from tests.faults.invariants import (
     count_tasks,
     engine_violations,
@@ -39,7 +39,7 @@ from tests.faults.invariants import (
     unready_processes,
 )
 from tests.faults.provoked_cases import ProvokedCases
-from tests.faults.schedule import DRAIN, DURATION_S, Fault, draw_faults, draw_plans, schedule_fault
+from tests.faults.schedule import DRAIN, DURATION_S, Fault, draw_faults, draw_scripts, schedule_fault
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import LivelockError, VirtualLoop
 from tests.faults.world import INGRESS_TIMEOUT_S, LEASE_S, World, patch_serving_code
@@ -54,7 +54,9 @@ _AGREE_S = INGRESS_TIMEOUT_S + 8.0  # within this time router and ingresses agre
 _SETTLE_S = LEASE_S + INGRESS_TIMEOUT_S + 12.0  # within this time an idle application holds nothing
 
 
-def run_seed(seed: int, *, requests: list[Plan] | None = None, injected: list[Fault] | None = None) -> Run:
+def run_seed(
+    seed: int, *, requests: list[ClientScript] | None = None, injected: list[Fault] | None = None
+) -> Run:
     """Run one seed. The same seed gives the same run.
 
     Args:
@@ -70,7 +72,7 @@ def run_seed(seed: int, *, requests: list[Plan] | None = None, injected: list[Fa
         loop = VirtualLoop(random.Random(rng.random()))  # type: ignore[abstract]
         loop.network = Network(loop, random.Random(rng.random()))
         run = Run(seed, faults=draw_faults(rng) if injected is None else injected)
-        requests = draw_plans(rng) if requests is None else requests
+        requests = draw_scripts(rng) if requests is None else requests
         world = World(loop, random.Random(rng.random()))
         with patch_serving_code(loop, world, random.Random(rng.random())):
             try:
@@ -89,10 +91,10 @@ def run_seed(seed: int, *, requests: list[Plan] | None = None, injected: list[Fa
 class _Simulation:
     """One run. Its methods add to the violations of `run`."""
 
-    def __init__(self, run: Run, world: World, requests: list[Plan], rng: random.Random) -> None:
+    def __init__(self, run: Run, world: World, requests: list[ClientScript], rng: random.Random) -> None:
         self.run, self.world, self.requests, self.rng = run, world, requests, rng
         self.checks = Checks(run, world)
-        self._long_streams: list[asyncio.Task[Outcome]] = []  # streams that run while leases are compared
+        self._long_streams: list[asyncio.Task[RequestOutcome]] = []  # run while leases are compared
 
     async def run_phases(self, provokes: bool) -> None:
         """Run the phases of the module's docstring.
@@ -104,7 +106,7 @@ class _Simulation:
         await world.start(prefills=self.rng.choice([1, 2]), decodes=self.rng.choice([2, 3]), ingresses=2)
         for fault in self.run.faults:
             schedule_fault(world, fault, self.run.events.append)
-        clients = [loop.create_task(self._send_when_due(plan)) for plan in self.requests]
+        clients = [loop.create_task(self._send_when_due(script)) for script in self.requests]
         self._begin_streams(2)
         self.run.outcomes = list(await asyncio.gather(*clients))
         for outcome in self.run.outcomes:
@@ -132,12 +134,12 @@ class _Simulation:
         self.run.violations += engine_violations(world, engines_well=self.checks.has_only_router_faults)
         await self._stop_ingresses()
 
-    async def _send_when_due(self, plan: Plan) -> Outcome:
+    async def _send_when_due(self, script: ClientScript) -> RequestOutcome:
         """Send the request at its time to a random ingress. Wait while there is none."""
-        await asyncio.sleep(plan.at_s)
+        await asyncio.sleep(script.at_s)
         while not (ingresses := self.world.live["ingress"]):
             await asyncio.sleep(0.1)
-        return await ask(self.world, plan, ingresses[int(self.rng.random() * len(ingresses))])
+        return await ask(self.world, script, ingresses[int(self.rng.random() * len(ingresses))])
 
     async def _ingresses_place_without_router(self) -> None:
         """Stop the router, so that ingresses place requests by local fallback.
@@ -180,8 +182,10 @@ class _Simulation:
     def _begin_stream_at_each(self, number: int) -> None:
         """Begin a long stream at each ingress. `number` distinguishes the prompts."""
         for process in self.world.live["ingress"]:
-            plan = Plan(0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0)
-            self._long_streams.append(self.world.loop.create_task(ask(self.world, plan, process)))
+            script = ClientScript(
+                0.0, "completions", f"{number} 3", _LONG, True, token_s=_LONG_S, leaves_s=500.0
+            )
+            self._long_streams.append(self.world.loop.create_task(ask(self.world, script, process)))
 
     async def _compare_leases(self) -> None:
         """Check that router and ingresses agree on all leases while long streams run."""
@@ -199,10 +203,10 @@ class _Simulation:
         """
         for number in range(during or 1):
             at_s = self.rng.uniform(0.8, DURATION_S) if during else 0.0
-            plan = Plan(
+            script = ClientScript(
                 at_s, "completions", f"{number} 1", _LONG, stream=True, token_s=_LONG_S, leaves_s=500.0
             )
-            self._long_streams.append(self.world.loop.create_task(self._send_when_due(plan)))
+            self._long_streams.append(self.world.loop.create_task(self._send_when_due(script)))
 
     def _find_disagreements(self) -> list[str]:
         """Return a sentence if the router's leases are not those of its ingresses, or there are none.
@@ -226,8 +230,8 @@ class _Simulation:
     async def _check_answered(self) -> None:
         """Check that a request after all faults is answered."""
         for process in self.world.live["ingress"]:
-            plan = Plan(0.0, "completions", "1 2 3 4 5 6", 3, stream=False)
-            await self.checks.require_answer(plan, process, "a request after the faults")
+            script = ClientScript(0.0, "completions", "1 2 3 4 5 6", 3, stream=False)
+            await self.checks.require_answer(script, process, "a request after the faults")
 
     async def _stop_ingresses(self) -> None:
         """Check that no task is left in an ingress that has stopped."""
