@@ -28,8 +28,8 @@ from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
 from benchmarks.lib.ep.rows import BASE, EVEN, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
-    HEADS,
-    PROMPT,
+    MAX_PROMPT_TOKENS,
+    NUM_HEADS,
     Minutes,
     Ranks,
     Rounds,
@@ -100,7 +100,7 @@ def ep_choice(
     """Compare placements and choices of replicas, by batch and replication."""
     batches = [int(size) for size in batch.split(",")]
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
-    model = widen_model(intermediate, work, heads=HEADS)
+    model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
@@ -124,7 +124,7 @@ def ep_choice(
         turn, size, ratio, name = key
         arm = arms[ratio, name]
         engine.place(arm.placement, arm.rule, load)
-        chosen = [data.tokens[n][-PROMPT:] for n in drawn[size][turn]]
+        chosen = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in drawn[size][turn]]
         return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
 
     start_engine = partial(
@@ -163,7 +163,7 @@ def ep_shift(
 ) -> None:
     """Compare offline, reactive (EPLB) and proactive (DIRECTOR) placements in a shift of domains."""
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
-    model = widen_model(intermediate, work, heads=HEADS)
+    model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     settings = {
         "prompts": prompts.name,
@@ -227,7 +227,7 @@ def _decode_windows(
     rows: list[dict[str, Any]] = []
     placement, previous_routes = start, None
     for window, requests in enumerate(traffic):
-        prompts = [data.tokens[n][-PROMPT:] for n in requests]
+        prompts = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in requests]
         started_at_s = perf_counter()
         migration = plan_migration(requests, placement, previous_routes)
         plan_s = perf_counter() - started_at_s

@@ -39,7 +39,7 @@ from benchmarks.lib import options
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
 from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies, request_body
 from benchmarks.lib.barrier.rows import BASE, policy_rows
-from benchmarks.lib.barrier.steps import FOLDER, read_steps
+from benchmarks.lib.barrier.steps import RECORD_FOLDER_ENV, read_steps
 from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
 from benchmarks.lib.client import Send, closed_loop, errors, sender, session
 from benchmarks.lib.cluster import unwind_on_sigterm
@@ -89,7 +89,7 @@ def barrier_arguments(
         "enable_prefix_caching": False,
         "scheduler_cls": "benchmarks.lib.barrier.recording.RecordingScheduler",
     }
-    arguments["decode_config"]["runtime_env"]["env_vars"] |= {FOLDER: str(folder.resolve())}
+    arguments["decode_config"]["runtime_env"]["env_vars"] |= {RECORD_FOLDER_ENV: str(folder.resolve())}
     return arguments | {"path": _LONG_WAITS}
 
 
