@@ -95,7 +95,7 @@ def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> Solved
 
 
 def _place_as_written(cluster: Cluster, workload: NDArray[np.float64]) -> SolvedPlacement:
-    """Run the paper's Algorithm 1, whose LP gives the optimum and the bound; the time is by its two maxima."""
+    """Run the paper's Algorithm 1. Its LP gives the optimum and the bound, its two maxima give the time."""
     placement, report = director_paper_placement(workload, **_solver_arguments(cluster))
     return SolvedPlacement(placement, report.reached_s, report.infeasible_s, report.infeasible_s)
 
