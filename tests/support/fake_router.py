@@ -296,7 +296,7 @@ async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
     """Wait until neither router nor client has a lease or a waiting request."""
     await wait_until(lambda: not (actor.state.queue_size or actor.running or actor.sessions.open))
     assert set(loads(actor.state).values()) <= {(0, 0)}
-    assert not client.held_lease_count
+    assert not client.held_leases()
     assert not client.leases
     assert not client._calls
     assert not list(client._waiting)

@@ -53,7 +53,7 @@ def held_amounts(world: World) -> list[str]:
     """Return all slots, leases, requests, blocks and prompts that are held."""
     amounts = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
     amounts += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
-    amounts += [f"{p.servable_object._router.held_lease_count} own leases" for p in world.live["ingress"]]
+    amounts += [f"{len(p.servable_object._router.held_leases())} own leases" for p in world.live["ingress"]]
     for engine in world.engines.values():
         amounts += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
         amounts += [f"{len(engine.held_blocks)} prompts"] if isinstance(engine, PrefillEngine) else []
