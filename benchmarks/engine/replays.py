@@ -109,7 +109,10 @@ tail_replay = replay_command(
     "tail_replay",
     [
         *(arm for arm in POLICIES if arm.label in BASELINES),
-        *(Arm(f"marginal-cost, tail power {g}", "marginal-cost", {"tail_power": g}) for g in (1, 16)),
+        *(
+            Arm(f"marginal-cost, tail power {tail_power}", "marginal-cost", {"tail_power": tail_power})
+            for tail_power in (1, 16)
+        ),
     ],
     against(BASELINES),
     default_groups="all,language,task",
