@@ -56,7 +56,8 @@ MUTATIONS = (
     Mutation(
         "a cancel is lost on its way to the decode engine",
         "eldr_serve.pipeline.decode_call",
-        "        if self.channel_call is not None and not self.has_ended:\n            self.channel_call.cancel()\n",
+        "        if self.channel_call is not None and not self.has_ended:\n"
+        "            self.channel_call.cancel()\n",
         "",
     ),
     Mutation(
