@@ -262,7 +262,8 @@ def _rows(
         for stage in ("experts", "layer"):
             change: Sequence[float | None] = [None] * 3
             if stage in stages:
-                times, base_times = stages[stage], by_batch[arm.replication, "even", "all-gather"][stage]
+                base = arm._replace(routing="even", dispatch="all-gather")
+                times, base_times = stages[stage], by_batch[base][stage]
                 change = paired_change_percent(times, base_times, np.mean, seed=seed)
             row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
             row |= zip((f"{stage}_{end}_pct" for end in ("change", "low", "high")), change, strict=True)

@@ -58,13 +58,13 @@ class DecodeCall:
         self._router_client = router_client
         self._options = options
         self._counts_prompts = counts_prompts
-        self._queued: WaitingCall | None = None
+        self._waiting_call: WaitingCall | None = None
         self._measured: MeasuredCounts | None = None
         self._engine_request = self._make_engine_request()
 
     def __enter__(self) -> DecodeCall:
         self._prompt.enter(self.worker)
-        self._queued = self._decode_starts.enter(self.worker, self._prompt.remaining_s)
+        self._waiting_call = self._decode_starts.enter(self.worker, self._prompt.remaining_s)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -76,7 +76,7 @@ class DecodeCall:
 
     def send(self) -> Call:
         """Send and return the call; raise ChannelLostError if there is no channel to the worker's replica."""
-        assert self._queued is not None
+        assert self._waiting_call is not None
         request = self._context.request
         self._measured = self._measure_counts()
         self.channel_call = self._fleet.call(self.worker, "generate", self._engine_request)
@@ -84,7 +84,7 @@ class DecodeCall:
         # Without a stream, an engine that also prefills sends nothing before its whole answer.
         if request.fields.stream or self._prompt.kv_transfer_params is not None:
             options = self._options
-            since = partial(self._decode_starts.postpone_if_full, self._queued)
+            since = partial(self._decode_starts.postpone_if_full, self._waiting_call)
             self.channel_call.set_timeouts(
                 options.first_token_timeout_s, options.next_token_timeout_s, since=since
             )
@@ -111,8 +111,8 @@ class DecodeCall:
         return chunk
 
     def _leave_queue(self, *, answered: bool) -> None:
-        assert self._queued is not None
-        self._decode_starts.leave(self._queued, answered=answered)
+        assert self._waiting_call is not None
+        self._decode_starts.leave(self._waiting_call, answered=answered)
 
     def _make_engine_request(self) -> EngineRequest:
         context = self._context

@@ -66,8 +66,6 @@ class DecodeStages:
         self._add("first_token", started_at_s, self.first_chunk_at_s)
         self._add("stream", self.first_chunk_at_s, now, error)
 
-    def _add(
-        self, name: str, started_at_s: float, ended_at_s: float, error: BaseException | None = None
-    ) -> None:
+    def _add(self, name: str, from_s: float, until_s: float, error: BaseException | None = None) -> None:
         why = one_line_message(error) if isinstance(error, Exception) else ""
-        self._stages.append(Stage(name, started_at_s, ended_at_s, self._worker, why))
+        self._stages.append(Stage(name, from_s, until_s, self._worker, why))
