@@ -36,12 +36,12 @@ from benchmarks.lib.cluster import python_path, unwind_on_sigterm
 from benchmarks.lib.engines import ENGINE_ENV, check_device
 from benchmarks.lib.synthetic import (
     DUMMY,
+    EXPERTS,
     HIDDEN,
     INTERMEDIATE,
     KV_BYTES,
+    LAYERS,
     TOP_K,
-    E,
-    L,
     random_spec,
     table_near,
     write_config,
@@ -60,19 +60,19 @@ PAPER_TTFT_MS = 0.86 / 0.012  # in the paper, 0.86 ms are 1.2 % of TTFT
 _WARM_UP = 8  # prompts before the measured ones
 _MODEL = Path("examples/demo_model/weights")
 _VOCABULARY = 4096  # token ids of the demo model
-_SIZES = {"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS}
+_SIZES = {"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "workers": WORKERS}
 _NOTES = (
     "parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
     "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
     "wide engine: the same with random weights, bfloat16"
 )
-_PROMPTS_TIMES_LAYERS = 80 * L  # prompts times layers whose blocks a GPU engine keeps for a second
+_PROMPTS_TIMES_LAYERS = 80 * LAYERS  # prompts times layers whose blocks a GPU engine keeps for a second
 
 
 class _Router:
     """Stand-in for the capture hook of vLLM's BaseRouter."""
 
-    top_k, global_num_experts = TOP_K, E
+    top_k, global_num_experts = TOP_K, EXPERTS
     capture_fn: Callable[[torch.Tensor], None]
 
     def set_capture_fn(self, capture_fn: Callable[[torch.Tensor], None] | None) -> None:
@@ -85,11 +85,11 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     rng = np.random.default_rng(seed)
     torch.set_num_threads(1)
     blocks = -(-tokens // block_size)
-    routers = [_Router() for _ in range(L)]
+    routers = [_Router() for _ in range(LAYERS)]
     capture = DeviceCapture(
         routers, max_tokens=tokens, device=device, num_blocks=4 * blocks, block_size=block_size
     )
-    scores = rng.gumbel(size=(L, tokens, E)) + 2 * rng.normal(size=(L, 1, E))
+    scores = rng.gumbel(size=(LAYERS, tokens, EXPERTS)) + 2 * rng.normal(size=(LAYERS, 1, EXPERTS))
     chosen = torch.tensor(np.argsort(-scores, axis=-1)[..., :TOP_K].astype(np.int32), device=device)
     ids = torch.tensor(rng.permutation(4 * blocks)[:blocks], device=device)
     positions = torch.arange(tokens, device=device)

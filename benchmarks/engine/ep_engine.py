@@ -28,8 +28,8 @@ from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
 from benchmarks.lib.ep.rows import BASE, EVEN, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
-    HEADS,
-    PROMPT,
+    MAX_PROMPT_TOKENS,
+    NUM_HEADS,
     Minutes,
     Ranks,
     Rounds,
@@ -100,7 +100,7 @@ def ep_choice(
     """Compare placements and choices of replicas, by batch and replication."""
     batches = [int(size) for size in batch.split(",")]
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
-    model = widen_model(intermediate, work, heads=HEADS)
+    model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
@@ -124,7 +124,7 @@ def ep_choice(
         turn, size, ratio, name = key
         arm = arms[ratio, name]
         engine.place(arm.placement, arm.rule, load)
-        chosen = [data.tokens[n][-PROMPT:] for n in drawn[size][turn]]
+        chosen = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in drawn[size][turn]]
         return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
 
     start_engine = partial(
@@ -163,7 +163,7 @@ def ep_shift(
 ) -> None:
     """Compare offline, reactive (EPLB) and proactive (DIRECTOR) placements in a shift of domains."""
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
-    model = widen_model(intermediate, work, heads=HEADS)
+    model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     settings = {
         "prompts": prompts.name,
@@ -182,22 +182,22 @@ def ep_shift(
     }
     journal = Journal(work / "ep_shift.jsonl", settings)
     load, slots, start = _eplb_start(data, fit, replication, ranks)
-    plans = _plans(data, slots, ranks, LayerCost.load(cost), seed)
+    planners = _migration_planners(data, slots, ranks, LayerCost.load(cost), seed)
     rng = np.random.default_rng([seed, 1])
     traffic, keys = {}, []
     for turn in range(rounds):
         traffic[turn] = list(_draw_windows(data, rest, groups.split(","), windows, batch, rng))
-        keys += [(turn, str(name)) for name in rng.permutation(list(plans))]
+        keys += [(turn, str(name)) for name in rng.permutation(list(planners))]
 
     def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
         turn, name = key
         engine.place(start, choice, load)
-        return _decode_windows(engine, plans[name], data, traffic[turn], start, tokens, turn)
+        return _decode_windows(engine, planners[name], data, traffic[turn], start, tokens, turn)
 
     extra = {"redundant": slots - load.shape[1], "moves_per_slice": moves_per_slice, "max_batch": batch}
     start_engine = partial(EpEngine, model, ranks=ranks, **extra)
     trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
-    rows = list(shift_rows({name: [trials[turn, name] for turn in range(rounds)] for name in plans}, seed))
+    rows = list(shift_rows({name: [trials[turn, name] for turn in range(rounds)] for name in planners}, seed))
     publish("ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_SHIFT_NOTES)
     journal.remove()
 
@@ -211,14 +211,14 @@ def _eplb_start(data: CapturedRoutes, fit: Ints, replication: float, ranks: int)
 
 def _decode_windows(
     engine: EpEngine,
-    plan: Plan,
+    plan_migration: PlanMigration,
     data: CapturedRoutes,
     traffic: list[Ints],
     start: Ints,
     tokens: int,
     turn: int,
 ) -> list[dict[str, Any]]:
-    """Decode the requests of each window under the plan, and return the windows' summaries.
+    """Decode the requests of each window after its planned migration, and return the windows' summaries.
 
     Args:
         traffic: requests of each window, as indices into `data`.
@@ -227,11 +227,11 @@ def _decode_windows(
     rows: list[dict[str, Any]] = []
     placement, previous_routes = start, None
     for window, requests in enumerate(traffic):
-        prompts = [data.tokens[n][-PROMPT:] for n in requests]
-        began = perf_counter()
-        planned = plan(requests, placement, previous_routes)
-        plan_s = perf_counter() - began
-        target, expected = planned or (None, None)
+        prompts = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in requests]
+        started_at_s = perf_counter()
+        migration = plan_migration(requests, placement, previous_routes)
+        plan_s = perf_counter() - started_at_s
+        target, expected = migration or (None, None)
         decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
         row, moved_ms = summary(decoded), 1e3 * decoded.move_s
         row |= {"plan_ms": 1e3 * plan_s, "migration_ms": moved_ms}
@@ -276,22 +276,24 @@ def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:
     return np.pad(by_rank, ((0, 0), (0, 0), (0, empty)), constant_values=-1).reshape(len(placement), slots)
 
 
-Planned = tuple[Ints, Floats] | None  # placement and load; None: nothing moves
+Migration = tuple[Ints, Floats] | None  # placement and load; None: nothing moves
 # From a window's requests, the present placement, and the routes of the previous window.
-Plan = Callable[[Ints, Ints, Ints | None], Planned]
+PlanMigration = Callable[[Ints, Ints, Ints | None], Migration]
 
 
-def _plans(data: CapturedRoutes, slots: int, ranks: int, cost: LayerCost, seed: int) -> dict[str, Plan]:
-    def offline(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Planned:
+def _migration_planners(
+    data: CapturedRoutes, slots: int, ranks: int, cost: LayerCost, seed: int
+) -> dict[str, PlanMigration]:
+    def offline(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
         return None
 
-    def reactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Planned:
+    def reactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
         if previous_routes is None:
             return None
         target = eplb_placement(previous_routes, slots, groups=1, nodes=1, ranks=ranks)
         return minimise_moves(placement, target, ranks, alike=True), previous_routes.astype(float)
 
-    def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Planned:
+    def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
         counts, tokens = data.trace.prefill_counts[requests], data.trace.prompt_tokens[requests]
         topology = Topology(ranks=ranks)
         expected = workload_by_rank(counts, tokens, 1, topology)

@@ -21,7 +21,15 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.capture import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, on_ranks
-from benchmarks.lib.ep.timing import STAGES, Arm, Plan, layers_together, messages, rank_alone, shares_alone
+from benchmarks.lib.ep.timing import (
+    STAGES,
+    LayerArm,
+    RankJob,
+    layers_together,
+    messages,
+    rank_alone,
+    shares_alone,
+)
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats
 from eldr_serve.commands.errors import run
@@ -61,15 +69,15 @@ def ep_layer(
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work)
 
-    def plan(ranks: int, tokens: int, arms: Sequence[tuple[str, str]]) -> Plan:
-        arms_with_ratio = tuple((ratio, *arm) for ratio in RATIOS for arm in arms)
-        return _plan(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
+    def make_job(ranks: int, tokens: int, arms: Sequence[tuple[str, str]]) -> RankJob:
+        arms_with_ratio = tuple(LayerArm(ratio, *arm) for ratio in RATIOS for arm in arms)
+        return _make_job(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
 
-    two_ranks = plan(2, batch, [*ARMS, ("even", "all-to-all")])
-    many_ranks_plan = plan(_MANY_RANKS, _MANY_BATCH, ARMS)
+    two_ranks = make_job(2, batch, [*ARMS, ("even", "all-to-all")])
+    many_ranks = make_job(_MANY_RANKS, _MANY_BATCH, ARMS)
     points = on_ranks(1, rank_alone, two_ranks)[0]
     message_rows = on_ranks(2, messages, rounds)[0]
-    shares = on_ranks(1, shares_alone, many_ranks_plan)[0]  # [B, L, rounds, G] by arm
+    shares = on_ranks(1, shares_alone, many_ranks)[0]  # [B, L, rounds, G] by arm
     times_alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
     times_together = _slowest(on_ranks(2, layers_together, two_ranks))
 
@@ -77,7 +85,7 @@ def ep_layer(
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
     source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte is as a near one"
-    fit = _fit(compute, many_ranks_plan, times_alone, measurements=len(points), source=source)
+    fit = _fit(compute, many_ranks, times_alone, measurements=len(points), source=source)
     cost = _with_messages(compute, message_rows).model_copy(update={"fit": fit})
     if cost_out is not None:
         cost.save(cost_out)
@@ -90,7 +98,7 @@ def ep_layer(
         "layer_cost": cost.model_dump(),
     }
     rows = _rows(f"2 ranks together, {device()}", two_ranks, times_together, compute, seed)
-    rows += _rows(f"{_MANY_RANKS} ranks one by one", many_ranks_plan, times_alone, compute, seed)
+    rows += _rows(f"{_MANY_RANKS} ranks one by one", many_ranks, times_alone, compute, seed)
     path = publish("ep_layer", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
     gathered = [row | {"workload": row["how"]} for row in rows if row["dispatch"] == "all-gather"]
     lines(gathered, "replication", ["experts_ms"], path.with_suffix(".png"), by="routing")
@@ -134,8 +142,8 @@ def _publish_parts(
 
 def _fit(
     compute: LayerCost,
-    plan: Plan,
-    times_alone: dict[Arm, dict[str, Floats]],
+    job: RankJob,
+    times_alone: dict[LayerArm, dict[str, Floats]],
     *,
     measurements: int,
     source: str,
@@ -143,7 +151,7 @@ def _fit(
     """Return how far the cost is from the slowest rank's measured time on real batches."""
     error = np.concatenate(
         [
-            (_predict_experts_s(compute, plan, arm) / times_alone[arm]["experts"] - 1).ravel()
+            (_predict_experts_s(compute, job, arm) / times_alone[arm]["experts"] - 1).ravel()
             for arm in times_alone
         ]
     )
@@ -168,16 +176,16 @@ def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[st
     ]
 
 
-def _plan(
+def _make_job(
     data: CapturedRoutes,
     model: Path,
     ranks: int,
     tokens: int,
     batches: int,
-    arms: tuple[Arm, ...],
+    arms: tuple[LayerArm, ...],
     rounds: int,
     seed: int,
-) -> Plan:
+) -> RankJob:
     if tokens % ranks:
         raise UserInputError(f"a batch of {tokens} tokens does not divide by {ranks} ranks")
     fit, rest = data.split("all", 0.5, seed)
@@ -193,10 +201,10 @@ def _plan(
         for drawn in (rng.choice(rest, tokens, replace=False) for _ in range(batches))
     ]
     routes = np.stack(steps).swapaxes(1, 2).astype(np.int64)
-    return Plan(model, ranks, placements, routes, arms, rounds, seed)
+    return RankJob(model, ranks, placements, routes, arms, rounds, seed)
 
 
-def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
+def _slowest(by_rank: list[dict[LayerArm, Floats]]) -> dict[LayerArm, dict[str, Floats]]:
     """Return the slowest rank's median over rounds by arm and stage, [B, L]. `layer` sums a rank's stages."""
     timed = {}
     for arm in by_rank[0]:
@@ -207,9 +215,9 @@ def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
     return timed
 
 
-def _predict_experts_s(compute: LayerCost, plan: Plan, arm: Arm) -> Floats:
+def _predict_experts_s(compute: LayerCost, job: RankJob, arm: LayerArm) -> Floats:
     """Return the predicted time [B, L] of the slowest rank's experts in seconds."""
-    return compute.layer_s(LayerWork.from_gathered(plan.tokens_by_rank(arm)))
+    return compute.layer_s(LayerWork.from_gathered(job.tokens_by_rank(arm)))
 
 
 def _work(points: list[dict[str, Any]]) -> LayerWork:
@@ -233,28 +241,29 @@ def _with_messages(compute: LayerCost, message_rows: list[dict[str, Any]]) -> La
 
 
 def _rows(
-    how: str, plan: Plan, timed: dict[Arm, dict[str, Floats]], compute: LayerCost, seed: int
+    how: str, job: RankJob, timed: dict[LayerArm, dict[str, Floats]], compute: LayerCost, seed: int
 ) -> list[dict[str, Any]]:
     by_batch = {
         arm: {stage: 1e3 * s.mean(axis=1) for stage, s in stages.items()} for arm, stages in timed.items()
     }
     rows = []
     for arm, stages in by_batch.items():
-        tokens_by_rank = plan.tokens_by_rank(arm)
+        tokens_by_rank = job.tokens_by_rank(arm)
         row: dict[str, Any] = {
             "how": how,
-            "batch_size": plan.routes.shape[2],
-            "replication": arm[0],
-            "routing": arm[1],
-            "dispatch": arm[2],
+            "batch_size": job.routes.shape[2],
+            "replication": arm.replication,
+            "routing": arm.routing,
+            "dispatch": arm.dispatch,
             "worst_rank_experts": float((tokens_by_rank > 0).sum(axis=2).max(axis=-1).mean()),
             "worst_rank_tokens": float(tokens_by_rank.sum(axis=2).max(axis=-1).mean()),
-            "predicted_experts_ms": 1e3 * float(_predict_experts_s(compute, plan, arm).mean()),
+            "predicted_experts_ms": 1e3 * float(_predict_experts_s(compute, job, arm).mean()),
         }
         for stage in ("experts", "layer"):
             change: Sequence[float | None] = [None] * 3
             if stage in stages:
-                times, base_times = stages[stage], by_batch[arm[0], "even", "all-gather"][stage]
+                base = arm._replace(routing="even", dispatch="all-gather")
+                times, base_times = stages[stage], by_batch[base][stage]
                 change = paired_change_percent(times, base_times, np.mean, seed=seed)
             row[f"{stage}_ms"] = float(stages[stage].mean()) if stage in stages else None
             row |= zip((f"{stage}_{end}_pct" for end in ("change", "low", "high")), change, strict=True)

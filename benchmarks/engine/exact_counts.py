@@ -19,7 +19,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -41,6 +41,14 @@ _ENV = {
 _PORTS = {"V1": 28211, "V2": 28221}  # ports of NIXL's side channels
 
 
+class EngineSettings(NamedTuple):
+    """What both runners' engines have in common; see the options of `exact_counts`."""
+
+    device: str
+    batches: str
+    graphs: str
+
+
 def exact_counts(
     device: options.CpuOrCuda = "cpu",
     batches: Annotated[
@@ -53,12 +61,13 @@ def exact_counts(
     out: options.Out = None,
 ) -> None:
     """Serve the batches under model runners V1 and V2, and compare every integer."""
+    settings = EngineSettings(device, batches, graphs)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         runpy.run_path(str(ROOT / "tests/support/tiny_model.py"))["make"](model, seed)
 
         def serve(runner: str) -> dict[str, Any]:
-            return _serve(runner, model, Path(folder) / f"{runner}.json", (device, batches, graphs))
+            return _serve(runner, model, Path(folder) / f"{runner}.json", settings)
 
         with ThreadPoolExecutor() as pool:
             reports = dict(zip(_PORTS, pool.map(serve, _PORTS), strict=True))
@@ -84,22 +93,22 @@ def exact_counts(
     )
 
 
-def _serve(runner: str, model: Path, out: Path, how: tuple[str, str, str]) -> dict[str, Any]:
+def _serve(runner: str, model: Path, out: Path, settings: EngineSettings) -> dict[str, Any]:
     """Run an engine in its own process and return its report."""
-    device, batches, graphs = how
-    folders = [ROOT / "tests/engine/triton_cpu"] if (device, runner) == ("cpu", "V2") else []
-    environment = _ENV[device] | {
+    folders = [ROOT / "tests/engine/triton_cpu"] if (settings.device, runner) == ("cpu", "V2") else []
+    environment = _ENV[settings.device] | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": python_path(*folders),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_PORTS[runner]),
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    if device == "cuda":
+    if settings.device == "cuda":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     elif runner == "V2":
         environment["TRITON_INTERPRET"] = "1"  # required by V2 on vLLM's CPU engine
-    place = "cuda" if device == "cuda" else "device"
-    command: list[str | Path] = [sys.executable, _SCRIPT, model, out, "async", batches, place, graphs]
+    place = "cuda" if settings.device == "cuda" else "device"
+    arguments = ["async", settings.batches, place, settings.graphs]
+    command: list[str | Path] = [sys.executable, _SCRIPT, model, out, *arguments]
     subprocess.run(command, env=os.environ | environment, check=True, cwd=ROOT)
     report: dict[str, Any] = json.loads(out.read_text())
     return report

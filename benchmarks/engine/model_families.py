@@ -78,11 +78,11 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
             check=False,
             cwd=ROOT,
         ).returncode
-        reports |= {name: report(folder / f"{name}.json", status) for name in names}
+        reports |= {name: read_report(folder / f"{name}.json", status) for name in names}
     return reports
 
 
-def report(path: Path, status: int) -> dict[str, Any]:
+def read_report(path: Path, status: int) -> dict[str, Any]:
     """Return an engine's report or, if it has none, its exit status as an error, so that the others count."""
     if not path.exists():
         return {"error": f"the engines' process ended with status {status} before this one"}
@@ -90,7 +90,7 @@ def report(path: Path, status: int) -> dict[str, Any]:
     return content
 
 
-def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
+def family_row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Return the table row of a family under a runner."""
     start = {"family": family, "runner": runner, "starts": "error" not in report}
     if "error" in report:
@@ -107,16 +107,19 @@ def row(family: str, runner: str, checkpoint: Path, report: dict[str, Any]) -> d
             "captured": len(records_with_counts),
             "prompts_exact": sum(map(_prompt_exact, records_with_counts)),
             "decodes_exact": sum(map(_decode_exact, records_with_counts)),
-            "in_several_steps": sum(len(r["prompt"]) - r["cached"] > report["step_tokens"] for r in records),
-            "with_prefix_hit": sum(r["cached"] > 0 for r in records),
+            "in_several_steps": sum(
+                len(record["prompt"]) - record["cached"] > report["step_tokens"] for record in records
+            ),
+            "with_prefix_hit": sum(record["cached"] > 0 for record in records),
             "preemptions": int(report["preemptions"]),
-            "choices": sum(np.size([choices[0] for choices in r["seen"]]) for r in records),
+            "choices": sum(np.size([choices[0] for choices in record["seen"]]) for record in records),
             "differ_from_hf": int(
                 sum(
-                    _not_among(_first_choices(r), reference.route(_computed_tokens(r))).sum() for r in records
+                    _not_among(_first_choices(record), reference.route(_computed_tokens(record))).sum()
+                    for record in records
                 )
             ),
-            "tokens_near_ties": sum(len(choices) > 1 for r in records for choices in r["seen"]),
+            "tokens_near_ties": sum(len(choices) > 1 for record in records for choices in record["seen"]),
         }
         | replay_columns
     )
@@ -232,14 +235,14 @@ def gap(
     )
 
 
-def rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:
+def family_rows(families: Iterable[str], runners: Sequence[str], work: Path) -> list[dict[str, Any]]:
     """Return the rows of these families under these runners."""
     checkpoints = {name: FAMILIES[name].make(work / name) for name in families}
     with ThreadPoolExecutor() as pool:
         futures = [pool.submit(serve, checkpoints, runner, work) for runner in runners]
     reports = {runner: future.result() for runner, future in zip(runners, futures, strict=True)}
     return [
-        row(name, runner, folder, reports[runner][name])
+        family_row(name, runner, folder, reports[runner][name])
         for name, folder in checkpoints.items()
         for runner in reports
     ]
@@ -259,7 +262,7 @@ def model_families(
     if unknown:
         raise UserInputError(f"there is no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     with tempfile.TemporaryDirectory() as work:
-        new_rows = rows(names, RUNNERS, Path(work))
+        new_rows = family_rows(names, RUNNERS, Path(work))
     inputs: dict[str, Any] = {"chunk_tokens": CHUNK}
     notes = ""
     if anew:
@@ -281,8 +284,8 @@ def model_families(
 def merge_with_published(new_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the published rows, with `new_rows` in place of those of the same family and runner."""
     new = {(row["family"], row["runner"]): row for row in new_rows}
-    rows = [new.pop((row["family"], row["runner"]), row) for row in read_rows("model_families")]
-    return rows + list(new.values())
+    published = [new.pop((row["family"], row["runner"]), row) for row in read_rows("model_families")]
+    return published + list(new.values())
 
 
 if __name__ == "__main__":

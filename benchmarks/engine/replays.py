@@ -28,7 +28,7 @@ BENCHMARKS = {
     "tail_replay": "all",
 }
 
-TRUE = "marginal-cost, true decode"
+TRUE_DECODE = "marginal-cost, true decode"
 ROUND_ROBIN = Arm("round-robin", "round-robin")
 LOCALITY, MARGINAL = (Arm(name, name) for name in ("locality-band", "marginal-cost"))
 POLICIES = [*(Arm(name, name) for name in (*BASELINES, "domain")), LOCALITY, MARGINAL]
@@ -44,7 +44,7 @@ def _share(rows: Rows) -> str:
     shares = [
         f"{group} K={k}: {100 * changes[group, k, 'marginal-cost'] / gain:.0f} %"
         for (group, k, arm), gain in changes.items()
-        if arm == TRUE and gain < 0
+        if arm == TRUE_DECODE and gain < 0
     ]
     return "gain of prefill signatures as share of that of true decode activations: " + ", ".join(shares)
 
@@ -76,7 +76,7 @@ decode_replay = replay_command(
     [
         *POLICIES,
         Arm("marginal-cost, affinity 0", "marginal-cost", {"affinity": 0.0}),
-        Arm(TRUE, "marginal-cost", true_decode=True),
+        Arm(TRUE_DECODE, "marginal-cost", true_decode=True),
     ],
     _with_active_experts,
     default_workers="8,16",
@@ -109,7 +109,10 @@ tail_replay = replay_command(
     "tail_replay",
     [
         *(arm for arm in POLICIES if arm.label in BASELINES),
-        *(Arm(f"marginal-cost, tail power {g}", "marginal-cost", {"tail_power": g}) for g in (1, 16)),
+        *(
+            Arm(f"marginal-cost, tail power {tail_power}", "marginal-cost", {"tail_power": tail_power})
+            for tail_power in (1, 16)
+        ),
     ],
     against(BASELINES),
     default_groups="all,language,task",

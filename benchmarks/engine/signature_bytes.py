@@ -19,7 +19,7 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
-from benchmarks.lib.synthetic import TOP_K, E, L
+from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.signature import pack_counts
 from loadgen.results import publish
@@ -31,10 +31,11 @@ _LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records have enough steps on
 
 def draw_counts(tokens: int, preference_scale: float, rng: np.random.Generator) -> NDArray[np.int64]:
     """Return int64[L,E] of a prompt whose scores are noise plus `preference_scale` times its preferences."""
-    scores = rng.gumbel(size=(L, tokens, E)) + preference_scale * rng.normal(size=(L, 1, E))
+    noise, preferences = rng.gumbel(size=(LAYERS, tokens, EXPERTS)), rng.normal(size=(LAYERS, 1, EXPERTS))
+    scores = noise + preference_scale * preferences
     chosen = np.argpartition(-scores, TOP_K, axis=-1)[..., :TOP_K]
-    counts = np.zeros((L, E), np.int64)
-    np.add.at(counts, (np.arange(L)[:, None, None], chosen), 1)
+    counts = np.zeros((LAYERS, EXPERTS), np.int64)
+    np.add.at(counts, (np.arange(LAYERS)[:, None, None], chosen), 1)
     return counts
 
 
@@ -67,8 +68,8 @@ def signature_bytes(
         cut = {"prompt_tokens": _LENGTHS[0], "output_tokens": 1, "min_output_tokens": 1}
         counts = read_trace_of_routes(gptoss, "gpt-oss-20b", **cut).prefill_counts
         counts = counts[rng.permutation(len(counts))[: 8 * prompts]]
-        tiled_counts = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4).reshape(-1, L, E)
-        rows.append(summary_row("GPT-OSS-20B", _LENGTHS[0], list(tiled_counts)))
+        tiled_counts = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4)
+        rows.append(summary_row("GPT-OSS-20B", _LENGTHS[0], list(tiled_counts.reshape(-1, LAYERS, EXPERTS))))
     publish(
         "signature_bytes",
         rows,

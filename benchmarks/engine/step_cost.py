@@ -31,13 +31,13 @@ from benchmarks.lib.engines import check_device
 from benchmarks.lib.replay.engine import BLOCK, STEP_TOKENS, ReplayEngine, pad_to_blocks
 from benchmarks.lib.synthetic import (
     DUMMY,
+    EXPERTS,
     HIDDEN,
     INTERMEDIATE,
     KV_BYTES,
+    LAYERS,
     TOP_K,
     VOCABULARY,
-    E,
-    L,
     write_config,
 )
 from eldr_serve.commands.errors import run
@@ -81,7 +81,7 @@ class ComposedEngine(ReplayEngine):
         from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
         from eldr_serve.engine.vllm.capture.on_host import HostCapture
 
-        expert_of_slot = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % E
+        expert_of_slot = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % EXPERTS
         self._table = table = expert_of_slot.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
 
         def replace_choices(hook: Any) -> Any:
@@ -127,7 +127,7 @@ def composed_steps(
     engine.start(prompts, len(active_by_step) + 2)
     batch, records = len(prompts), []
     for number in [*active_by_step, active[0]]:  # a step's time is known after the next step
-        records += engine.run_step(routes(batch, number, E, TOP_K, rng))
+        records += engine.run_step(routes(batch, number, EXPERTS, TOP_K, rng))
     engine.drain()
     records_of_batch = [record for record in records if record["requests"] == batch]
     layers = len(records_of_batch[0]["active_by_layer"])
@@ -186,7 +186,7 @@ def package_rows(batches: list[int]) -> list[dict[str, Any]]:
     """Return the package's figures for an MoE layer and for whole steps of these batches."""
     rows: list[dict[str, Any]] = []
     for card, (fixed_us, per_expert_us, step_ms) in PACKAGE.items():
-        layer = {"level": "package", "of": f"{card}, MoE layers", "fixed_ms": L * fixed_us / 1e3}
+        layer = {"level": "package", "of": f"{card}, MoE layers", "fixed_ms": LAYERS * fixed_us / 1e3}
         rows.append(layer | {"per_expert_us": per_expert_us})
         rows += [
             {"level": "package", "of": f"{card}, step", "batch_size": batch, "step_p50_ms": step_ms[batch]}
@@ -204,9 +204,9 @@ def _points(batches: str, active: str) -> dict[int, list[int]]:
     """
     lists = (("--batches", batches), ("--active", active))
     sizes, numbers_of_experts = (sorted(set(options.numbers(*option))) for option in lists)
-    points = {b: [a for a in numbers_of_experts if TOP_K <= a <= min(E, b * TOP_K)] for b in sizes}
+    points = {b: [a for a in numbers_of_experts if TOP_K <= a <= min(EXPERTS, b * TOP_K)] for b in sizes}
     if impossible := [b for b, possible in points.items() if not possible]:
-        max_experts = min(E, impossible[0] * TOP_K)
+        max_experts = min(EXPERTS, impossible[0] * TOP_K)
         raise UserInputError(
             f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; "
             "give such an --active"
@@ -221,7 +221,7 @@ def step_cost(
     ] = "8,16,32,48,64,96,128",
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps for each point.")] = 15,
     context: Annotated[int, typer.Option(min=32, help="Tokens of each request's prompt.")] = 1024,
-    layers: Annotated[int, typer.Option(min=1, help="Layers; the model's 48 take 61 GB.")] = L,
+    layers: Annotated[int, typer.Option(min=1, help="Layers; the model's 48 take 61 GB.")] = LAYERS,
     vocabulary: Annotated[int, typer.Option(min=1024, help="Tokens of the vocabulary.")] = VOCABULARY,
     hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = HIDDEN,
     intermediate: Annotated[int, typer.Option(min=32, help="Neurons of an expert.")] = INTERMEDIATE,
@@ -264,7 +264,7 @@ def step_cost(
         inputs={
             "device": device,
             **shape,
-            "experts": E,
+            "experts": EXPERTS,
             "top_k": TOP_K,
             "context": context,
             "rounds": rounds,

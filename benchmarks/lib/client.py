@@ -18,10 +18,10 @@ from loadgen.sse import StreamError, StreamTiming, read_stream_async
 
 @dataclass
 class Answer:
-    """One streamed answer. `start` and `end` are time.perf_counter()."""
+    """One streamed answer; its times are of time.perf_counter()."""
 
-    start: float
-    end: float = 0.0
+    started_at_s: float
+    ended_at_s: float = 0.0
     timing: StreamTiming = field(default_factory=StreamTiming)
     error: str | None = None
 
@@ -33,36 +33,36 @@ def allow_open_files(number: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def session(timeout_s: float | None = None) -> aiohttp.ClientSession:
+def open_session(timeout_s: float | None = None) -> aiohttp.ClientSession:
     """Return a client session without a limit on connections. Slower requests than the timeout fail."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
     )
 
 
-async def complete(
+async def request_completion(
     http: aiohttp.ClientSession,
     url: str,
     body: dict[str, Any],
-    start: float | None = None,
+    started_at_s: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """Send one streaming completion, timed from `start` or now, and store any failure in `error`."""
-    answer = Answer(time.perf_counter() if start is None else start)
+    """Send one streaming completion, timed from `started_at_s` or now, and store any failure in `error`."""
+    answer = Answer(time.perf_counter() if started_at_s is None else started_at_s)
     body = body | {"stream": True}
     try:
         async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
             if response.status != 200:
                 answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
             else:
-                answer.timing = await read_stream_async(response.content, answer.start)
+                answer.timing = await read_stream_async(response.content, answer.started_at_s)
                 if body.get("ignore_eos"):
                     answer.timing.completion_tokens = body["max_tokens"]  # a chunk may hold several
                 if not answer.timing.chunk_times_s:
                     answer.error = "the stream held no token"
     except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
         answer.error = f"{type(error).__name__}: {error}"
-    answer.end = time.perf_counter()
+    answer.ended_at_s = time.perf_counter()
     return answer
 
 
@@ -70,8 +70,8 @@ Send = Callable[[aiohttp.ClientSession, dict[str, Any]], Awaitable[Answer]]
 
 
 def sender(url: str) -> Send:
-    """Return a function that sends a request to this URL by `complete`."""
-    return lambda http, body: complete(http, url, body)
+    """Return a function that sends a request to this URL by `request_completion`."""
+    return lambda http, body: request_completion(http, url, body)
 
 
 async def closed_loop(
@@ -91,15 +91,17 @@ async def closed_loop(
 
 def most_open(answers: list[Answer]) -> int:
     """Return the maximum number of answers in progress at the same time."""
-    changes = sorted([(a.start, 1) for a in answers] + [(a.end, -1) for a in answers])
+    changes = sorted([(a.started_at_s, 1) for a in answers] + [(a.ended_at_s, -1) for a in answers])
     return int(np.cumsum([change for _, change in changes]).max(initial=0))
 
 
-def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]:
-    """Return failures, times in ms, and requests/s and tokens/s since the first start, or `since`."""
+def summarise_answers(answers: list[Answer], since_s: float | None = None) -> dict[str, Any]:
+    """Return failures, times in ms, and requests/s and tokens/s since the first start, or `since_s`."""
     good = [a.timing for a in answers if a.error is None]
-    latencies = [1000 * (a.end - a.start) for a in answers if a.error is None]
-    span = max(a.end for a in answers) - (min(a.start for a in answers) if since is None else since)
+    latencies = [1000 * (a.ended_at_s - a.started_at_s) for a in answers if a.error is None]
+    if since_s is None:
+        since_s = min(a.started_at_s for a in answers)
+    span = max(a.ended_at_s for a in answers) - since_s
     row: dict[str, Any] = {"requests": len(answers), "failures": len(answers) - len(good)}
     for name, values in (("ttft", [t.ttft_s for t in good]), ("tpot", [t.tpot_s for t in good])):
         ms = [1000 * v for v in values if v is not None]
@@ -111,6 +113,6 @@ def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]
     return row
 
 
-def errors(answers: list[Answer]) -> dict[str, int]:
+def count_failures(answers: list[Answer]) -> dict[str, int]:
     """Count each kind of failure."""
     return dict(Counter(a.error for a in answers if a.error is not None).most_common(5))

@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.lib.normalised_time import NORMALISED
-from benchmarks.lib.synthetic import L
+from benchmarks.lib.synthetic import LAYERS
 from benchmarks.lib.tables import ROOT, Rows, has_result
 from loadgen.figures import BASELINES
 from loadgen.plots import POLICY_COLOURS, policy_colour, save
@@ -196,7 +196,7 @@ def step_cost() -> None:
     layers = [row for row in rows if row["level"] == "package" and row["of"].endswith("MoE layers")]
     for row, dashes in zip(layers, ("dashed", "dotted"), strict=True):
         ends = [8, 128]
-        times = [row["fixed_ms"] + L * row["per_expert_us"] * end / 1000 for end in ends]
+        times = [row["fixed_ms"] + LAYERS * row["per_expert_us"] * end / 1000 for end in ends]
         axes.plot(ends, times, color="black", lw=0.8, ls=dashes, label=f"{row['of']}, aiconfigurator")
     axes.set(xlabel="active experts of 128, each layer", ylabel="forward pass p50, ms", ylim=(0, None))
     _save(figure, "gpu_step_cost")

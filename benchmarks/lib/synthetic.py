@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 
-L, E, TOP_K = 48, 128, 8
+LAYERS, EXPERTS, TOP_K = 48, 128, 8
 VOCABULARY, HIDDEN, INTERMEDIATE = 151_936, 2048, 768
 KV_BYTES = 2 * 4 * 128 * 2  # per token and layer: keys and values of 4 heads of 128, bf16
 # Arguments of an engine with vLLM's dummy weights, whose prompts are token ids.
@@ -21,8 +21,9 @@ _PROMPT_TOKENS = 300
 
 def prompt_counts(number: int, rng: np.random.Generator) -> NDArray[np.uint32]:
     """Return uint32[number, L, E] counts of prompts, each with its own expert preferences."""
-    weights = (rng.dirichlet(np.full(E, 0.1)) for _ in range(number))
-    return np.stack([rng.multinomial(_PROMPT_TOKENS * TOP_K, w, size=L).astype(np.uint32) for w in weights])
+    weights = (rng.dirichlet(np.full(EXPERTS, 0.1)) for _ in range(number))
+    pairs = _PROMPT_TOKENS * TOP_K
+    return np.stack([rng.multinomial(pairs, w, size=LAYERS).astype(np.uint32) for w in weights])
 
 
 def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, intermediate: int) -> Path:
@@ -37,7 +38,7 @@ def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, int
         num_attention_heads=32,
         num_key_value_heads=4,
         **head,
-        num_experts=E,
+        num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
         moe_intermediate_size=intermediate,
@@ -50,7 +51,7 @@ def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, int
 
 def random_spec(rng: np.random.Generator) -> SignatureSpec:
     """Return a spec with random expert weights and all layers."""
-    return SignatureSpec(rng.uniform(0.1, 2, (L, E)).astype(np.float32), np.arange(L))
+    return SignatureSpec(rng.uniform(0.1, 2, (LAYERS, EXPERTS)).astype(np.float32), np.arange(LAYERS))
 
 
 def table_near(
@@ -63,5 +64,5 @@ def table_near(
 ) -> RoutingTable:
     """Return a table whose centroids are these prompts in turn, each count raised by less than `noise`."""
     near = prompts[np.arange(workers) % len(prompts)]
-    near = near + rng.integers(0, noise, (workers, L, E), dtype=np.uint32)
+    near = near + rng.integers(0, noise, (workers, LAYERS, EXPERTS), dtype=np.uint32)
     return RoutingTable("m", spec, spec.encode(near), np.ones(workers, np.int64), [""] * workers)

@@ -22,8 +22,8 @@ from benchmarks.lib import options
 from benchmarks.lib.capture import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
 from benchmarks.lib.ep.turns import (
-    HEADS,
-    PROMPT,
+    MAX_PROMPT_TOKENS,
+    NUM_HEADS,
     Minutes,
     Ranks,
     Rounds,
@@ -80,7 +80,7 @@ def ep_policies(
 ) -> None:
     """Compare policies over expert-parallel decode engines, with and without per-worker placements."""
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
-    model = widen_model(intermediate, work, heads=HEADS)
+    model = widen_model(intermediate, work, heads=NUM_HEADS)
     settings: dict[str, Any] = {"prompts": prompts.name, "workers": workers, "batch": batch, "groups": groups}
     settings |= {"ranks": ranks, "tokens": tokens, "intermediate": intermediate}
     settings |= {"requests": requests, "seed": seed}
@@ -95,7 +95,7 @@ def ep_policies(
         summaries = []
         for batch_of_worker, slots in cases[group].batches((policy, placement), turn):
             engine.place(slots, "none", np.ones((len(slots), experts)))
-            chosen = [data.tokens[n][-PROMPT:] for n in batch_of_worker]
+            chosen = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in batch_of_worker]
             name = hashlib.sha256(batch_of_worker.tobytes()).hexdigest()
             decoded = engine.decode(chosen, tokens, name=name)
             summaries.append(summary(decoded) | {"requests": batch_of_worker.tolist()})

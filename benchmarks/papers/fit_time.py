@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.synthetic import TOP_K, E, L
+from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
@@ -24,13 +24,13 @@ BENCHMARKS = {"fit_time": "default"}
 
 
 def _trace(n: int, rng: np.random.Generator) -> CalibrationTrace:
-    taste = rng.normal(size=(12, L, E)).astype(np.float32)
+    taste = rng.normal(size=(12, LAYERS, EXPERTS)).astype(np.float32)
     tokens = np.full(n, 64, np.uint32)
 
     def counts() -> np.ndarray:
-        result = np.zeros((n, L, E), np.uint32)
+        result = np.zeros((n, LAYERS, EXPERTS), np.uint32)
         for request in range(n):
-            scores = 2 * taste[request % 12] + rng.gumbel(size=(L, E))
+            scores = 2 * taste[request % 12] + rng.gumbel(size=(LAYERS, EXPERTS))
             np.put_along_axis(result[request], np.argpartition(-scores, TOP_K, axis=1)[:, :TOP_K], 64, axis=1)
         return result
 
@@ -72,7 +72,7 @@ def fit_time(
     publish(
         "fit_time",
         rows,
-        inputs={"L": L, "E": E, "top_k": TOP_K, "rounds": rounds},
+        inputs={"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "rounds": rounds},
         seed=seed,
         notes="synthetic trace of 12 domains",
         out=out,

@@ -27,13 +27,13 @@ class SessionHash(_Limited):
     name = "session-hash"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
+        positions = available_workers(loads)
         if not request.prompt_key:
-            return choose_shortest(workers, loads, self.name)
-        in_flight = {str(worker): int(loads.in_flight[worker]) for worker in workers}
+            return choose_shortest(positions, loads, self.name)
+        in_flight = {str(worker): int(loads.in_flight[worker]) for worker in positions}
         ratio = self.parameters.max_load_ratio
         chosen = choose_prefill(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
-        return Decision(int(chosen), num_candidates=len(workers), reason=self.name)
+        return Decision(int(chosen), num_candidates=len(positions), reason=self.name)
 
 
 class LongestPrefix(_Limited):
@@ -42,11 +42,11 @@ class LongestPrefix(_Limited):
     name = "longest-prefix"
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
-        in_flight = loads.in_flight[workers]
-        max_in_flight = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(workers))
-        workers = workers[(in_flight + 1 <= max_in_flight) | (in_flight == in_flight.min())]
+        positions = available_workers(loads)
+        in_flight = loads.in_flight[positions]
+        max_in_flight = max(1.0, self.parameters.max_load_ratio * (in_flight.sum() + 1) / len(positions))
+        positions = positions[(in_flight + 1 <= max_in_flight) | (in_flight == in_flight.min())]
         if loads.cached_tokens is not None:
-            cached = loads.cached_tokens[workers]
-            workers = workers[cached == cached.max()]
-        return choose_shortest(workers, loads, self.name)
+            cached = loads.cached_tokens[positions]
+            positions = positions[cached == cached.max()]
+        return choose_shortest(positions, loads, self.name)

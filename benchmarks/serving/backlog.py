@@ -22,7 +22,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import allow_open_files, session
+from benchmarks.lib.client import allow_open_files, open_session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import serve_application
@@ -89,7 +89,7 @@ async def send_all(
 ) -> list[_Request]:
     """Send all prompts at once and retry refused ones, up to a time limit in seconds."""
     requests = [_Request() for _ in prompts]
-    async with session(timeout_s) as http:
+    async with open_session(timeout_s) as http:
         start_s = time.perf_counter()
         tasks = [
             asyncio.create_task(_send_until_answered(http, url, prompt, start_s, request))

@@ -39,9 +39,9 @@ from benchmarks.lib import options
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
 from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies, request_body
 from benchmarks.lib.barrier.rows import BASE, policy_rows
-from benchmarks.lib.barrier.steps import FOLDER, read_steps
+from benchmarks.lib.barrier.steps import RECORD_FOLDER_ENV, read_steps
 from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
-from benchmarks.lib.client import Send, closed_loop, errors, sender, session
+from benchmarks.lib.client import Send, closed_loop, count_failures, open_session, sender
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.ep.turns import Minutes, measure_in_turns
@@ -89,7 +89,7 @@ def barrier_arguments(
         "enable_prefix_caching": False,
         "scheduler_cls": "benchmarks.lib.barrier.recording.RecordingScheduler",
     }
-    arguments["decode_config"]["runtime_env"]["env_vars"] |= {FOLDER: str(folder.resolve())}
+    arguments["decode_config"]["runtime_env"]["env_vars"] |= {RECORD_FOLDER_ENV: str(folder.resolve())}
     return arguments | {"path": _LONG_WAITS}
 
 
@@ -112,11 +112,11 @@ def _service(
 
 
 async def _send_one_by_one(send: Send, bodies: list[dict[str, Any]]) -> None:
-    async with session() as http:
+    async with open_session() as http:
         answers = await closed_loop(
             lambda number: send(http, bodies[number]), requests=len(bodies), in_flight=1
         )
-    if failures := errors(answers):
+    if failures := count_failures(answers):
         raise UserInputError(f"the service does not answer: {failures}")
 
 

@@ -34,7 +34,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import Answer, allow_open_files, closed_loop, complete, session
+from benchmarks.lib.client import Answer, allow_open_files, closed_loop, open_session, request_completion
 from benchmarks.lib.cluster import local_ray, unwind_on_sigterm, wait_ready
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import MODEL, bodies
@@ -54,9 +54,9 @@ _WITH_INTERVAL = ("ttft_mean_ms", "handover_mean_ms", "before_step_mean_ms", "be
 
 
 async def _load(url: str, work: Iterator[dict[str, Any]], requests: int, in_flight: int) -> list[Answer]:
-    async with session() as http:
+    async with open_session() as http:
         return await closed_loop(
-            lambda n: complete(http, url, next(work)), requests=requests, in_flight=in_flight
+            lambda n: request_completion(http, url, next(work)), requests=requests, in_flight=in_flight
         )
 
 

@@ -27,7 +27,7 @@ import psutil
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session
+from benchmarks.lib.client import Answer, allow_open_files, count_failures, open_session, request_completion
 from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
 from benchmarks.lib.fakes.names import APPLICATION
 from benchmarks.lib.fakes.service import check_text, request_body
@@ -121,9 +121,9 @@ async def _drive(
 
     async def client(number: int) -> None:
         by_proxy = number % 4 == 0
-        async with session(60.0) as http:
+        async with open_session(60.0) as http:
             while not over.is_set():
-                answer = await complete(http, urls[by_proxy], body)
+                answer = await request_completion(http, urls[by_proxy], body)
                 check_text(answer, _TOKENS)
                 answers.append((by_proxy, answer))
                 if answer.error is not None:
@@ -161,16 +161,16 @@ def _rows(answers: list[tuple[bool, Answer]], lost: list[dict[str, Any]]) -> lis
     """Return a row for each loss."""
     rows = []
     for entry, until in zip(lost, [*(e["at"] for e in lost[1:]), float("inf")], strict=True):
-        ended_answers = [(proxy, answer) for proxy, answer in answers if entry["at"] <= answer.end < until]
+        ended_answers = [pair for pair in answers if entry["at"] <= pair[1].ended_at_s < until]
         direct, proxied = (
             [answer for proxy, answer in ended_answers if proxy == by_proxy] for by_proxy in (False, True)
         )
         failed = [answer for answer in direct if answer.error is not None]
         row = {name: value for name, value in entry.items() if name != "at"}
-        row |= {"requests": len(direct), "failures": len(failed), "errors": errors(direct)}
-        row |= {"by_proxy": len(proxied), "errors_by_proxy": errors(proxied)}
+        row |= {"requests": len(direct), "failures": len(failed), "errors": count_failures(direct)}
+        row |= {"by_proxy": len(proxied), "errors_by_proxy": count_failures(proxied)}
         row["failures_by_proxy"] = sum(answer.error is not None for answer in proxied)
-        row["failing_s"] = max((a.end for a in failed), default=entry["at"]) - entry["at"]
+        row["failing_s"] = max((a.ended_at_s for a in failed), default=entry["at"]) - entry["at"]
         row["longest_gap_s"] = max((max(a.timing.chunk_gaps_s, default=0.0) for a in direct), default=0.0)
         rows.append(row | {"ttft_max_s": max((a.timing.ttft_s or 0.0 for a in direct), default=0.0)})
     return rows

@@ -25,7 +25,15 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import Answer, allow_open_files, closed_loop, complete, errors, session, summary
+from benchmarks.lib.client import (
+    Answer,
+    allow_open_files,
+    closed_loop,
+    count_failures,
+    open_session,
+    request_completion,
+    summarise_answers,
+)
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import serve_application, start_application
@@ -78,9 +86,9 @@ def largest_fitting_load(loads: Iterable[_Load]) -> _Load:
 
 
 async def _send_closed_loop(url: str, requests: list[dict[str, Any]], in_flight: int) -> list[Answer]:
-    async with session(_TIMEOUT_S) as http:
+    async with open_session(_TIMEOUT_S) as http:
         return await closed_loop(
-            lambda number: complete(http, url, requests[number % len(requests)]),
+            lambda number: request_completion(http, url, requests[number % len(requests)]),
             requests=6 * in_flight,
             in_flight=in_flight,
         )
@@ -92,7 +100,7 @@ def _measure_load(
     """Send a closed loop with this number of requests in flight and return its result."""
     answers = asyncio.run(_send_closed_loop(url, requests, in_flight))
     share = sum(is_within(answer, objective) for answer in answers) / len(answers)
-    return _Load(in_flight, summary(answers)["requests_per_s"], share)
+    return _Load(in_flight, summarise_answers(answers)["requests_per_s"], share)
 
 
 async def send_arrivals(
@@ -111,11 +119,11 @@ async def send_arrivals(
     """
     tasks: list[asyncio.Task[Answer]] = []
     start_s = time.perf_counter()
-    async with session(_TIMEOUT_S) as http:
+    async with open_session(_TIMEOUT_S) as http:
         due_times = itertools.takewhile(lambda due_s: due_s < seconds, poisson(per_s, seed))
         for due_s, body in zip(due_times, requests, strict=False):
             await asyncio.sleep(start_s + due_s - time.perf_counter())
-            tasks.append(asyncio.create_task(complete(http, url, body, headers=headers)))
+            tasks.append(asyncio.create_task(request_completion(http, url, body, headers=headers)))
         return list(await asyncio.gather(*tasks))
 
 
@@ -152,7 +160,7 @@ def row(admission: str, answers: list[Answer], objective: LatencyObjective, seco
     Args:
         seconds: duration of the arrivals in seconds.
     """
-    waits_s = [answer.end - answer.start for answer in answers if is_refused(answer)]
+    waits_s = [answer.ended_at_s - answer.started_at_s for answer in answers if is_refused(answer)]
     admitted = [answer for answer in answers if not is_refused(answer)]
     good = sum(is_within(answer, objective) for answer in admitted)
     figures = {
@@ -194,7 +202,7 @@ def objectives(
     arguments = our_arguments(deployment, model)
     with serve_application(arguments, port=port) as client:
         asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
-        idle = summary(asyncio.run(_send_closed_loop(client.url, requests, 1)))
+        idle = summarise_answers(asyncio.run(_send_closed_loop(client.url, requests, 1)))
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
         by_count = start_application(arguments, port=port + 2, name="by-count", max_in_flight=fit.in_flight)
@@ -219,7 +227,7 @@ def objectives(
             "max_tokens": max_tokens,
             "deployment": deployment.stem,
             "predictions": predictions,
-            "errors": {admission: errors(part) for admission, part in answers.items()},
+            "errors": {admission: count_failures(part) for admission, part in answers.items()},
         },
         notes="the same arrivals for both, in turn; each has its own engines; refused requests are not sent "
         "again; engines, both applications and the client share the cores",

@@ -132,7 +132,8 @@ async def _send_without_router(http: Any, urls: dict[str, list[str]], body: dict
             params = (await response.json())["kv_transfer_params"]
     except (aiohttp.ClientError, OSError) as error:
         return client.Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
-    return await client.complete(http, urls["decode"][0], body | {"kv_transfer_params": params}, start)
+    body = body | {"kv_transfer_params": params}
+    return await client.request_completion(http, urls["decode"][0], body, start)
 
 
 async def _trial(
@@ -152,7 +153,7 @@ async def _trial(
             cpu_marks.append(cpu_s())
         return answer
 
-    async with client.session(_TIMEOUT_S) as http:
+    async with client.open_session(_TIMEOUT_S) as http:
         for in_flight in loads:
             requests = per_load * min(in_flight, 4)
             cpu_marks, ended = [], list[int]()
@@ -160,11 +161,11 @@ async def _trial(
             answers = await client.closed_loop(
                 partial(send_one, last=last), requests=last + in_flight, in_flight=in_flight
             )
-            answers.sort(key=lambda answer: answer.end)
+            answers.sort(key=lambda answer: answer.ended_at_s)
             measured_answers = answers[warm_up:last]
-            row = client.summary(measured_answers, answers[warm_up - 1].end)
+            row = client.summarise_answers(measured_answers, answers[warm_up - 1].ended_at_s)
             cpu = {part: 1000 * (s - cpu_marks[0][part]) / requests for part, s in cpu_marks[1].items()}
-            rows[str(in_flight)] = row | {"errors": client.errors(measured_answers), "cpu_ms": cpu}
+            rows[str(in_flight)] = row | {"errors": client.count_failures(measured_answers), "cpu_ms": cpu}
     return rows
 
 

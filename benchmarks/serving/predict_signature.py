@@ -24,7 +24,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.synthetic import TOP_K, E, L
+from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
@@ -65,7 +65,7 @@ def predict_signature(
         rows,
         seed=seed,
         out=out,
-        inputs={"L": L, "E": E, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls},
+        inputs={"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls},
         notes="one thread; a random predictor, token ids by a power law",
     )
     publish(
@@ -73,8 +73,8 @@ def predict_signature(
         [_decisions(workers, tokens, calls, rng) for workers, tokens in product(WORKERS, (1000, 10_000))],
         seed=seed,
         out=None if out is None else out.with_stem("predict_decision"),
-        inputs={"L": L, "E": E, "top_k": TOP_K, "vocabulary": VOCABULARY, "rank": 64, "calls": calls}
-        | {"requests_a_worker": RUNNING, "block_tokens": BLOCK_TOKENS},
+        inputs={"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls}
+        | {"rank": 64, "requests_a_worker": RUNNING, "block_tokens": BLOCK_TOKENS},
         notes="one thread; as predict_signature; half of each prompt is cached on one worker",
     )
 
@@ -120,13 +120,13 @@ def _fail(error: Exception) -> None:
 
 
 def _random_predictor(rank: int, rng: np.random.Generator) -> SignaturePredictor:
-    directions = np.linalg.qr(rng.normal(size=(L * E, rank)))[0].T.reshape(rank, L, E)
+    directions = np.linalg.qr(rng.normal(size=(LAYERS * EXPERTS, rank)))[0].T.reshape(rank, LAYERS, EXPERTS)
     tokens = rng.normal(size=(VOCABULARY, rank)).astype(np.float32) / np.float32(rank)
     return SignaturePredictor(
         model="m",
         tokenizer="t",
         top_k=TOP_K,
-        mean=np.full((L, E), TOP_K / E, np.float32),
+        mean=np.full((LAYERS, EXPERTS), TOP_K / EXPERTS, np.float32),
         token_factors=tokens,
         expert_factors=np.ascontiguousarray(directions, np.float32),
         variance=np.ones(VOCABULARY, np.float32),

@@ -26,7 +26,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import session
+from benchmarks.lib.client import open_session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import serve_without_table
@@ -100,7 +100,7 @@ async def converse(
                 requests += 1
                 history = prompt + await _answer(http, url, prompt, tokens)
 
-    async with session(_TIMEOUT_S) as http:
+    async with open_session(_TIMEOUT_S) as http:
         await asyncio.gather(*(user(http) for _ in range(in_flight)))
     return requests
 

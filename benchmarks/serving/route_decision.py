@@ -17,7 +17,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.synthetic import TOP_K, E, L, prompt_counts, random_spec, table_near
+from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K, prompt_counts, random_spec, table_near
 from eldr_serve.commands.errors import run
 from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import p50_p99_us, publish, time_calls
@@ -54,7 +54,7 @@ def route_decision(
     publish(
         "route_decision",
         rows,
-        inputs={"L": L, "E": E, "top_k": TOP_K, "calls": calls},
+        inputs={"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "calls": calls},
         seed=seed,
         notes="one thread, encoding of the counts included",
         out=out,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import local_ray
-from benchmarks.lib.synthetic import E, L, prompt_counts, random_spec, table_near
+from benchmarks.lib.synthetic import EXPERTS, LAYERS, prompt_counts, random_spec, table_near
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.results import publish, time_calls
@@ -174,7 +174,8 @@ def router_actor(
     publish(
         "router_actor",
         rows,
-        inputs={"L": L, "E": E, "calls": calls, "rounds": rounds, "seconds": seconds, "many": many},
+        inputs={"L": LAYERS, "E": EXPERTS, "calls": calls, "rounds": rounds}
+        | {"seconds": seconds, "many": many},
         seed=seed,
         out=out,
         notes="policy locality-band; one client process; caller, router and bare actor share the cores; "

@@ -22,7 +22,14 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import Answer, allow_open_files, complete, errors, session, summary
+from benchmarks.lib.client import (
+    Answer,
+    allow_open_files,
+    count_failures,
+    open_session,
+    request_completion,
+    summarise_answers,
+)
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import bodies
@@ -61,8 +68,8 @@ class _Service:
 
     async def ask(self, body: dict[str, Any]) -> None:
         """Send one request over its own connection."""
-        async with session(_TIMEOUT_S) as http:
-            answer = await complete(http, self._client.url, body)
+        async with open_session(_TIMEOUT_S) as http:
+            answer = await request_completion(http, self._client.url, body)
         self.answers.append(answer)
         if answer.error is None:
             expected = self.texts.setdefault(body["prompt"], answer.timing.text)
@@ -98,8 +105,8 @@ class _Service:
         prefill, decode = await asyncio.to_thread(self.engines)
         return (
             {"clients": clients, "prefill_engines": prefill, "decode_engines": decode, "after_s": after_s}
-            | summary(self.answers)
-            | {"wrong_texts": self.wrong, "longest_gap_s": max(gaps), "errors": errors(self.answers)}
+            | summarise_answers(self.answers)
+            | {"wrong_texts": self.wrong, "longest_gap_s": max(gaps), "errors": count_failures(self.answers)}
         )
 
 

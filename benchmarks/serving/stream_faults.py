@@ -25,7 +25,14 @@ import httpx
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session
+from benchmarks.lib.client import (
+    Answer,
+    allow_open_files,
+    count_failures,
+    most_open,
+    open_session,
+    request_completion,
+)
 from benchmarks.lib.fakes.names import APPLICATION
 from benchmarks.lib.fakes.service import (
     HAPROXY,
@@ -75,7 +82,7 @@ async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
                 answer.error = f"HTTP {response.status}"
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         answer.error = type(error).__name__
-    answer.end = time.perf_counter()
+    answer.ended_at_s = time.perf_counter()
     return answer
 
 
@@ -84,11 +91,11 @@ async def _load(
 ) -> list[Answer]:
     """Send all requests at once. Kill the first process when all have begun, then another one every 3 s."""
     body = request_body(tokens, gap_ms)
-    async with session(_TIMEOUT_S) as http:
+    async with open_session(_TIMEOUT_S) as http:
 
         async def one(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / count)
-            answer = await (complete if way == "own" else _whole)(http, url, body)
+            answer = await (request_completion if way == "own" else _whole)(http, url, body)
             check_text(answer, tokens)
             return answer
 
@@ -148,11 +155,11 @@ def _measure(
             "tokens": tokens,
             "most_open": most_open(answers),
             "failures": len(failed),
-            "errors": errors(answers),
+            "errors": count_failures(answers),
             "longest_gap_s": max(
                 (max(a.timing.chunk_gaps_s, default=0.0) for a in answers if is_own), default=None
             ),
-            "longest_s": max(a.end - a.start for a in answers),
+            "longest_s": max(a.ended_at_s - a.started_at_s for a in answers),
             "settled_s": time.perf_counter() - ended,
             "left": {name: ingress.get(name) for name in ("in_flight", "leases")},
         }

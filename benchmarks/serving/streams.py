@@ -28,7 +28,15 @@ import httpx
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.client import Answer, allow_open_files, complete, errors, most_open, session, summary
+from benchmarks.lib.client import (
+    Answer,
+    allow_open_files,
+    count_failures,
+    most_open,
+    open_session,
+    request_completion,
+    summarise_answers,
+)
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
 from benchmarks.lib.rounds import medians
@@ -47,11 +55,11 @@ _PARTS = ("ingress", "router", "engines", "proxy", "ray")
 
 async def _load(url: str, streams: int, tokens: int, gap_ms: float, ramp_s: float) -> list[Answer]:
     body = request_body(tokens, gap_ms)
-    async with session(_TIMEOUT_S) as http:
+    async with open_session(_TIMEOUT_S) as http:
 
         async def one(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / streams)
-            return await complete(http, url, body)
+            return await request_completion(http, url, body)
 
         return list(await asyncio.gather(*(one(number) for number in range(streams))))
 
@@ -94,12 +102,12 @@ def _measure(
             offered_s = ramp_s + prefill_s + (tokens - 1) * gap_ms / 1000
             status = httpx.get(f"{url}/eldr/status", timeout=30).json()
             row: dict[str, Any] = {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
-            row |= {"most_open": most_open(answers), **summary(answers)}
+            row |= {"most_open": most_open(answers), **summarise_answers(answers)}
             row["offered_tokens_per_s"] = count * tokens / offered_s
             row["server_us_per_token"] = sum(us.values())
             row |= {f"{name}_us_per_token": us.get(name, 0.0) for name in _PARTS}
             row |= {"idle_pct": 100 * sum(idle.values()), "leases_left": status["ingress"]["leases"]}
-            rows.append(row | {"errors": errors(answers)})
+            rows.append(row | {"errors": count_failures(answers)})
             typer.echo(
                 f"{way}, {count} streams of {tokens}: {rows[-1]['tokens_per_s']:.0f} tokens/s, "
                 f"{rows[-1]['server_us_per_token']:.0f} us per token",

@@ -46,7 +46,14 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import load_or_capture
-from benchmarks.lib.client import Answer, Send, allow_open_files, errors, session, summary
+from benchmarks.lib.client import (
+    Answer,
+    Send,
+    allow_open_files,
+    count_failures,
+    open_session,
+    summarise_answers,
+)
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.cpu_time import cpu_s
@@ -101,7 +108,7 @@ async def _trial(
                 if len(counted_answers) == requests and len(marks) == 2:
                     enough.set()
 
-    async with session(_TIMEOUT_S) as http:
+    async with open_session(_TIMEOUT_S) as http:
         users = [asyncio.create_task(user(http)) for _ in range(in_flight)]
         last, everyone = asyncio.create_task(enough.wait()), asyncio.gather(*users)
         both: list[asyncio.Future[Any]] = [last, everyone]
@@ -114,18 +121,17 @@ async def _trial(
             f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}"
         )
     (begin_s, before), (end_s, after) = marks
-    row = summary(counted_answers)
+    row = summarise_answers(counted_answers)
     row["requests_per_s"] = (requests - row["failures"]) / (end_s - begin_s)
-    row["tokens_per_s"] *= (max(a.end for a in counted_answers) - min(a.start for a in counted_answers)) / (
-        end_s - begin_s
-    )
+    last_end_s = max(a.ended_at_s for a in counted_answers)
+    row["tokens_per_s"] *= (last_end_s - min(a.started_at_s for a in counted_answers)) / (end_s - begin_s)
     cpu = {part: s - before[part] for part, s in after.items()}
     tokens = row["tokens_per_s"] * (end_s - begin_s)
     row["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
     row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # per request
     unix_s = time.time() - time.perf_counter()
-    row["span"] = [unix_s + begin_s, unix_s + max(a.end for a in counted_answers)]
-    return row | {"errors": errors(counted_answers)}
+    row["span"] = [unix_s + begin_s, unix_s + last_end_s]
+    return row | {"errors": count_failures(counted_answers)}
 
 
 def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:

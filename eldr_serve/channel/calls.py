@@ -30,7 +30,7 @@ class Call:
         method: name of the called method.
         group: the group in which the caller counts the call; see Channel.in_flight_of.
         engine_report: the engine's report on its part of the call, received with the end of the reply.
-        begun_at: start time in seconds on the event loop's clock.
+        started_at_s: start time in seconds on the event loop's clock.
         on_overflow: callback, called once if the call is cancelled because its client reads too slowly.
     """
 
@@ -46,8 +46,8 @@ class Call:
         self._error: Exception | None = None
         self._changed_event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self.begun_at = self._loop.time()
-        self._received_at: float | None = None
+        self.started_at_s = self._loop.time()
+        self._received_at_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.engine_report: dict[str, Any] = {}
         self.on_overflow: Callable[[], None] = lambda: None
@@ -88,11 +88,11 @@ class Call:
 
     def _check_time(self, first_s: float, gap_s: float, since: Callable[[], float]) -> None:
         now = self._loop.time()
-        until = since() + first_s if self._received_at is None else self._received_at + gap_s
-        if until > now:
-            self._timer = self._loop.call_at(min(until, now + gap_s), self._check_time, first_s, gap_s, since)
+        due_s = since() + first_s if self._received_at_s is None else self._received_at_s + gap_s
+        if due_s > now:
+            self._timer = self._loop.call_at(min(due_s, now + gap_s), self._check_time, first_s, gap_s, since)
             return
-        what = "for its first token" if self._received_at is None else "between two tokens"
+        what = "for its first token" if self._received_at_s is None else "between two tokens"
         self._timed_out = True  # even a slow reader waits no longer for the engine to stop
         self._error = self._error or CallTimeoutError(f"too long {what}")
         self.cancel()
@@ -123,7 +123,7 @@ class Call:
         """Add a received part of the reply; `ids` holds the uint32 ids of its tokens, or nothing."""
         if self._error is not None:
             return
-        self._received_at = self._loop.time()
+        self._received_at_s = self._loop.time()
         if self._unread and self._unread_bytes + len(payload) > MAX_UNREAD_BYTES:
             self._error = SlowReaderError(f"{self._unread_bytes} bytes of a stream are unread")
             self._unread, self._ids = [], []
@@ -156,10 +156,10 @@ class OpenCall:
         on_failed: callback with CallFailedError or ChannelLostError if the call ends early.
 
     Attributes:
-        begun_at: start time in seconds on the event loop's clock.
+        started_at_s: start time in seconds on the event loop's clock.
     """
 
-    __slots__ = ("_channel", "_close", "_number", "_on_failed", "_on_message", "begun_at")
+    __slots__ = ("_channel", "_close", "_number", "_on_failed", "_on_message", "started_at_s")
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class OpenCall:
     ) -> None:
         self._channel, self._number, self._close = channel, number, close
         self._on_message, self._on_failed = on_message, on_failed
-        self.begun_at = asyncio.get_running_loop().time()
+        self.started_at_s = asyncio.get_running_loop().time()
 
     def note(self, payload: bytes = b"", tokens: int = 0) -> None:
         """Send a message about the call, and the number of tokens generated so far."""

@@ -83,7 +83,7 @@ class Channel(Peer):
     def oldest_s(self) -> float:
         """Return the age of the oldest open call in seconds; 0 if there is none."""
         oldest = next(iter(self._calls.values()), None)
-        return self._loop.time() - oldest.begun_at if oldest is not None else 0.0
+        return self._loop.time() - oldest.started_at_s if oldest is not None else 0.0
 
     def call(
         self,

@@ -33,7 +33,7 @@ class Peer(asyncio.Protocol, ABC):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
-        self._received_at = self._due = self._loop.time()
+        self._received_at_s = self._due_at_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self.name = "?"
         self.is_logged = self.is_leaving = False
@@ -91,7 +91,7 @@ class Peer(asyncio.Protocol, ABC):
         self._tick_at(self._loop.time() + PING_S)
 
     def data_received(self, data: bytes) -> None:
-        self._received_at = self._loop.time()
+        self._received_at_s = self._loop.time()
         try:
             for kind, call, tokens, payload in self._frames.feed(data):
                 if kind == Kind.PING:
@@ -115,17 +115,17 @@ class Peer(asyncio.Protocol, ABC):
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if now - self._due > PING_S:  # this process was late, not the other end
-            self._received_at = now
-        lost_at = self._received_at + self._silent_s
-        if now >= lost_at:
+        if now - self._due_at_s > PING_S:  # this process was late, not the other end
+            self._received_at_s = now
+        lost_at_s = self._received_at_s + self._silent_s
+        if now >= lost_at_s:
             self.abort(TimeoutError(f"silent for {self._silent_s:g} s"))
             return
         self.send(self.ping())
         # Tick no later than the deadline. Schedule it by absolute time: rounding could shrink a delay to 0
         # forever.
-        self._tick_at(min(now + PING_S, lost_at))
+        self._tick_at(min(now + PING_S, lost_at_s))
 
-    def _tick_at(self, due: float) -> None:
-        self._due = due
-        self._timer = self._loop.call_at(due, self._tick)
+    def _tick_at(self, due_at_s: float) -> None:
+        self._due_at_s = due_at_s
+        self._timer = self._loop.call_at(due_at_s, self._tick)

@@ -99,18 +99,18 @@ class OperatorClient:
         Returns:
             `replica`, and `in_flight`: the calls that still run there.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while True:
             answer = self._request_json("PUT", "/eldr/drain", json={"replica": replica})
-            if not answer.get("in_flight") or time.monotonic() >= deadline:
+            if not answer.get("in_flight") or time.monotonic() >= deadline_s:
                 return answer
             time.sleep(_DRAIN_POLL_S)
 
     def wait_idle(self, timeout_s: float = 300.0) -> None:
         """Wait until no request holds a lease."""
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while self.status().get("leases", 0):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline_s:
                 raise ServiceError(f"requests are still running on {self.url} after {timeout_s:.0f} s")
             time.sleep(0.2)
 
@@ -132,14 +132,14 @@ class OperatorClient:
         Args:
             at_rest: no request was sent since the last call, so totals equal to its result are final.
         """
-        totals, since = self.decode_totals(), time.monotonic()
+        totals, stable_since_s = self.decode_totals(), time.monotonic()
         if at_rest and totals == self._final_totals:
             return totals
-        while totals is not None and time.monotonic() - since < _STABLE_S:
+        while totals is not None and time.monotonic() - stable_since_s < _STABLE_S:
             time.sleep(0.5)
             newer = self.decode_totals()
             if newer != totals:
-                totals, since = newer, time.monotonic()
+                totals, stable_since_s = newer, time.monotonic()
         self._final_totals = totals
         return totals
 

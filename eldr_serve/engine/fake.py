@@ -210,9 +210,9 @@ class FakeEngine(InProcess):
             self.running.discard(request.id)
 
     async def _step(self) -> None:
-        start = time.monotonic()
+        started_at_s = time.monotonic()
         while True:
-            await asyncio.sleep(start + (self._number + 1) * self._config.step_s - time.monotonic())
+            await asyncio.sleep(started_at_s + (self._number + 1) * self._config.step_s - time.monotonic())
             self._number += 1
             for answer in self._due.pop(self._number, ()):
                 if answer.step():

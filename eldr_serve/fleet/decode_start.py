@@ -58,8 +58,8 @@ class DecodeStartEstimator:
         """
         worker = call.worker
         if self._has_waiting_calls(worker) and self._calls(worker) > self._call_starts.num_waiting(worker):
-            call.expected_start_s = _now()
-        return call.expected_start_s
+            call.expected_start_at_s = _now()
+        return call.expected_start_at_s
 
     def free_slots(self, worker: str) -> float:
         """Return how many further calls a live worker could start on now; inf if its slots are unknown."""

@@ -27,7 +27,7 @@ class _Record:
     failures: int = 0  # since the last success or ejection
     ejections: int = 0  # since the last success
     failed_at_s: float = 0.0
-    until_s: float = 0.0
+    ejected_until_s: float = 0.0
 
 
 class OutlierDetector:
@@ -57,14 +57,14 @@ class OutlierDetector:
         }
         record = self._records.setdefault(replica, _Record())
         record.failed_at_s = now
-        if now < record.until_s:
+        if now < record.ejected_until_s:
             return  # the call began before the ejection
         record.failures += 1
         if record.failures < FAILURES:
             return
         record.failures = 0
         ejection_s = min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
-        record.until_s = now + ejection_s
+        record.ejected_until_s = now + ejection_s
         record.ejections += 1
         logger.warning(
             "replica %s has failed %d calls in a row and is ejected for %.0f s; the last error: %s",
@@ -79,6 +79,6 @@ class OutlierDetector:
     def usable_names(self) -> list[str]:
         """Return the live workers whose replicas are not ejected, or all of them if more than half are."""
         names, now = list(self._fleet.live_names), self._clock()
-        ejected_replicas = {name for name, record in self._records.items() if now < record.until_s}
+        ejected_replicas = {name for name, record in self._records.items() if now < record.ejected_until_s}
         usable_names = [name for name in names if replica_of(name) not in ejected_replicas]
         return usable_names if 2 * len(usable_names) >= len(names) else names

@@ -199,8 +199,8 @@ class EldrIngress:
         """
         if self._port is None:
             return
-        until = time.monotonic() + _LISTEN_DELAY_S
-        while not self._fleets.decode.live_names and time.monotonic() < until:
+        until_s = time.monotonic() + _LISTEN_DELAY_S
+        while not self._fleets.decode.live_names and time.monotonic() < until_s:
             await asyncio.sleep(_POLL_S)
         options = self.gate.options
         self._http = HttpServer(http_application(options.cors_origins), options, self._port)

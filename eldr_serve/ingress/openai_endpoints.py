@@ -78,7 +78,7 @@ class OpenAIEndpoints:
 
     async def generate(self, method: str, request: HTTPRequest) -> Response:
         """Run a chat, text completion or message over prefill, placement and decode."""
-        start_s = time.monotonic()
+        started_at_s = time.monotonic()
         body = await request.body()
         fields = self._parse(request, body)
         count = num_sequences(fields)
@@ -105,13 +105,13 @@ class OpenAIEndpoints:
             raise
         lease = context.lease
         assert lease is not None
-        first_s = time.monotonic()
+        first_token_at_s = time.monotonic()
 
         def record() -> None:
             last_lease = context.lease or lease  # another one if the stream was resumed
             tokens = last_lease.generated_tokens
-            tpot_s = (time.monotonic() - first_s) / (tokens - 1) if tokens > 1 else None
-            self._router.record_stream(StreamLatencies(first_s - start_s, tpot_s))
+            tpot_s = (time.monotonic() - first_token_at_s) / (tokens - 1) if tokens > 1 else None
+            self._router.record_stream(StreamLatencies(first_token_at_s - started_at_s, tpot_s))
 
         headers = request.state.id_headers | _placement_headers(lease)
         if fields.stream and context.record.handover_s is not None:

@@ -50,7 +50,7 @@ class IngressStatus:
         return {
             "in_flight": self._gate.in_flight,
             "waiting": self._gate.limiter.num_waiting,
-            "leases": self._router.held_lease_count,
+            "leases": len(self._router.held_leases()),
             "router_unreachable": self._router.router_unreachable,
             "warm_pairs": self._warmup.pairs,
             "ready": self._warmup.ready,
@@ -76,7 +76,7 @@ class IngressStatus:
                 "ready": self._warmup.ready,
                 "router_unreachable": self._router.router_unreachable,
                 "in_flight": self._gate.in_flight,
-                "leases": self._router.held_lease_count,
+                "leases": len(self._router.held_leases()),
             },
             "details": "with Authorization: Bearer ADMIN_KEY",
         }

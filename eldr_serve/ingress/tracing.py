@@ -80,15 +80,16 @@ class Trace:
             return
         record = context.record
         for stage in record.stages:
-            span = self._tracer.start_span(stage.name, self._context, start_time=self._time_ns(stage.start_s))
+            start_ns = self._time_ns(stage.started_at_s)
+            span = self._tracer.start_span(stage.name, self._context, start_time=start_ns)
             if stage.worker:
                 span.set_attribute("eldr.worker", stage.worker)
             _set_error(span, stage.error)
-            span.end(self._time_ns(stage.ended_s))
+            span.end(self._time_ns(stage.ended_at_s))
         self._root.set_attributes(_attributes(context))
         if record.status is None or not 400 <= record.status < 500:  # those are the client's errors
             _set_error(self._root, record.error)
-        self._root.end(self._time_ns(record.ended_s))
+        self._root.end(self._time_ns(record.ended_at_s))
 
     def _time_ns(self, monotonic_s: float) -> int:
         """Convert a monotonic time to nanoseconds since 1970."""

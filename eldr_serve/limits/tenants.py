@@ -36,7 +36,7 @@ class Bucket:
         self.charged = 0.0  # total of this process
         self._clock = clock
         self._used = 0.0
-        self._at = clock()
+        self._refilled_at_s = clock()
 
     def set_limit(self, per_minute: float | None) -> None:
         """Change the limit and keep the usage."""
@@ -66,8 +66,8 @@ class Bucket:
         if self.per_minute is None:
             self._used = 0.0
         else:
-            self._used = max(self._used - (now - self._at) * self.per_minute / _MINUTE_S, 0.0)
-        self._at = now
+            self._used = max(self._used - (now - self._refilled_at_s) * self.per_minute / _MINUTE_S, 0.0)
+        self._refilled_at_s = now
 
 
 class Tenant:

@@ -54,16 +54,16 @@ class LoopWatch:
         """Measure and export stalls until cancelled."""
         loop = asyncio.get_running_loop()
         self._metrics = self._metrics or LoopMetrics()  # the same if this runs again after a failure
-        export_at = loop.time()
+        export_at_s = loop.time()
         while True:
-            due = loop.time() + _TICK_S
+            due_at_s = loop.time() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            late_s = loop.time() - due
+            late_s = loop.time() - due_at_s
             if late_s >= STALL_S:
                 self.stalls += 1
             self.longest_s = max(self.longest_s, late_s)
-            if due >= export_at:
-                export_at = due + PERIOD_S
+            if due_at_s >= export_at_s:
+                export_at_s = due_at_s + PERIOD_S
                 self._metrics.export(self.role, self.status())
 
     def status(self) -> dict[str, Any]:

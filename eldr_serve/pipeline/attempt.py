@@ -37,7 +37,7 @@ class Attempt:
         self._services = services
         self._context = context
         self._prompt: Prompt = UncomputedPrompt()
-        self._call: Call | None = None
+        self._channel_call: Call | None = None
 
     async def run(self) -> AsyncGenerator[bytes, None]:
         """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
@@ -66,7 +66,7 @@ class Attempt:
                     yield payload
         finally:
             services.router_client.release(context.request_id)  # no effect without a lease
-            self._prompt.close(reader=self._call)
+            self._prompt.close(reader=self._channel_call)
 
     # -- placement -------------------------------------------------------------------------------
 
@@ -158,45 +158,45 @@ class Attempt:
             services.router_client.progress(context.request_id, context.answer.num_tokens)
         with (
             context.record.decode_stages(lease.worker) as stages,
-            self._decode_call(lease) as decode,
+            self._make_decode_call(lease) as decode_call,
         ):
             try:
-                self._call = decode.send()
-                while (chunk := await decode.read()) is not None:
+                self._channel_call = decode_call.send()
+                while (chunk := await decode_call.read()) is not None:
                     context.answer.append(chunk)
                     services.router_client.progress(lease.request_id, context.answer.num_tokens)
-                    if stages.first_s is None:
+                    if stages.first_chunk_at_s is None:
                         self._record_first_chunk(placing, stages)
                         if is_resumed:
                             self._count_resumption()
                     if chunk.payload:  # else only tokens have arrived
                         yield chunk.payload
-                    if self._call.is_leaving and services.moves.begin(context, lease.worker):
+                    if self._channel_call.is_leaving and services.moves.begin(context, lease.worker):
                         return
             except ChannelLostError as error:
-                if decode.call is not None:
+                if decode_call.channel_call is not None:
                     context.failures.lost_engines += not error.silent
                     self._prompt.on_engine_lost()
-                self._raise_unless_complete(error, decode, suspects_prefill=False)
+                self._raise_unless_complete(error, decode_call, suspects_prefill=False)
             except CallTimeoutError as error:
                 services.outliers.record_failure(lease.worker, error)
-                self._raise_unless_complete(error, decode, suspects_prefill=not decode.begun)
+                self._raise_unless_complete(error, decode_call, suspects_prefill=not decode_call.has_begun)
             except CallFailedError as error:
-                if error.status < 500 and not context.answer.sent and not decode.begun:
+                if error.status < 500 and not context.answer.sent and not decode_call.has_begun:
                     raise
                 if error.status >= 500:  # else the resumed request is at fault, for example too long
                     services.outliers.record_failure(lease.worker, error)
-                self._raise_unless_complete(error, decode, suspects_prefill=True)
+                self._raise_unless_complete(error, decode_call, suspects_prefill=True)
             else:
-                report = msgspec.convert(self._call.engine_report, GenerationReport)
+                report = msgspec.convert(self._channel_call.engine_report, GenerationReport)
                 stages.transport_s = report.transport_s
                 if not is_resumed:
                     self._count_cached_tokens(lease, report.cached_tokens)
-                if not decode.begun:
-                    raise self._decode_failure("the answer was empty", decode, suspects_prefill=True)
+                if not decode_call.has_begun:
+                    raise self._decode_failure("the answer was empty", decode_call, suspects_prefill=True)
                 services.outliers.record_success(lease.worker)
 
-    def _decode_call(self, lease: Lease) -> DecodeCall:
+    def _make_decode_call(self, lease: Lease) -> DecodeCall:
         return DecodeCall(
             self._context,
             self._prompt,
@@ -210,16 +210,16 @@ class Attempt:
 
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
         record = self._context.record
-        stages.first_s = now = time.monotonic()
-        if record.first_token_s is None:
-            record.first_token_s = now
+        stages.first_chunk_at_s = now = time.monotonic()
+        if record.first_token_at_s is None:
+            record.first_token_at_s = now
         if self._context.request.fields.stream:
             record.status = 200
         if self._prompt.prefilled_at_s is not None:
             record.handover_s = now - self._prompt.prefilled_at_s
             self._services.stage_latencies.record(
                 place=placing.seconds,
-                first_token=now - stages.start_s,
+                first_token=now - stages.started_at_s,
                 handover=record.handover_s,
             )
 
@@ -235,7 +235,9 @@ class Attempt:
             counters.count(IngressEvent.PREFIX_TOKENS_PREDICTED, lease.cached_tokens)
             counters.count(IngressEvent.PREFIX_TOKENS_MEASURED, int(cached_tokens))
 
-    def _raise_unless_complete(self, error: Exception, decode: DecodeCall, *, suspects_prefill: bool) -> None:
+    def _raise_unless_complete(
+        self, error: Exception, decode_call: DecodeCall, *, suspects_prefill: bool
+    ) -> None:
         """Raise DecodeFailedError, unless the client has the complete answer.
 
         Args:
@@ -243,8 +245,12 @@ class Attempt:
                 failure itself or sent no token in time.
         """
         if not self._context.answer.complete:
-            raise self._decode_failure(error, decode, suspects_prefill=suspects_prefill) from error
+            raise self._decode_failure(error, decode_call, suspects_prefill=suspects_prefill) from error
 
-    def _decode_failure(self, reason: Any, call: DecodeCall, *, suspects_prefill: bool) -> DecodeFailedError:
+    def _decode_failure(
+        self, reason: Any, decode_call: DecodeCall, *, suspects_prefill: bool
+    ) -> DecodeFailedError:
         suspect = self._prompt.prefill_replica if suspects_prefill else ""
-        return DecodeFailedError(reason, call.worker, begun=call.begun, suspect_replica=suspect)
+        return DecodeFailedError(
+            reason, decode_call.worker, has_begun=decode_call.has_begun, suspect_replica=suspect
+        )

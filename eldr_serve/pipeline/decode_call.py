@@ -30,9 +30,9 @@ class DecodeCall:
 
     Attributes:
         worker: the decode worker.
-        call: the call; None until it is sent.
-        begun: part of the answer has arrived by this call.
-        ended: the engine no longer works on the call.
+        channel_call: the call over the channel; None until it is sent.
+        has_begun: part of the answer has arrived by this call.
+        has_ended: the engine no longer works on the call.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class DecodeCall:
         counts_prompts: bool,
     ) -> None:
         self.worker = lease.worker
-        self.call: Call | None = None
-        self.begun = False
-        self.ended = False
+        self.channel_call: Call | None = None
+        self.has_begun = False
+        self.has_ended = False
         self._context = context
         self._prompt = prompt
         self._fleet = fleet
@@ -58,59 +58,61 @@ class DecodeCall:
         self._router_client = router_client
         self._options = options
         self._counts_prompts = counts_prompts
-        self._queued: WaitingCall | None = None
+        self._waiting_call: WaitingCall | None = None
         self._measured: MeasuredCounts | None = None
         self._engine_request = self._make_engine_request()
 
     def __enter__(self) -> DecodeCall:
         self._prompt.enter(self.worker)
-        self._queued = self._decode_starts.enter(self.worker, self._prompt.remaining_s)
+        self._waiting_call = self._decode_starts.enter(self.worker, self._prompt.remaining_s)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._leave_queue(answered=self.ended)
-        if self.call is not None and not self.ended:
-            self.call.cancel()
+        self._leave_queue(answered=self.has_ended)
+        if self.channel_call is not None and not self.has_ended:
+            self.channel_call.cancel()
         if self._measured is not None:
             self._measured.finish()
 
     def send(self) -> Call:
         """Send and return the call; raise ChannelLostError if there is no channel to the worker's replica."""
-        assert self._queued is not None
+        assert self._waiting_call is not None
         request = self._context.request
         self._measured = self._measure_counts()
-        self.call = self._fleet.call(self.worker, "generate", self._engine_request)
-        self.call.on_overflow = self._context.on_overflow
+        self.channel_call = self._fleet.call(self.worker, "generate", self._engine_request)
+        self.channel_call.on_overflow = self._context.on_overflow
         # Without a stream, an engine that also prefills sends nothing before its whole answer.
         if request.fields.stream or self._prompt.kv_transfer_params is not None:
             options = self._options
-            since = partial(self._decode_starts.postpone_if_full, self._queued)
-            self.call.set_timeouts(options.first_token_timeout_s, options.next_token_timeout_s, since=since)
-        return self.call
+            since = partial(self._decode_starts.postpone_if_full, self._waiting_call)
+            self.channel_call.set_timeouts(
+                options.first_token_timeout_s, options.next_token_timeout_s, since=since
+            )
+        return self.channel_call
 
     async def read(self) -> Chunk | None:
         """Return the next part of the answer, None at its end; raise what Call.read raises."""
-        assert self.call is not None
+        assert self.channel_call is not None
         try:
-            chunk = await self.call.read()
+            chunk = await self.channel_call.read()
         except CallFailedError:
-            self.ended = True
+            self.has_ended = True
             raise
         except ChannelLostError:
-            self.ended = True
+            self.has_ended = True
             self._leave_queue(answered=False)
             raise
         if chunk is None:
-            self.ended = True
-        elif not self.begun:
-            self.begun = True
+            self.has_ended = True
+        elif not self.has_begun:
+            self.has_begun = True
             self._leave_queue(answered=True)
             self._prompt.on_first_token()
         return chunk
 
     def _leave_queue(self, *, answered: bool) -> None:
-        assert self._queued is not None
-        self._decode_starts.leave(self._queued, answered=answered)
+        assert self._waiting_call is not None
+        self._decode_starts.leave(self._waiting_call, answered=answered)
 
     def _make_engine_request(self) -> EngineRequest:
         context = self._context

@@ -25,14 +25,14 @@ class DecodeFailedError(Exception):
 
     Attributes:
         worker: the decode worker.
-        begun: part of the answer had arrived by this call.
+        has_begun: part of the answer had arrived by this call.
         suspect_replica: the prefill replica whose blocks may be at fault; "" if there is none.
     """
 
-    def __init__(self, reason: Any, worker: str, *, begun: bool, suspect_replica: str) -> None:
+    def __init__(self, reason: Any, worker: str, *, has_begun: bool, suspect_replica: str) -> None:
         super().__init__(f"{reason}")
         self.worker = worker
-        self.begun = begun
+        self.has_begun = has_begun
         self.suspect_replica = suspect_replica
 
 
@@ -77,5 +77,5 @@ class Failures:
         self.decode_workers.append(error.worker)
         if error.suspect_replica:
             self.prefill_replicas.append(error.suspect_replica)
-        if sent and error.begun:
+        if sent and error.has_begun:
             self.streams += 1

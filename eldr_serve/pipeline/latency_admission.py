@@ -8,12 +8,12 @@ from collections.abc import Callable
 from eldr_serve.errors import OverloadedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
-from eldr_serve.pipeline.decode_loads import request_decode_loads
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor, WorkerLatencies, late_names
 from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.request_context import AdmissionResult, RequestContext
+from eldr_serve.pipeline.request_decode_loads import request_decode_loads
 from eldr_serve.queues.prediction import WINDOW_S, LatencyPrediction
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.router_client.client import RouterClient
@@ -63,7 +63,7 @@ class LatencyAdmission:
         # The caller's next steps do not wait while there is room, so requests that arrive together count
         # each other.
         num_tokens = self._prefill_admission.estimate_tokens(context)
-        other_s = self._clock() - context.record.start_s + self._router_client.queue_wait_s
+        other_s = self._clock() - context.record.started_at_s + self._router_client.queue_wait_s
         latencies = self._predictor.predict(num_tokens, loads, other_s)
         load = min(latencies.batches.values(), default=float(self._recorder.num_running))
         tpot_s = min(latencies.tpot_s.values(), default=None)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
-from eldr_serve.pipeline.decode_loads import request_decode_loads
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import TicketedPrompt
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.request_decode_loads import request_decode_loads
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.router_client.client import RouterClient
 

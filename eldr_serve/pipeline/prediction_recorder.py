@@ -49,11 +49,11 @@ class PredictionRecorder:
     @contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:
         """Measure a request; record the latencies of an answer that was predicted."""
-        mark, start_s = self._concurrency.add(1), self._clock()
+        mark, started_at_s = self._concurrency.add(1), self._clock()
         running = self._concurrency.running
         try:
             yield
-            self._record(context, self._concurrency.mean(mark, self._clock() - start_s) / running)
+            self._record(context, self._concurrency.mean(mark, self._clock() - started_at_s) / running)
         finally:
             self._concurrency.add(-1)
             if context.lease is not None:
@@ -66,8 +66,8 @@ class PredictionRecorder:
             growth: mean number of requests that ran meanwhile, times that at the admission.
         """
         request, record, prediction = context.request, context.record, context.admission.prediction
-        first_s = record.first_token_s
-        if prediction is None or first_s is None or record.error:
+        first_token_at_s = record.first_token_at_s
+        if prediction is None or first_token_at_s is None or record.error:
             return
         if context.failures.attempts or context.drained_workers:
             return
@@ -78,8 +78,9 @@ class PredictionRecorder:
         ttft_s, objective = prediction.ttft_s.get(worker), request.objective
         self.measured_at_s = self._clock()
         if ttft_s is not None and objective.ttft_s is not None:
-            self._ttft.record(ttft_s, first_s - record.start_s, objective.ttft_s, prediction.load)
+            measured_s = first_token_at_s - record.started_at_s
+            self._ttft.record(ttft_s, measured_s, objective.ttft_s, prediction.load)
         more_tokens = context.answer.num_tokens - 1
         if prediction.tpot_s is not None and objective.tpot_s is not None and more_tokens > 0:
-            tpot_s = (self._clock() - first_s) / more_tokens
+            tpot_s = (self._clock() - first_token_at_s) / more_tokens
             self._tpot.record(prediction.tpot_s, tpot_s, objective.tpot_s, growth * prediction.load)

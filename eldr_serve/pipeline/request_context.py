@@ -101,7 +101,7 @@ class RequestContext:
         """Return the time until the first token is due by the objective, s; None without one, or if late."""
         if self.request.objective.ttft_s is None:
             return None
-        remaining_s = self.record.start_s + self.request.objective.ttft_s - time.monotonic()
+        remaining_s = self.record.started_at_s + self.request.objective.ttft_s - time.monotonic()
         return remaining_s if remaining_s > 0 else None
 
     @cached_property

@@ -16,8 +16,8 @@ class RequestRecord:
     """Times and outcome of one request.
 
     Attributes:
-        start_s, ended_s: begin and end of the work, time.monotonic().
-        first_token_s: time of the first token, time.monotonic(); None before it.
+        started_at_s, ended_at_s: begin and end of the work, time.monotonic().
+        first_token_at_s: time of the first token, time.monotonic(); None before it.
         handover_s: time from the end of prefill to the first answer of decode, s; None without either.
         stages: finished stages, in the order of their ends.
         status: HTTP status of the answer; None if the client disconnected before it.
@@ -25,9 +25,9 @@ class RequestRecord:
         client_disconnected: the client disconnected before the end.
     """
 
-    start_s: float = field(default_factory=time.monotonic)
-    ended_s: float = 0.0
-    first_token_s: float | None = None
+    started_at_s: float = field(default_factory=time.monotonic)
+    ended_at_s: float = 0.0
+    first_token_at_s: float | None = None
     handover_s: float | None = None
     stages: list[Stage] = field(default_factory=list)
     status: int | None = None
@@ -44,7 +44,7 @@ class RequestRecord:
             stage.error = one_line_message(error)
             raise
         finally:
-            stage.ended_s = time.monotonic()
+            stage.ended_at_s = time.monotonic()
             self.stages.append(stage)
 
     def decode_stages(self, worker: str) -> DecodeStages:
@@ -62,11 +62,11 @@ class RequestRecord:
         seconds: dict[str, float] = {}
         for stage in self.stages:
             seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
-        return seconds | {"total": self.ended_s - self.start_s}
+        return seconds | {"total": self.ended_at_s - self.started_at_s}
 
     def end(self, error: BaseException | None) -> bool:
         """Record the end of the work; return whether it ended with an unexpected error."""
-        self.ended_s = time.monotonic()
+        self.ended_at_s = time.monotonic()
         if isinstance(error, Exception):
             self.error = one_line_message(error)
             if self.status is None:

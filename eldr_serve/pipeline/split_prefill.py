@@ -162,7 +162,7 @@ class SplitPrefill:
             with context.record.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, "prefill", engine_request)
                 timeout_s = self._options.prefill_timeout_s
-                call.set_timeouts(timeout_s, timeout_s, since=lambda: waiting_call.expected_start_s)
+                call.set_timeouts(timeout_s, timeout_s, since=lambda: waiting_call.expected_start_at_s)
                 reply = await read_prefill_reply(call)
         except CallFailedError as error:
             if error.status < 500:
@@ -189,7 +189,7 @@ class SplitPrefill:
             request_id,
             replica,
             kv_transfer_params=reply.kv_transfer_params,
-            prefilled_at_s=stage.ended_s,
+            prefilled_at_s=stage.ended_at_s,
             kv_release=self._kv_release,
         )
 

@@ -16,21 +16,21 @@ class Stage:
     Attributes:
         name: prefill, place, transport (until the decode engine has the prompt's blocks and begins its first
             step, if the engine reports that), first_token or stream, in this order.
-        start_s, ended_s: time.monotonic().
+        started_at_s, ended_at_s: time.monotonic().
         worker: the worker that was called, if any.
         error: reason of the failure, one sentence; "" without failure.
     """
 
     name: str
-    start_s: float
-    ended_s: float = 0.0
+    started_at_s: float
+    ended_at_s: float = 0.0
     worker: str = ""
     error: str = ""
 
     @property
     def seconds(self) -> float:
         """Return the duration, s."""
-        return self.ended_s - self.start_s
+        return self.ended_at_s - self.started_at_s
 
 
 class DecodeStages:
@@ -38,15 +38,15 @@ class DecodeStages:
 
     Attributes:
         transport_s: the engine's transport time, part of the time to the first chunk, s; None if unknown.
-        first_s: time.monotonic() of the first chunk; None before it.
+        first_chunk_at_s: time.monotonic() of the first chunk; None before it.
     """
 
     def __init__(self, stages: list[Stage], worker: str) -> None:
         self._stages = stages
         self._worker = worker
-        self.start_s = time.monotonic()
+        self.started_at_s = time.monotonic()
         self.transport_s: float | None = None
-        self.first_s: float | None = None
+        self.first_chunk_at_s: float | None = None
 
     def __enter__(self) -> DecodeStages:
         """Return the stages, whose clock the constructor has started."""
@@ -56,16 +56,16 @@ class DecodeStages:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         now = time.monotonic()
-        if self.first_s is None:
-            self._add("first_token", self.start_s, now, error)
+        if self.first_chunk_at_s is None:
+            self._add("first_token", self.started_at_s, now, error)
             return
-        start_s = self.start_s
+        started_at_s = self.started_at_s
         if self.transport_s is not None:
-            start_s = min(start_s + self.transport_s, self.first_s)
-            self._add("transport", self.start_s, start_s)
-        self._add("first_token", start_s, self.first_s)
-        self._add("stream", self.first_s, now, error)
+            started_at_s = min(started_at_s + self.transport_s, self.first_chunk_at_s)
+            self._add("transport", self.started_at_s, started_at_s)
+        self._add("first_token", started_at_s, self.first_chunk_at_s)
+        self._add("stream", self.first_chunk_at_s, now, error)
 
-    def _add(self, name: str, start_s: float, ended_s: float, error: BaseException | None = None) -> None:
+    def _add(self, name: str, from_s: float, until_s: float, error: BaseException | None = None) -> None:
         why = one_line_message(error) if isinstance(error, Exception) else ""
-        self._stages.append(Stage(name, start_s, ended_s, self._worker, why))
+        self._stages.append(Stage(name, from_s, until_s, self._worker, why))

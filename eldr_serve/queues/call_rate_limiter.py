@@ -18,7 +18,7 @@ class CallRateLimiter:
         self._per_s = per_s
         self._capacity = max(per_s, 1.0)
         self._clock = clock
-        self._available, self._at_s = self._capacity, -math.inf
+        self._available, self._refilled_at_s = self._capacity, -math.inf
 
     def reserve(self, within_s: float) -> float | None:
         """Reserve a token after all earlier reservations; return the seconds until it is available.
@@ -28,8 +28,8 @@ class CallRateLimiter:
         if not self._per_s:
             return None
         now = self._clock()
-        self._available = min(self._available + (now - self._at_s) * self._per_s, self._capacity)
-        self._at_s = now
+        self._available = min(self._available + (now - self._refilled_at_s) * self._per_s, self._capacity)
+        self._refilled_at_s = now
         after_s = max(0.0, 1 - self._available) / self._per_s
         if after_s > within_s:
             return None

@@ -11,13 +11,13 @@ class WaitingCall:
     """One call to a worker that has not answered yet.
 
     Attributes:
-        expected_start_s: time at which the worker is expected to start on the call's answer, on the
+        expected_start_at_s: time at which the worker is expected to start on the call's answer, on the
             estimator's clock; the call's time limit starts then.
     """
 
     worker: str
     number: int
-    expected_start_s: float
+    expected_start_at_s: float
 
 
 class CallStartEstimator:
@@ -55,4 +55,4 @@ class CallStartEstimator:
             for later in reversed(waiting.values()):
                 if later.number < call.number:
                     break
-                later.expected_start_s = max(later.expected_start_s, now)
+                later.expected_start_at_s = max(later.expected_start_at_s, now)

@@ -49,7 +49,7 @@ class _Queue:
     Attributes:
         own: prompts of this ingress, and the throughput for them.
         report: the worker's newest report.
-        reported_s: time of its arrival.
+        reported_at_s: time of its arrival.
         own_at_report: own tokens at that time.
         own_at_previous_report: own tokens when the report before it arrived.
         other_tokens: tokens of other ingresses.
@@ -60,7 +60,7 @@ class _Queue:
 
     own: Throughput
     report: QueueReport = field(default_factory=QueueReport)
-    reported_s: float = -math.inf
+    reported_at_s: float = -math.inf
     own_at_report: float = 0.0
     own_at_previous_report: float = 0.0
     other_tokens: float = 0.0
@@ -88,11 +88,11 @@ class _Queue:
     def refresh(self, report: QueueReport | None, now: float) -> None:
         """Process the worker's newest report; forget other ingresses' prompts if it is outdated."""
         if report is not None and report.number != self.report.number:
-            self.report, self.reported_s = report, now
+            self.report, self.reported_at_s = report, now
             self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
             self.other_tokens = max(0.0, report.tokens - self.own_at_report)
             self.calls_at_report, self.own_calls_at_report = report.calls, self.own_calls
-        elif now - self.reported_s > _STALE_S:
+        elif now - self.reported_at_s > _STALE_S:
             self.other_tokens = 0.0
             self.calls_at_report = self.own_calls_at_report = 0
         if self.report.callers <= 1:
@@ -201,7 +201,7 @@ class PrefillQueues:
         """Estimate the time until a prompt has been computed, s; 0 without a ticket."""
         if ticket is None or ticket.waiting_call is None:
             return 0.0
-        return ticket.waiting_call.expected_start_s - self._clock()
+        return ticket.waiting_call.expected_start_at_s - self._clock()
 
     def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
         """Process the newest reports of these workers; return their queues."""

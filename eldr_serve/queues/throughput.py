@@ -26,7 +26,7 @@ class Throughput:
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self.outstanding = 0.0
         self._clock = clock
-        self._at_s = clock()
+        self._advanced_at_s = clock()
         self._tokens = self._seconds = 0.0
         self._uncounted_s = 0.0  # busy time since a prompt was last counted
 
@@ -68,5 +68,5 @@ class Throughput:
         """Account for the time since the last event."""
         now = self._clock()
         if self.outstanding >= _IDLE_BELOW_TOKENS:
-            self._uncounted_s += now - self._at_s
-        self._at_s = now
+            self._uncounted_s += now - self._advanced_at_s
+        self._advanced_at_s = now

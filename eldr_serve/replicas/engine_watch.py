@@ -110,14 +110,14 @@ class EngineWatch:
     async def _wait(self) -> float:
         """Wait for the next check; return the time waited, s, without stops of this process."""
         loop = asyncio.get_running_loop()
-        since = loop.time()
+        started_at_s = loop.time()
         try:
             async with asyncio.timeout(_PERIOD_S):
                 await self._check_soon.wait()
         except TimeoutError:
             pass
         self._check_soon.clear()
-        return min(loop.time() - since, _PERIOD_S)
+        return min(loop.time() - started_at_s, _PERIOD_S)
 
     async def _has_died(self) -> bool:
         try:

@@ -57,7 +57,7 @@ class DecodeRouter:
         self._expert_placements = settings.expert_placements
         self._pool.apply_settings(settings.pool)
         self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
-        self._connected_at = time.monotonic()
+        self._connected_at_s = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
         self._channel_server: asyncio.Future[tuple[Address, ChannelServer]] | None = None
@@ -231,10 +231,10 @@ class DecodeRouter:
 
     async def _exit_when_idle(self) -> None:
         """Exit after a long time without ingresses."""
-        while time.monotonic() - self._connected_at <= _IDLE_EXIT_S:
+        while time.monotonic() - self._connected_at_s <= _IDLE_EXIT_S:
             await asyncio.sleep(PERIOD_S)
             if self._sessions.has_ingresses:
-                self._connected_at = time.monotonic()
+                self._connected_at_s = time.monotonic()
         await self._pool.end()
         # exit_actor would only end this task, by its exception.
         ray.kill(ray.get_runtime_context().current_actor)

@@ -27,7 +27,7 @@ class PoolLink:
     def __init__(self) -> None:
         self._settings: PoolSettings | None = None
         self._status: dict[str, Any] | None = None
-        self._status_at = time.monotonic()
+        self._status_at_s = time.monotonic()
         self._seen_refused = 0  # refused tables that the current actor has reported
         self._changing: asyncio.Task[None] | None = None
 
@@ -63,7 +63,7 @@ class PoolLink:
     def report(self, state: RouterState, status: dict[str, Any]) -> RouterView:
         """Store the pool's status; return the router's state for the pool."""
         assert self._settings is not None
-        self._status, self._status_at = status, time.monotonic()
+        self._status, self._status_at_s = status, time.monotonic()
         num_refused = status["tables_refused"]
         if num_refused < self._seen_refused:  # the actor was restarted
             self._seen_refused = 0
@@ -84,7 +84,7 @@ class PoolLink:
         """Return the `signatures` entry of the status, which is None without a pool."""
         if self._settings is None:
             return {"signatures": None}
-        silent_s = time.monotonic() - self._status_at
+        silent_s = time.monotonic() - self._status_at_s
         if self._status is None or silent_s > _UNREACHABLE_S:
             note = f"the signature pool has not answered for {silent_s:.0f} s; the table stays as it is"
             return {"signatures": (self._status or {}) | {"note": note, "actors": 0}}

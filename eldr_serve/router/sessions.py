@@ -124,14 +124,14 @@ class Sessions:
         self._scheduled = False
         progress, self.progress = self.progress, {}
         pending, self.pending = [lease for lease in self.pending if lease.state is LeaseState.SENT], []
-        began = time.perf_counter()
+        started_at_s = time.perf_counter()
         try:
             self.state.progress(progress)
             self.state.place(pending)
         except Exception:  # no request may wait for a broken router; its ingress places it
             logger.exception("the router cannot place %d requests", len(pending))
         if pending:
-            self.metrics.record_placement(self.state, time.perf_counter() - began)
+            self.metrics.record_placement(self.state, time.perf_counter() - started_at_s)
         for lease in pending:
             call = self.open.get(lease.request_id)
             if call is None:  # sending a reply has closed its ingress's channel

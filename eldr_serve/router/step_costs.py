@@ -21,7 +21,7 @@ class StepCosts:
 
     def __init__(self, clock: Callable[[], float], prior: StepCost | None = None) -> None:
         self._clock = clock
-        self._recent, self._recent_at = StepSums(), clock()
+        self._recent, self._recent_at_s = StepSums(), clock()
         self._total = StepSums()
         self._prior = prior
         self._fitted: StepCost | None = None
@@ -35,8 +35,8 @@ class StepCosts:
         """Add steps, and fit the cost to them and earlier ones."""
         now = self._clock()
         self._total += steps
-        remaining_share = 0.5 ** ((now - self._recent_at) / _HALF_LIFE_S)
-        self._recent, self._recent_at = self._recent.scale(remaining_share) + steps, now
+        remaining_share = 0.5 ** ((now - self._recent_at_s) / _HALF_LIFE_S)
+        self._recent, self._recent_at_s = self._recent.scale(remaining_share) + steps, now
         self._fitted = self._recent.fit() or self._fitted
 
     def time_model(self, num_experts: int) -> StepTimeModel:

@@ -124,11 +124,6 @@ class RouterClient:
         """Return the leases that hold a worker."""
         return [lease for lease in self.leases.values() if lease.state is LeaseState.LEASED]
 
-    @property
-    def held_lease_count(self) -> int:
-        """Return the number of leases that hold a worker."""
-        return len(self.held_leases())
-
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
@@ -272,7 +267,7 @@ class RouterClient:
             self._fallback.add(lease)
         elif isinstance(reply, Queued) and lease.state is LeaseState.SENT:
             lease.become(LeaseState.QUEUED)
-            self._waiting.queue(lease.request_id)
+            self._waiting.queue_or_refuse(lease.request_id)
             return
         self._waiting.resume(lease.request_id)
 

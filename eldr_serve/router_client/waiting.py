@@ -88,7 +88,7 @@ class WaitingRequests:
         if request_id in self._waiting:
             self._waiting[request_id].outcome.cancel()
 
-    def queue(self, request_id: str) -> None:
+    def queue_or_refuse(self, request_id: str) -> None:
         """Let a request wait in the decode queue until `deadline_s`; refuse it if it would wait longer."""
         entry = self._waiting.get(request_id)
         if entry is None or entry.expiry is not None:  # released, or queued again by another router

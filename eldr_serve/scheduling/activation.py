@@ -9,33 +9,33 @@ from numpy.typing import NDArray
 
 from eldr_serve.scheduling.types import PlacementRequest
 
-# -log(1 - p) is stored as one byte per cell: level i is _MAX_DEPTH * (i / 255)**2, precise for small p.
+# Each cell stores the depth -log(1 - p) as one byte, its level: _DEPTH_UNIT * level**2, precise for small p.
 _MAX_DEPTH = 4.0  # p = 0.98; the marginal cost of an expert that is nearly always active is negligible
-UNIT = _MAX_DEPTH / 255**2
+_DEPTH_UNIT = _MAX_DEPTH / 255**2
 _SQUARES = np.arange(256, dtype=np.int32) ** 2
 _MEMORY = 64  # time constant of the mean, requests
 _COARSE = 8  # the cells of every _COARSE-th layer come first in a row
-_ACTIVE = -np.expm1(-UNIT * _SQUARES).astype(np.float32)  # level -> p
+_PROBABILITY_OF_LEVEL = -np.expm1(-_DEPTH_UNIT * _SQUARES).astype(np.float32)  # level -> p
 
 Levels = NDArray[np.uint8]
 
 
 def levels_of(p: NDArray[np.floating[Any]]) -> Levels:
-    """Return the level nearest to each probability; level i is 1 - exp(-UNIT * i**2)."""
+    """Return the level nearest to each probability; level i means 1 - exp(-_DEPTH_UNIT * i**2)."""
     depth = -np.log1p(-np.minimum(p, 1 - np.exp(-_MAX_DEPTH)))
-    levels: Levels = np.rint(np.sqrt(depth / UNIT)).astype(np.uint8)
+    levels: Levels = np.rint(np.sqrt(depth / _DEPTH_UNIT)).astype(np.uint8)
     return levels
 
 
 def probability(levels: Levels) -> NDArray[np.float32]:
     """Return the probability of each level, float32."""
-    active: NDArray[np.float32] = _ACTIVE[levels]
-    return active
+    p: NDArray[np.float32] = _PROBABILITY_OF_LEVEL[levels]
+    return p
 
 
-def extend_rows(rows: NDArray[Any], workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
-    """Return `rows` extended to shape [workers, *cells] by rows of `fill`."""
-    new = np.full((workers - len(rows), *cells), fill, rows.dtype)
+def extend_rows(rows: NDArray[Any], num_workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
+    """Return `rows` extended to shape [num_workers, *cells] by rows of `fill`."""
+    new = np.full((num_workers - len(rows), *cells), fill, rows.dtype)
     return np.concatenate([rows.reshape(len(rows), *cells), new])
 
 
@@ -50,17 +50,17 @@ class ExpectedActivation:
         running: position of the worker, and levels, of each running request.
         mean: float32[L*E], mean p of recent requests, with their latest counts; None before the first.
         layers: int64[L], order of layers in a row.
-        coarse_cells: number of cells of every eighth layer, which come first.
+        num_coarse_cells: number of cells of every eighth layer, which come first.
     """
 
     def __init__(self) -> None:
-        self._idle = np.ones((0, 0), np.float32)
-        self._union = np.zeros(0)
-        self._changed: set[int] = set()  # positions whose depth is newer than their `idle` and `union`
+        self._p_idle = np.ones((0, 0), np.float32)
+        self._expected_active = np.zeros(0)
+        self._changed: set[int] = set()  # positions whose `squared_levels` are newer than the other arrays
         self.running: dict[str, tuple[int, Levels]] = {}
         self.layers = np.zeros(0, np.int64)
-        self.coarse_cells = 0
-        self.depth = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
+        self.num_coarse_cells = 0
+        self.squared_levels = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
         self._shape: tuple[int, ...] = ()
         self.mean: NDArray[np.float32] | None = None
         self._mean_levels: Levels | None = None  # of the mean, until it changes
@@ -69,18 +69,18 @@ class ExpectedActivation:
         self._sequence: dict[str, int] = {}  # of each running request in the mean
 
     @property
-    def idle(self) -> NDArray[np.float32]:
+    def p_idle(self) -> NDArray[np.float32]:
         """Return the probability that a step of the worker does not activate the expert, float32[W, L*E]."""
         self._refresh()
-        return self._idle
+        return self._p_idle
 
     @property
-    def union(self) -> NDArray[np.float64]:
+    def expected_active(self) -> NDArray[np.float64]:
         """Return the expected number of active experts of a step, float64[W]."""
         self._refresh()
-        return self._union
+        return self._expected_active
 
-    def levels(self, request: PlacementRequest) -> Levels | None:
+    def estimate_levels(self, request: PlacementRequest) -> Levels | None:
         """Return the levels of a request, uint8[L*E], from its counts or else the mean; None without both."""
         counts = request.expert_counts
         if counts is not None and self.has_usable_counts(request):
@@ -90,7 +90,7 @@ class ExpectedActivation:
                 self._shape = counts.shape
                 order = np.arange(len(counts))
                 self.layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
-                self.coarse_cells = len(order[::_COARSE]) * counts.shape[1]
+                self.num_coarse_cells = len(order[::_COARSE]) * counts.shape[1]
             p = counts[self.layers].reshape(-1).astype(np.float32)
             p /= request.prompt_tokens
             return levels_of(p)
@@ -124,7 +124,7 @@ class ExpectedActivation:
             return
         self.grow(position + 1)
         self.running[request.request_id] = (position, levels)
-        self.depth[position] += _SQUARES[levels]
+        self.squared_levels[position] += _SQUARES[levels]
         self._changed.add(position)
         if self.has_usable_counts(request):
             assert request.expert_counts is not None
@@ -140,16 +140,16 @@ class ExpectedActivation:
         position, levels = self.running.pop(request_id, (-1, None))
         self._measured.pop(request_id, None)
         if levels is not None:
-            self.depth[position] -= _SQUARES[levels]
+            self.squared_levels[position] -= _SQUARES[levels]
             self._changed.add(position)
 
-    def grow(self, workers: int) -> None:
+    def grow(self, num_workers: int) -> None:
         """Extend the arrays to at least this number of workers."""
-        if workers > len(self.depth):
-            cells = int(np.prod(self._shape))
-            self.depth = extend_rows(self.depth, workers, cells)
-            self._idle = extend_rows(self._idle, workers, cells, fill=1)
-            self._union = extend_rows(self._union, workers)
+        if num_workers > len(self.squared_levels):
+            num_cells = int(np.prod(self._shape))
+            self.squared_levels = extend_rows(self.squared_levels, num_workers, num_cells)
+            self._p_idle = extend_rows(self._p_idle, num_workers, num_cells, fill=1)
+            self._expected_active = extend_rows(self._expected_active, num_workers)
 
     def _learn(self, request_id: str, p: NDArray[np.float32], before: Levels | None) -> None:
         self._mean_levels = None
@@ -172,6 +172,7 @@ class ExpectedActivation:
 
     def _refresh(self) -> None:
         for position in self._changed:
-            np.exp(-UNIT * self.depth[position], out=self._idle[position], casting="same_kind")
-            self._union[position] = self._idle.shape[1] - self._idle[position].sum(dtype=np.float64)
+            p_idle = self._p_idle[position]
+            np.exp(-_DEPTH_UNIT * self.squared_levels[position], out=p_idle, casting="same_kind")
+            self._expected_active[position] = len(p_idle) - p_idle.sum(dtype=np.float64)
         self._changed.clear()

@@ -113,12 +113,12 @@ def _choose_by_load(requests: int, loads: Loads, slots: int | None = None) -> li
     Args:
         slots: maximum number of requests on a worker; None: no maximum.
     """
-    workers, in_flight = available_workers(loads), loads.in_flight.copy()
+    positions, in_flight = available_workers(loads), loads.in_flight.copy()
     decisions = []
     for _ in range(requests):
-        position = int(workers[in_flight[workers].argmin()])
+        position = int(positions[in_flight[positions].argmin()])
         if slots is not None and in_flight[position] >= slots:
             break
         in_flight[position] += 1
-        decisions.append(Decision(position, num_candidates=len(workers), reason="policy-error"))
+        decisions.append(Decision(position, num_candidates=len(positions), reason="policy-error"))
     return decisions

@@ -25,12 +25,12 @@ class AffinityProfiles:
         self._length = np.zeros(0, np.float32)
         self._num_observed = np.zeros(0, np.int64)  # number of requests
 
-    def grow(self, workers: int, cells: int) -> None:
+    def grow(self, num_workers: int, num_cells: int) -> None:
         """Extend the arrays to at least this number of workers."""
-        if workers > len(self.profile):
-            self.profile = extend_rows(self.profile, workers, cells)
-            self._length = extend_rows(self._length, workers)
-            self._num_observed = extend_rows(self._num_observed, workers)
+        if num_workers > len(self.profile):
+            self.profile = extend_rows(self.profile, num_workers, num_cells)
+            self._length = extend_rows(self._length, num_workers)
+            self._num_observed = extend_rows(self._num_observed, num_workers)
 
     def learn(self, position: int, deviation: NDArray[np.float32]) -> int:
         """Add a request's activation deviation, float32[C]; return the request's number at the worker."""
@@ -49,14 +49,14 @@ class AffinityProfiles:
         profile += change
         self._length[position] = np.linalg.norm(profile)
 
-    def cosine(self, workers: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:
+    def cosine(self, positions: NDArray[np.int64], along: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the cosines of profiles with a deviation, float64[n]; 0 for unused workers.
 
         Args:
             along: float32[n], profile @ deviation of each worker.
         """
-        length = self._length[workers]
-        return np.divide(along, length, out=np.zeros(len(workers)), where=length > 0)
+        length = self._length[positions]
+        return np.divide(along, length, out=np.zeros(len(positions)), where=length > 0)
 
 
 def deviation_of(p: NDArray[np.float32], mean: NDArray[np.float32]) -> NDArray[np.float32] | None:

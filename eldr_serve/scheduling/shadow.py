@@ -84,7 +84,7 @@ class Shadow:
         self._cost = StepCost()
         self.totals = np.zeros(5)
         self._blocks: deque[NDArray[np.float64]] = deque([np.zeros(5)], maxlen=_BLOCKS)
-        self._block_ends_s = clock() + _BLOCK_S
+        self._block_ends_at_s = clock() + _BLOCK_S
 
     # -- notifications of the placer ---------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class Shadow:
         """
         if len(self._events) > _MAX_EVENTS:
             raise OverflowError(f"the shadow was {len(self._events)} events behind")
-        until = time.perf_counter() + budget_s
-        while self._events and time.perf_counter() < until:
+        until_s = time.perf_counter() + budget_s
+        while self._events and time.perf_counter() < until_s:
             self._events.popleft()()
         return bool(self._events)
 
@@ -194,9 +194,9 @@ class Shadow:
         self.policy.on_progress(totals)
 
     def _count(self, priced: NDArray[np.float64]) -> None:
-        if (now := self._clock()) > self._block_ends_s:
+        if (now := self._clock()) > self._block_ends_at_s:
             self._blocks.append(np.zeros(5))
-            self._block_ends_s = now + _BLOCK_S
+            self._block_ends_at_s = now + _BLOCK_S
         self.totals += priced
         self._blocks[-1] += priced
 
@@ -227,13 +227,13 @@ class _Placements:
     def __init__(self) -> None:
         self.positions: dict[str, int] = {}
         self._ledger = LoadLedger()
-        self._active = ExpectedActivation()
+        self._activation = ExpectedActivation()
 
     def assign(self, request: PlacementRequest, position: int, generated_tokens: int) -> None:
         self.positions[request.request_id] = position
         self._ledger.add(request.request_id, position, request.prompt_tokens)
         self._ledger.progress(request.request_id, generated_tokens)
-        self._active.on_assigned(request, position, self._active.levels(request))
+        self._activation.on_assigned(request, position, self._activation.estimate_levels(request))
 
     def progress(self, generated_tokens: Mapping[str, int]) -> None:
         for request_id, tokens in generated_tokens.items():
@@ -242,14 +242,14 @@ class _Placements:
     def finish(self, request_id: str) -> None:
         self.positions.pop(request_id, None)
         self._ledger.release(request_id)
-        self._active.on_finished(request_id)
+        self._activation.on_finished(request_id)
 
     def loads(self, available: NDArray[np.bool_]) -> Loads:
         return self._ledger.loads(self._ledger.rows(range(len(available))), available)
 
-    def seconds(self, cost: StepCost, workers: int) -> NDArray[np.float64]:
+    def seconds(self, cost: StepCost, num_workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""
-        loads = self.loads(np.ones(workers, bool))
-        self._active.grow(workers)
-        experts = self._active.union[:workers]
+        loads = self.loads(np.ones(num_workers, bool))
+        self._activation.grow(num_workers)
+        experts = self._activation.expected_active[:num_workers]
         return np.asarray(cost.seconds(loads.in_flight, loads.kv_tokens, experts), np.float64)

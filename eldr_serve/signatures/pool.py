@@ -38,7 +38,7 @@ class SignaturePool:
         self._window = SampleWindow(1)
         self._share = SampleShare(1.0)
         self._configure(settings)
-        self._last_contact = time.monotonic()  # with the router
+        self._last_contact_at_s = time.monotonic()  # with the router
         self._others: dict[int, Any] = {}  # index -> handle
         self._num_alive = 1
         self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
@@ -64,7 +64,7 @@ class SignaturePool:
 
     async def apply_settings(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
         """Apply the coordinator's settings; return this actor's status."""
-        self._last_contact = time.monotonic()
+        self._last_contact_at_s = time.monotonic()
         if settings != self._settings:
             self._configure(settings)
         self._share.sample_all = not has_table
@@ -97,7 +97,7 @@ class SignaturePool:
     async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
         shards = await self._call_others("samples")
         samples = [*self._window.samples, *(sample for shard in shards.values() for sample in shard)]
-        samples.sort(key=lambda kept: kept.arrived_at)
+        samples.sort(key=lambda kept: kept.arrived_at_s)
         return await asyncio.to_thread(
             trace_of, samples, self._settings.model_id, tokenizer=tokenizer, vocabulary=vocabulary
         )
@@ -158,7 +158,7 @@ class SignaturePool:
             return None
 
     async def _exit_without_router(self) -> None:
-        while time.monotonic() - self._last_contact < _EXIT_S:
+        while time.monotonic() - self._last_contact_at_s < _EXIT_S:
             await asyncio.sleep(POLL_S)
         ray.kill(ray.get_runtime_context().current_actor)
 

@@ -22,7 +22,7 @@ class SampleShare:
         self.sample_all = True
         self._share = 1.0
         self._clock = clock
-        self._since = clock()
+        self._started_at_s = clock()
         self._samples = 0
 
     @property
@@ -34,9 +34,9 @@ class SampleShare:
         """Count new samples, and adjust the share every few seconds."""
         self._samples += samples
         now = self._clock()
-        elapsed_s = now - self._since
+        elapsed_s = now - self._started_at_s
         if elapsed_s < _PERIOD_S:
             return
         requests_per_s = self._samples / elapsed_s / self.current
         self._share = max(_MIN_SHARE, min(1.0, self.rate / requests_per_s if requests_per_s else 1.0))
-        self._since, self._samples = now, 0
+        self._started_at_s, self._samples = now, 0

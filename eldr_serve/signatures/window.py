@@ -34,12 +34,12 @@ class KeptSample:
     """A validated sample.
 
     Attributes:
-        arrived_at: time of arrival, s since 1970.
+        arrived_at_s: time of arrival, s since 1970.
         top_k: experts per token and layer.
         prompt_tokens: number of prompt tokens, derived from the prefill counts.
     """
 
-    arrived_at: float
+    arrived_at_s: float
     sample: ExpertSample
     top_k: int
     prompt_tokens: int

@@ -74,7 +74,7 @@ class DecodeWorkers:
 
     Args:
         ranks: int[L,E] or int[K,L,E], the EP rank of each expert (see `simulate`).
-        record: gets cached tokens, preemptions and steps.
+        recorder: gets cached tokens, preemptions and steps.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class DecodeWorkers:
         decode: Decode,
         experts: Experts | None,
         ranks: NDArray[np.integer] | None,
-        record: Recorder,
+        recorder: Recorder,
     ) -> None:
-        self._requests, self._decode, self._experts, self._record = requests, decode, experts, record
+        self._requests, self._decode, self._experts, self._recorder = requests, decode, experts, recorder
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._workers = [_Worker(decode.whole) for _ in range(decode.workers)]
         self._masks = None if ranks is None else [rank_masks(r) for r in ranks.reshape(-1, *ranks.shape[-2:])]
@@ -149,7 +149,7 @@ class DecodeWorkers:
         seconds += worker.owed_s
         worker.owed_s = 0.0
         if answers:  # else no request gets a token in this step
-            self._record.step(answers, active, seconds, w)
+            self._recorder.record_step(answers, active, seconds, w)
         return seconds
 
     def _admit(self, worker: _Worker) -> None:
@@ -164,7 +164,7 @@ class DecodeWorkers:
             worker.waiting.popleft()
             worker.kv += tokens
             if prefilling is not None:
-                self._record.hit_tokens[j] = prefilling.accept(j, tokens, self.cacheable_blocks(j))
+                self._recorder.hit_tokens[j] = prefilling.accept(j, tokens, self.cacheable_blocks(j))
                 continue
             self._begin_answer(worker, j)
             if self._done[j]:
@@ -192,7 +192,7 @@ class DecodeWorkers:
         if j in worker.without_token:
             worker.without_token.remove(j)
         worker.waiting.appendleft(j)
-        self._record.preempted += 1
+        self._recorder.preempted += 1
 
     def _active_experts(self, w: int, worker: _Worker) -> int:
         """Return the active experts of the next step. Compute the ones of several steps at once."""

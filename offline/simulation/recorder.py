@@ -34,7 +34,7 @@ class Recorder:
         self._steps = array("i"), array("i"), array("d"), array("i")
         self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
 
-    def step(self, batch: int, experts: int, seconds: float, worker: int) -> None:
+    def record_step(self, batch: int, experts: int, seconds: float, worker: int) -> None:
         """Record a decode step."""
         batches, active, durations, workers = self._steps
         batches.append(batch)
@@ -42,14 +42,14 @@ class Recorder:
         durations.append(seconds)
         workers.append(worker)
 
-    def sample(self, now: float, kv_tokens: Sequence[int]) -> None:
+    def record_sample(self, now: float, kv_tokens: Sequence[int]) -> None:
         """Record the differences between the workers' KV tokens."""
         self._sample_s.append(now)
         largest = max(kv_tokens)
         self._imbalance.append(largest * len(kv_tokens) - sum(kv_tokens))
         self._spread.append(largest - min(kv_tokens))
 
-    def outcome(self, saving: Saving | None) -> Outcome:
+    def make_outcome(self, saving: Saving | None) -> Outcome:
         """Return the results. `saving` is the shadow's."""
         batch, experts, seconds, step_worker = self._steps
         return Outcome(

@@ -116,10 +116,10 @@ class _Simulation:
         self._on_finished = on_finished
         n = len(requests)
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
-        self._record = Recorder(requests)
+        self._recorder = Recorder(requests)
         self._prefill = PrefillEngines(cluster.prefill) if cluster.prefill else None
         self._prefilled_by = [0] * n
-        self._decode = DecodeWorkers(requests, cluster.decode, experts, ranks, self._record)
+        self._decode = DecodeWorkers(requests, cluster.decode, experts, ranks, self._recorder)
         self._now = 0.0
         self._ledger = LoadLedger(tokens_by_step=True)
         self._placer = Placer(
@@ -137,7 +137,7 @@ class _Simulation:
         )
         self._wants_progress = shadow is not None or type(policy).on_progress is not Policy.on_progress
         self._num_arrived = n if in_flight is None else min(in_flight, n)  # requests that have arrived
-        self._record.arrival_s[: 0 if in_flight is None else n] = 0.0
+        self._recorder.arrival_s[: 0 if in_flight is None else n] = 0.0
         self._router_free_s = 0.0  # time at which the router has made all placements that wait for it
         self._reported_at_s = -np.inf
         self._events: list[tuple[float, int, int, int]] = []  # time, number, kind, subject
@@ -169,7 +169,7 @@ class _Simulation:
             _CHANGE: self._on_change,
         }
         events = self._events
-        for request_index, arrival in enumerate(self._record.arrival_s[: self._num_arrived].tolist()):
+        for request_index, arrival in enumerate(self._recorder.arrival_s[: self._num_arrived].tolist()):
             while events and events[0][0] <= arrival:
                 now, _, kind, subject = heapq.heappop(events)
                 handlers[kind](now, subject)
@@ -179,11 +179,11 @@ class _Simulation:
             handlers[kind](now, subject)
             while self._num_departures and self._num_arrived < len(self._requests):
                 self._num_departures, self._num_arrived = self._num_departures - 1, self._num_arrived + 1
-                self._record.arrival_s[self._num_arrived - 1] = now
+                self._recorder.arrival_s[self._num_arrived - 1] = now
                 self._arrive(now, self._num_arrived - 1)
         self._expire(np.inf)
         self._on_finished(self._num_unreported)
-        return self._record.outcome(self._saving())
+        return self._recorder.make_outcome(self._saving())
 
     def _saving(self) -> Saving | None:
         if self._shadow is None:
@@ -203,14 +203,14 @@ class _Simulation:
             return
         blocks = self._requests.blocks[request_index] if self._requests.blocks else ()
         head = str(blocks[0] if blocks else f"r{request_index}").encode()
-        prefill_engine, end, self._record.hit_tokens[request_index] = self._prefill.run(
+        prefill_engine, end, self._recorder.hit_tokens[request_index] = self._prefill.run(
             now, head, blocks, self._prompt[request_index]
         )
         self._prefilled_by[request_index] = prefill_engine
         self._at(end, _PREFILLED, request_index)
 
     def _on_prefilled(self, now: float, request_index: int) -> None:
-        self._record.prefilled_s[request_index] = now  # whole replicas set it again later
+        self._recorder.prefilled_s[request_index] = now  # whole replicas set it again later
         if self._prefill is not None:
             self._prefill.leave(self._prefilled_by[request_index])
         if not self._cluster.router_s:
@@ -243,8 +243,8 @@ class _Simulation:
             self._count_end()
 
     def _hand_over(self, now: float, request_index: int, worker: int) -> None:
-        self._record.placed_s[request_index] = now
-        self._record.worker[request_index] = worker
+        self._recorder.placed_s[request_index] = now
+        self._recorder.worker[request_index] = worker
         cluster = self._cluster
         delay = cluster.handover_fixed_s + cluster.handover_per_token_s * self._prompt[request_index]
         if delay:
@@ -269,7 +269,7 @@ class _Simulation:
     # -- decode ----------------------------------------------------------------------------------
 
     def _on_ready(self, now: float, request_index: int) -> None:
-        worker = int(self._record.worker[request_index])
+        worker = int(self._recorder.worker[request_index])
         self._decode.enqueue(worker, request_index)
         if self._cluster.decode.barrier:
             if not self._in_round:
@@ -286,13 +286,13 @@ class _Simulation:
         self._in_round = longest > 0
         if longest > 0:
             self._at(now + longest, _ROUND, 0)
-            self._record.sample(now, self._decode.kv_tokens)
+            self._recorder.record_sample(now, self._decode.kv_tokens)
 
     def _on_step_end(self, now: float, worker: int) -> None:
         num_ended = self._end_step(now, worker)
         if now - self._sampled_at_s >= _SAMPLE_INTERVAL_S:
             self._sampled_at_s = now
-            self._record.sample(now, self._decode.kv_tokens)
+            self._recorder.record_sample(now, self._decode.kv_tokens)
         if num_ended:
             self._submit(now)
         if not self._decode.is_busy(worker):  # otherwise a newly placed request has begun the next step
@@ -308,7 +308,7 @@ class _Simulation:
         """End the worker's step. Return how many requests have ended."""
         ended = self._decode.end_step(worker)
         for request_index in ended.prefilled:
-            self._record.prefilled_s[request_index] = now
+            self._recorder.prefilled_s[request_index] = now
             running = self._placer.running.get(str(request_index))
             if running is not None and (
                 counted := self._placements.with_true_counts(request_index, running.request)
@@ -317,9 +317,9 @@ class _Simulation:
             self._placer.progress({str(request_index): 1})
         self._ledger.add_tokens(self._names[worker], ended.answers)
         if ended.first:
-            self._record.first_s[ended.first] = now
+            self._recorder.first_s[ended.first] = now
         for request_index in ended.finished:
-            self._record.last_s[request_index] = now
+            self._recorder.last_s[request_index] = now
             self._placer.progress({str(request_index): self._output[request_index]})
             self._placer.finish(str(request_index))
             self._count_end()

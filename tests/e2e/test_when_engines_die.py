@@ -143,15 +143,16 @@ def undisturbed() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("of", "how"), [(core_of, signal.SIGSTOP), (pid_of, signal.SIGSTOP), (pid_of, signal.SIGKILL)]
+    ("find_pid", "signal_sent"),
+    [(core_of, signal.SIGSTOP), (pid_of, signal.SIGSTOP), (pid_of, signal.SIGKILL)],
 )
 async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     service: Service,
     table_file: Path,
     prompts: list[str],
     undisturbed: list[dict[str, Any]],
-    of: Callable[[str], int],
-    how: signal.Signals,
+    find_pid: Callable[[str], int],
+    signal_sent: signal.Signals,
 ) -> None:
     """Streams and complete answers of chat and completions equal an undisturbed engine's, under one id.
 
@@ -172,7 +173,7 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
         undisturbed += [await read_answer(service, body, []) for body in bodies]
     before, logged = service.status()["counters"], len(controller_log())
     replica = service.status()["workers"][0]["worker"]
-    victim = await asyncio.to_thread(of, replica)
+    victim = await asyncio.to_thread(find_pid, replica)
     received: list[list[str]] = [[] for _ in bodies]
     answers = [
         asyncio.create_task(read_answer(service, *each)) for each in zip(bodies, received, strict=True)
@@ -180,20 +181,20 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     while any(len(events) < 20 for events, body in zip(received, bodies, strict=True) if body["stream"]):
         await asyncio.sleep(0.02)
     assert not any(answer.done() for answer in answers)
-    os.kill(victim, how)
+    os.kill(victim, signal_sent)
     try:
-        if of is core_of:
+        if find_pid is core_of:
             await until(lambda: replica not in service.decodes(), "nobody calls it", 3)
         # The engine goes on as soon as its streams are elsewhere: Serve replaces one that hangs for long.
         await until(lambda: service.counter("resumed") > before.get("resumed", 0), "they went on", 30)
     finally:
-        if how is signal.SIGSTOP:
+        if signal_sent is signal.SIGSTOP:
             os.kill(victim, signal.SIGCONT)
     assert await asyncio.gather(*answers) == undisturbed
-    if how is signal.SIGSTOP:
+    if signal_sent is signal.SIGSTOP:
         wait_for(lambda: replica in service.decodes(), "it is called again", 30)
     assert service.counter("streams_lost") == before.get("streams_lost", 0)
-    if how is signal.SIGKILL:
+    if signal_sent is signal.SIGKILL:
         wait_for(
             lambda: any(replica in line and "crashed" in line for line in controller_log().splitlines()),
             "Serve's controller has detected it",

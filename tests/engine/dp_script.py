@@ -124,12 +124,13 @@ async def check_log(session: Session, ranks: int) -> None:
     by_rank = [(end, np.array(log)) for end, log in await session.ask("batches", 0)]
     end, first = by_rank[0]
     assert first.shape == (end, tiny_model.LAYERS, len(LOG_COLUMNS))
-    tokens = first[..., 0]
-    for other_end, log in by_rank:
-        assert other_end == end
-        assert np.array_equal(log[..., 0], tokens)
-        assert (log[..., 3] + log[..., 4] <= log[..., 2]).all()
-    assert np.array_equal(sum(log[..., 2] for _, log in by_rank), tokens * tiny_model.TOP_K)
+    columns_by_rank = [dict(zip(LOG_COLUMNS, np.moveaxis(log, -1, 0), strict=True)) for _, log in by_rank]
+    tokens = columns_by_rank[0]["tokens"]
+    assert {other_end for other_end, _ in by_rank} == {end}
+    for columns in columns_by_rank:
+        assert np.array_equal(columns["tokens"], tokens)
+        assert (columns["pairs_at_home"] + columns["tokens_from_other_ranks"] <= columns["pairs"]).all()
+    assert np.array_equal(sum(columns["pairs"] for columns in columns_by_rank), tokens * tiny_model.TOP_K)
     computed = sum(len(prompt) + OUTPUT - 1 for prompt in prompts())
     assert (tokens.sum(axis=0) == computed).all(), "the tokens of requests, and no others"
     for routed in await session.ask("routed"):

@@ -216,13 +216,13 @@ def check_log(session: Session) -> None:
     (end, first), (_, second) = session.ask("batches", 0)
     first, second = np.array(first), np.array(second)
     assert first.shape == (end, LAYERS, len(LOG_COLUMNS))
-    assert np.array_equal(first[..., 0], second[..., 0])
-    assert np.array_equal(first[..., 2] + second[..., 2], first[..., 0] * tiny_model.TOP_K)
-    assert (first[..., 3] + first[..., 4] <= first[..., 2]).all()
-    assert np.array_equal(
-        np.sum(session.ask("routed")[0], axis=1), tiny_model.TOP_K * first[..., 0].sum(axis=0)
-    )
-    assert (first[..., 1] <= SLOTS // RANKS).all()
+    one, other = (dict(zip(LOG_COLUMNS, np.moveaxis(log, -1, 0), strict=True)) for log in (first, second))
+    assert np.array_equal(one["tokens"], other["tokens"])
+    assert np.array_equal(one["pairs"] + other["pairs"], one["tokens"] * tiny_model.TOP_K)
+    assert (one["pairs_at_home"] + one["tokens_from_other_ranks"] <= one["pairs"]).all()
+    routed = np.sum(session.ask("routed")[0], axis=1)
+    assert np.array_equal(routed, tiny_model.TOP_K * one["tokens"].sum(axis=0))
+    assert (one["slots_with_tokens"] <= SLOTS // RANKS).all()
 
 
 def check_refusals(session: Session) -> None:

@@ -34,23 +34,23 @@ from offline.expert_placement.grace import grace_placement
 from offline.widen import widen
 from tests.engine.scripts import ROOT, run_script
 
-SWITCH = {"ELDR_EXPERT_PARALLEL": "1"}
+EXPERT_PARALLEL = {"ELDR_EXPERT_PARALLEL": "1"}
 
 
 def test_two_ranks_answer_like_one_process_under_any_placement(model: Path, tmp_path: Path) -> None:
     expected = tmp_path / "alone.json"
     run_script("ep_script.py", model, "alone", expected)
-    run_script("ep_script.py", model, "ranks", expected, **SWITCH)
+    run_script("ep_script.py", model, "ranks", expected, **EXPERT_PARALLEL)
     # Traced as for GPUs; vLLM's switch for tests skips the C++ compiler, which saves a minute.
     compiled = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "1"}
-    run_script("ep_script.py", model, "compiled", expected, **SWITCH, **compiled)
+    run_script("ep_script.py", model, "compiled", expected, **EXPERT_PARALLEL, **compiled)
 
 
 def test_four_ranks_migrate_between_the_placements_of_several_methods(tmp_path: Path) -> None:
     model, expected = (str(tmp_path / name) for name in ("model", "alone.json"))
     widen(WEIGHTS, 32, Path(model), heads=4)
     run_script("ep_script.py", model, "alone", expected)
-    run_script("ep_script.py", model, "placed", expected, *methods(tmp_path, 80, 4), **SWITCH)
+    run_script("ep_script.py", model, "placed", expected, *methods(tmp_path, 80, 4), **EXPERT_PARALLEL)
 
 
 def methods(folder: Path, slots: int, ranks: int) -> list[str]:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import X86CPUUnquantizedExperts
 from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
-from benchmarks.engine.model_families import RUNNERS, rows
+from benchmarks.engine.model_families import RUNNERS, family_rows
 from benchmarks.lib.families import FAMILIES
 from tests.support.cpu_features import available
 
@@ -54,7 +54,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     by_family_and_runner = {
         (row["family"], row["runner"]): row
         for runner in RUNNERS
-        for row in rows(
+        for row in family_rows(
             dict.fromkeys(c["family"] for c in chosen if c["runner"] == runner),
             [runner],
             tmp_path_factory.mktemp(runner),

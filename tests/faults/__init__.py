@@ -6,7 +6,7 @@
    - `virtual_time`, `virtual_network`: an event loop that runs several processes, and their connections.
    - `greedy_model`, `fake_engines`, `fake_ray`: what takes the place of the model, of vLLM and of Ray.
    - `world`: the application from the real serving code on top of these fakes.
-   - `clients`: HTTP clients, each with a plan, and what they saw.
+   - `clients`: HTTP clients, each with a script, and what they saw.
    - `schedule`: the requests and faults that a seed draws.
    - `invariants`: what must hold when the faults are over.
    - `checks`: what clients may see, and the record of a run.

@@ -60,9 +60,10 @@ def _print_run(one: Run) -> None:
     for event in one.events:
         console.print(event, markup=False)
     for outcome in one.outcomes:
-        plan = outcome.plan
-        what = f"{plan.method}, {'stream' if plan.stream else 'whole'}, {plan.max_tokens} tokens, n={plan.n}"
-        result = f"{plan.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
+        script = outcome.script
+        form = "stream" if script.stream else "whole"
+        what = f"{script.method}, {form}, {script.max_tokens} tokens, n={script.n}"
+        result = f"{script.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
         console.print(f"{result} ({what}) {outcome.detail}", markup=False)
     for violation in one.violations:
         console.print(f"VIOLATION {violation}", markup=False)

@@ -97,7 +97,7 @@ async def drive(
     problems += await asyncio.to_thread(_wait_until_engines_are_idle, service.url)
     await asyncio.to_thread(_sample, run.steadiness)
     await asyncio.to_thread(run.steadiness.end)
-    log("compare the router's leases with those of its clients")
+    log("compare the router's leases with those of its ingresses")
     problems += await _compare_leases(
         service.url, str(arguments["decode_config"]["model_loading_config"]["model_id"])
     )

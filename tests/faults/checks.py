@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from eldr_serve.pipeline.path_options import PathOptions
-from tests.faults.clients import Outcome, Plan, ask
+from tests.faults.clients import ClientScript, RequestOutcome, ask
 from tests.faults.schedule import Fault
 from tests.faults.virtual_time import Process
 from tests.faults.world import QUEUE_S, WAIT_S, World
@@ -32,7 +32,7 @@ class Run:
     """
 
     seed: int
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
@@ -67,32 +67,32 @@ class Checks:
                 return
             await asyncio.sleep(0.25)
 
-    def check_outcome(self, outcome: Outcome) -> None:
+    def check_outcome(self, outcome: RequestOutcome) -> None:
         """Check that a client saw one whole and right answer, or an error that the faults explain."""
-        plan, report = outcome.plan, self.run.violations.append
-        what = f"{'stream' if plan.stream else 'answer'} of {plan.prompt!r}"
+        script, report = outcome.script, self.run.violations.append
+        what = f"{'stream' if script.stream else 'answer'} of {script.prompt!r}"
         is_allowed = outcome.kind in ALLOWED
         if outcome.kind == "engine lost":
-            is_allowed = plan.n > 1 or len(self.run.events) >= LOST_AFTER
+            is_allowed = script.n > 1 or len(self.run.events) >= LOST_AFTER
         if outcome.kind == "http 500":
             is_allowed = "engines were lost" in outcome.detail and len(self.run.events) >= REFUSED_AFTER
         if outcome.kind == "connection lost":
-            is_allowed = outcome.ingress in self.world.killed or bool(plan.reads_s)
+            is_allowed = outcome.ingress in self.world.killed or bool(script.reads_s)
         if not is_allowed:
             report(f"{what}: {outcome.kind} after {outcome.seconds:.1f} s {outcome.detail}")
-        late_s = 1.5 * plan.max_tokens * plan.token_s + QUEUE_S + WAIT_S + 4.0
-        if self.has_only_router_faults and not plan.reads_s and outcome.seconds > late_s:
+        late_s = 1.5 * script.max_tokens * script.token_s + QUEUE_S + WAIT_S + 4.0
+        if self.has_only_router_faults and not script.reads_s and outcome.seconds > late_s:
             report(f"{what}: it took {outcome.seconds:.1f} s, though only the router had faults")
         if outcome.starts > 1 or outcome.ends > 1:
             report(f"{what}: {outcome.starts} starts, {outcome.ends} ends")
-        if outcome.kind == "ok" and outcome.text != plan.reference:
-            report(f"{what}: {outcome.text!r} in place of {plan.reference!r}")
-        elif not plan.reference.startswith(outcome.text):
-            report(f"{what}: {outcome.text!r} is no prefix of {plan.reference!r}")
+        if outcome.kind == "ok" and outcome.text != script.reference:
+            report(f"{what}: {outcome.text!r} in place of {script.reference!r}")
+        elif not script.reference.startswith(outcome.text):
+            report(f"{what}: {outcome.text!r} is no prefix of {script.reference!r}")
 
-    async def require_answer(self, plan: Plan, process: Process, what: str) -> Outcome:
+    async def require_answer(self, script: ClientScript, process: Process, what: str) -> RequestOutcome:
         """Send a request, which must get the right answer."""
-        outcome = await ask(self.world, plan, process)
-        if outcome.kind != "ok" or outcome.text != plan.reference:
+        outcome = await ask(self.world, script, process)
+        if outcome.kind != "ok" or outcome.text != script.reference:
             self.run.violations.append(f"{what}: {outcome.kind} {outcome.detail}")
         return outcome

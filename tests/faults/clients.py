@@ -1,11 +1,12 @@
-"""HTTP clients of a simulated run: what each sends and does (`Plan`), and what it saw (`Outcome`).
+"""HTTP clients of a simulated run: what each does (`ClientScript`) and what it saw (`RequestOutcome`).
 
 A client and the ingress that it calls are simulated processes. HTTP has no bytes here: `Connection` carries
 ASGI messages between the client and the ingress's real ASGI application. They arrive in order and late, a
 slow reader holds the sender up, and a dead ingress closes the connection, as with TCP.
 
-An `Outcome` has a kind, such as "ok" or "http 503", and the text that the client received. `checks` decides
-which kinds are allowed. The greedy model makes the right text known in advance: `Plan.reference`.
+A `RequestOutcome` has a kind, such as "ok" or "http 503", and the text that the client received. `checks`
+decides which kinds are allowed. The greedy model makes the right text known in advance, as
+`ClientScript.reference`.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ _WINDOW_BYTES = 600  # bytes that a server may write before its client reads
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClientScript:
     """A request and the behaviour of its client.
 
     Attributes:
@@ -54,16 +55,18 @@ class Plan:
     @property
     def body(self) -> bytes:
         """The JSON body of the request."""
-        body = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream, "temperature": 0.0}
+        body: dict[str, Any] = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream}
+        body["temperature"] = 0.0
         if self.n > 1:
             body["n"] = self.n
-        prompt = (
-            {"messages": [{"role": "user", "content": self.prompt}]} if self.chat else {"prompt": self.prompt}
-        )
-        return json.dumps(body | prompt).encode()
+        if self.is_chat:
+            body["messages"] = [{"role": "user", "content": self.prompt}]
+        else:
+            body["prompt"] = self.prompt
+        return json.dumps(body).encode()
 
     @property
-    def chat(self) -> bool:
+    def is_chat(self) -> bool:
         return self.method == "chat"
 
     @property
@@ -73,7 +76,7 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class RequestOutcome:
     """The result of a request, as the client saw it.
 
     Attributes:
@@ -87,7 +90,7 @@ class Outcome:
         first_s: time of the status line.
     """
 
-    plan: Plan
+    script: ClientScript
     ingress: Process
     kind: str = ""
     text: str = ""
@@ -229,13 +232,13 @@ def asgi_scope(method: str, path: str, headers: dict[str, str]) -> dict[str, Any
     }
 
 
-async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
-    """Send the request, read its answer as the plan says, and return what the client saw."""
-    path = "/v1/chat/completions" if plan.chat else "/v1/completions"
-    headers = {"content-type": "application/json", "authorization": f"Bearer {plan.tenant}"}
-    headers[TOKEN_HEADER] = str(plan.token_s)
-    connection = Connection(world, ingress, asgi_scope("POST", path, headers), plan.body)
-    outcome = Outcome(plan, ingress)
+async def ask(world: World, script: ClientScript, ingress: Process) -> RequestOutcome:
+    """Send the request, read its answer as the script says, and return what the client saw."""
+    path = "/v1/chat/completions" if script.is_chat else "/v1/completions"
+    headers = {"content-type": "application/json", "authorization": f"Bearer {script.tenant}"}
+    headers[TOKEN_HEADER] = str(script.token_s)
+    connection = Connection(world, ingress, asgi_scope("POST", path, headers), script.body)
+    outcome = RequestOutcome(script, ingress)
     began = world.loop.time()
     body, status = bytearray(), 0
 
@@ -251,14 +254,14 @@ async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
                 outcome.ends += not message.get("more_body", False)
             else:
                 outcome.detail = message["error"]
-            if plan.reads_s:
-                await asyncio.sleep(plan.reads_s)
+            if script.reads_s:
+                await asyncio.sleep(script.reads_s)
 
     reading = asyncio.create_task(read_answer())
     try:
-        await asyncio.wait([reading], timeout=_TIMEOUT_S if plan.leaves_s is None else plan.leaves_s)
+        await asyncio.wait([reading], timeout=_TIMEOUT_S if script.leaves_s is None else script.leaves_s)
         if not reading.done():
-            outcome.kind = "never ended" if plan.leaves_s is None else "left"
+            outcome.kind = "never ended" if script.leaves_s is None else "left"
         elif reading.exception() is not None:
             outcome.kind, outcome.detail = "malformed", repr(reading.exception())
     finally:
@@ -272,17 +275,17 @@ async def ask(world: World, plan: Plan, ingress: Process) -> Outcome:
 _TIMEOUT_S = 90.0
 
 
-def _classify(outcome: Outcome, status: int, body: bytes) -> None:
+def _classify(outcome: RequestOutcome, status: int, body: bytes) -> None:
     """Set kind, text and detail of the outcome from the status and the body that was received."""
-    plan = outcome.plan
+    script = outcome.script
     try:
-        if status == 200 and plan.stream:
+        if status == 200 and script.stream:
             _read_stream(outcome, body.decode())
         elif status == 200 and outcome.ends:
             choices = json.loads(body)["choices"]
-            texts = [c["message"]["content"] if plan.chat else c["text"] for c in choices]
+            texts = [c["message"]["content"] if script.is_chat else c["text"] for c in choices]
             outcome.text = texts[0]
-            if len(texts) != plan.n or len(set(texts)) != 1:
+            if len(texts) != script.n or len(set(texts)) != 1:
                 outcome.kind, outcome.detail = "malformed", repr(texts)
         elif status and outcome.ends and not outcome.kind:
             outcome.kind = f"http {status}"
@@ -293,7 +296,7 @@ def _classify(outcome: Outcome, status: int, body: bytes) -> None:
         outcome.kind = "ok" if outcome.ends else "connection lost"
 
 
-def _read_stream(outcome: Outcome, body: str) -> None:
+def _read_stream(outcome: RequestOutcome, body: str) -> None:
     """Set the outcome from the events of a stream, which may be incomplete."""
     is_done = False
     for event in body.split("\n\n")[:-1]:
@@ -307,6 +310,6 @@ def _read_stream(outcome: Outcome, body: str) -> None:
             outcome.detail = fields["error"]["message"]
             continue
         for choice in fields["choices"][:1]:
-            outcome.text += choice["delta"].get("content", "") if outcome.plan.chat else choice["text"]
+            outcome.text += choice["delta"].get("content", "") if outcome.script.is_chat else choice["text"]
     if outcome.ends and not is_done and not outcome.kind:
         outcome.kind, outcome.detail = "malformed", "a stream without [DONE]"

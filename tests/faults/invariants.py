@@ -12,8 +12,8 @@ from tests.faults.virtual_time import Process
 from tests.faults.world import ROLES, World
 
 
-def client_of(ingress: Process) -> Any:
-    """Return the ingress's client of the router."""
+def router_client_of(ingress: Process) -> Any:
+    """Return the ingress's router client."""
     return ingress.servable_object._router
 
 
@@ -21,7 +21,7 @@ def longest_wait_for_router_s(ingress: Process, now_s: float) -> float:
     """Return the longest wait of the ingress's requests for an answer of the router, in seconds."""
     waits_s = [
         now_s - request.unanswered_since_s
-        for request in client_of(ingress)._waiting._waiting.values()
+        for request in router_client_of(ingress)._waiting._waiting.values()
         if request.lease.state in (LeaseState.UNSENT, LeaseState.SENT)
     ]
     return max(waits_s, default=0.0)
@@ -29,12 +29,12 @@ def longest_wait_for_router_s(ingress: Process, now_s: float) -> float:
 
 def has_router_channel(ingress: Process) -> bool:
     """Return whether the ingress has a channel to the router."""
-    return client_of(ingress)._subscription._channel is not None
+    return router_client_of(ingress)._subscription._channel is not None
 
 
 def has_subscribed(ingress: Process) -> bool:
     """Return whether the router has answered the ingress's subscription."""
-    return bool(client_of(ingress)._subscription.connected)
+    return bool(router_client_of(ingress)._subscription.connected)
 
 
 def failed_replicas(ingress: Process) -> set[str]:
@@ -54,12 +54,12 @@ def leases_of_router(world: World) -> dict[str, str]:
     return {name: lease.worker for name, lease in router_state(world).placer.running.items()}
 
 
-def leases_of_clients(world: World) -> dict[str, str]:
+def leases_of_ingresses(world: World) -> dict[str, str]:
     """Return the worker of each request, as the ingresses have recorded it."""
     return {
         name: lease.worker
         for process in world.live["ingress"]
-        for name, lease in client_of(process).leases.items()
+        for name, lease in router_client_of(process).leases.items()
         if lease.state is LeaseState.LEASED
     }
 

@@ -56,13 +56,14 @@ MUTATIONS = (
     Mutation(
         "a cancel is lost on its way to the decode engine",
         "eldr_serve.pipeline.decode_call",
-        "        if self.call is not None and not self.ended:\n            self.call.cancel()\n",
+        "        if self.channel_call is not None and not self.has_ended:\n"
+        "            self.channel_call.cancel()\n",
         "",
     ),
     Mutation(
         "blocks are freed while an engine may still read them",
         "eldr_serve.pipeline.attempt",
-        "reader=self._call",
+        "reader=self._channel_call",
         "reader=None",
     ),
     Mutation(
@@ -246,7 +247,7 @@ MUTATIONS = (
         "        for task in calls.values():\n            task.cancel()\n",
         "",
     ),
-    Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now >= lost_at:", "if False:"),
+    Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now >= lost_at_s:", "if False:"),
     # -- admission and tenants
     Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._permits[tenant.name] -= 1"),
     Mutation(

@@ -4,10 +4,10 @@ import asyncio
 
 from eldr_serve.fleet.outliers import FAILURES
 from tests.faults.checks import Checks
-from tests.faults.clients import Plan, ask
+from tests.faults.clients import ClientScript, ask
 from tests.faults.fake_ray import LIMIT, LIMITED, TENANTS
 from tests.faults.greedy_model import BLOCK_TOKENS
-from tests.faults.invariants import client_of, failed_replicas, router_state, unready_processes
+from tests.faults.invariants import failed_replicas, router_client_of, router_state, unready_processes
 from tests.faults.world import CALL_S
 
 _SICK_REQUESTS = 12  # requests while an engine is sick
@@ -36,10 +36,10 @@ class ProvokedCases:
         sick = [world.engines[name] for name in world.replicas["prefill"]]
         if not sick or len(world.replicas["decode"]) < 2:
             return
-        plan = Plan(0.0, "completions", "3 1 4 1 5", 20, stream=True, token_s=0.1)
+        script = ClientScript(0.0, "completions", "3 1 4 1 5", 20, stream=True, token_s=0.1)
         what = "a stream that loses its engine while prefill is sick"
-        request = world.loop.create_task(self._checks.require_answer(plan, process, what))
-        leases = client_of(process).leases
+        request = world.loop.create_task(self._checks.require_answer(script, process, what))
+        leases = router_client_of(process).leases
 
         def decoding_workers() -> list[str]:
             return [lease.worker for lease in leases.values() if lease.generated_tokens]
@@ -67,8 +67,8 @@ class ProvokedCases:
         all_free_blocks = [
             await blocks.take(BLOCK_TOKENS * (len(blocks.content) - blocks.in_use)) for blocks in memories
         ]
-        plan = Plan(0.0, "completions", "2 7 1 8 2 8 1 8 2", 4, stream=True, leaves_s=0.5)
-        request = world.loop.create_task(ask(world, plan, process))
+        script = ClientScript(0.0, "completions", "2 7 1 8 2 8 1 8 2", 4, stream=True, leaves_s=0.5)
+        request = world.loop.create_task(ask(world, script, process))
         await asyncio.sleep(0.4)
         for end in world.network.ends_of(process):
             if end.peer.process.name in world.replicas["decode"]:
@@ -87,8 +87,10 @@ class ProvokedCases:
         failing = self._world.engines[names[0]]
         failing.sick = True
         for number in range(_SICK_REQUESTS):
-            plan = Plan(0.0, "completions", f"{number} 2 3 4 5 6", 2, stream=bool(number % 2), token_s=0.005)
-            await self._checks.require_answer(plan, process, "a request while an engine is sick")
+            script = ClientScript(
+                0.0, "completions", f"{number} 2 3 4 5 6", 2, stream=bool(number % 2), token_s=0.005
+            )
+            await self._checks.require_answer(script, process, "a request while an engine is sick")
         failing.sick = False
         if failing.failed > FAILURES:
             self._checks.run.violations.append(f"{failing.name} is sick and got {failing.failed} calls")
@@ -103,13 +105,15 @@ class ProvokedCases:
         # A policy with a decode queue would let some requests overtake others.
         router_state(self._world).live_settings.set_policy("round-robin", {})
 
-        def plan(number: int, tenant: str) -> Plan:
-            return Plan(0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant)
+        def make_script(number: int, tenant: str) -> ClientScript:
+            return ClientScript(
+                0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant
+            )
 
         many, few = TENANTS
-        crowd = [loop.create_task(ask(self._world, plan(n, many), process)) for n in range(3 * places)]
+        crowd = [loop.create_task(ask(self._world, make_script(n, many), process)) for n in range(3 * places)]
         await asyncio.sleep(0.1)
-        one = await ask(self._world, plan(3 * places, few), process)
+        one = await ask(self._world, make_script(3 * places, few), process)
         outcomes = await asyncio.gather(*crowd)
         before = sum(outcome.kind == "ok" and outcome.first_s < one.first_s for outcome in outcomes)
         if one.kind != "ok" or before > 2 * places:
@@ -120,9 +124,9 @@ class ProvokedCases:
     async def _check_shared_limits(self) -> None:
         """Check that ingresses share what a tenant has used of its limit."""
         first, *others = self._world.live["ingress"]
-        plan = Plan(0.0, "completions", "1 2", 1, stream=False, tenant=LIMITED)
-        kinds = [(await ask(self._world, plan, first)).kind for _ in range(LIMIT + 1)]
+        script = ClientScript(0.0, "completions", "1 2", 1, stream=False, tenant=LIMITED)
+        kinds = [(await ask(self._world, script, first)).kind for _ in range(LIMIT + 1)]
         await asyncio.sleep(_EXCHANGE_S)
-        kinds += [(await ask(self._world, plan, process)).kind for process in others]
+        kinds += [(await ask(self._world, script, process)).kind for process in others]
         if kinds != LIMIT * ["ok"] + (1 + len(others)) * ["http 429"]:
             self._checks.run.violations.append(f"a tenant with a limit of {LIMIT}: {kinds}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.clients import Plan
+from tests.faults.clients import ClientScript
 from tests.faults.fake_ray import TENANTS, table
 from tests.faults.virtual_network import End
 from tests.faults.virtual_time import Process
@@ -45,14 +45,14 @@ class Fault:
         return f"{when}: {self.kind} {self.role} ({self.choice:.2f}, {self.seconds:.2f} s)"
 
 
-def draw_plans(rng: random.Random) -> list[Plan]:
+def draw_scripts(rng: random.Random) -> list[ClientScript]:
     """Draw the requests of one run. Some share a prefix, disconnect early or read slowly."""
     shared_prefixes = [_words(rng, 8) for _ in range(2)]
-    plans = []
+    scripts = []
     for _ in range(rng.randint(6, 16)):
         prompt = " ".join([rng.choice([*shared_prefixes, _words(rng, 1)]), _words(rng, rng.randint(1, 12))])
         slow = rng.random() < 0.1
-        plan = Plan(
+        script = ClientScript(
             at_s=rng.uniform(0.8, DURATION_S),
             method=rng.choice(["chat", "completions"]),
             prompt=prompt,
@@ -64,10 +64,10 @@ def draw_plans(rng: random.Random) -> list[Plan]:
             token_s=0.02 if slow else rng.choice([0.005, 0.02, 0.1]),
             tenant=rng.choice(TENANTS),
         )
-        plans.append(plan)
+        scripts.append(script)
         if rng.random() < 0.1:
-            plans.append(plan)  # sent twice
-    return sorted(plans, key=lambda plan: plan.at_s)
+            scripts.append(script)  # sent twice
+    return sorted(scripts, key=lambda script: script.at_s)
 
 
 def _words(rng: random.Random, number: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-VARIABLE = "ELDR_CPU"
+CPU_ENV = "ELDR_CPU"
 MASK = Path(__file__).with_name("masked_cpu")
 FEATURES = {  # name -> required flags of /proc/cpuinfo, lowest first
     "avx2": {"avx2"},
@@ -30,23 +30,23 @@ _LIBRARIES = {
 def limited_to(best: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to `environment` so that a process sees no feature above `best`."""
     if best not in _LIBRARIES:
-        raise pytest.UsageError(f"{VARIABLE} must be one of {', '.join(_LIBRARIES)}, got {best!r}")
+        raise pytest.UsageError(f"{CPU_ENV} must be one of {', '.join(_LIBRARIES)}, got {best!r}")
     path = os.pathsep.join(filter(None, [str(MASK), environment.get("PYTHONPATH")]))
-    return _LIBRARIES[best] | {VARIABLE: best, "PYTHONPATH": path}
+    return _LIBRARIES[best] | {CPU_ENV: best, "PYTHONPATH": path}
 
 
 def available() -> list[str]:
     """Return the features that tests see, lowest first."""
     flags = set(_cpuinfo().get("flags", "").split())
     features = [feature for feature, needs in FEATURES.items() if needs <= flags]
-    best = os.environ.get(VARIABLE)
+    best = os.environ.get(CPU_ENV)
     return features[: list(FEATURES).index(best) + 1] if best else features
 
 
 def description() -> str:
     """Return the model of the CPU and the features that tests see."""
     model = _cpuinfo().get("model name", platform.machine())
-    hidden = f", others hidden by {VARIABLE}" if VARIABLE in os.environ else ""
+    hidden = f", others hidden by {CPU_ENV}" if CPU_ENV in os.environ else ""
     return f"cpu: {os.cpu_count()} x {model}, {' '.join(available()) or 'no AVX2'}{hidden}"
 
 

@@ -32,20 +32,24 @@ from tests.support.tables import counts_for, request, unit_table
 
 
 def router_state(
-    workers: int = 3, table: int | None = 3, policy: str = "locality-band", clients: str = "c", **options: Any
+    workers: int = 3,
+    table: int | None = 3,
+    policy: str = "locality-band",
+    ingresses: str = "c",
+    **options: Any,
 ) -> RouterState:
-    """Return a router whose clients (a letter each) have reported the workers r0, r1, ..."""
+    """Return a router whose ingresses (a letter each) have reported the workers r0, r1, ..."""
     data = unit_table(table).to_bytes() if table else None
     state = RouterState(model_id="m", policy=policy, table=data, **options)
-    for client in clients:
-        state.restore(Restore(client, tuple(f"r{w}" for w in range(workers))))
+    for ingress in ingresses:
+        state.restore(Restore(ingress, tuple(f"r{w}" for w in range(workers))))
     return state
 
 
-def place(state: RouterState, *requests: str | PlacementRequest, client: str = "c") -> list[Lease]:
+def place(state: RouterState, *requests: str | PlacementRequest, ingress: str = "c") -> list[Lease]:
     """Place requests in one call, and return their leases. A name stands for a request that may wait."""
     leases = [
-        Lease(request(one, may_wait=True) if isinstance(one, str) else one, LeaseState.SENT, client)
+        Lease(request(one, may_wait=True) if isinstance(one, str) else one, LeaseState.SENT, ingress)
         for one in requests
     ]
     state.place(leases)
@@ -68,10 +72,10 @@ def release(state: RouterState, *names: str) -> None:
     state.place([])  # as an iteration of the event loop does
 
 
-def client_lease(name: str, replica: str, client: str = "c", **fields: Any) -> Lease:
-    """Return the lease of a request that its client has placed by local fallback."""
+def ingress_lease(name: str, worker: str, ingress: str = "c", **fields: Any) -> Lease:
+    """Return the lease of a request that its ingress has placed by local fallback."""
     fields = {"max_new_tokens": 0, **fields}
-    return Lease(request(name, **fields), LeaseState.LEASED, client, replica, policy="local-fallback")
+    return Lease(request(name, **fields), LeaseState.LEASED, ingress, worker, policy="local-fallback")
 
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:
@@ -156,7 +160,7 @@ class FakeActor(RouterCalls):
 
     @property
     def alive(self) -> bool:
-        """Return whether clients can reach the actor. Its state is kept meanwhile."""
+        """Return whether ingresses can reach the actor. Its state is kept meanwhile."""
         return self._alive
 
     @alive.setter
@@ -166,7 +170,7 @@ class FakeActor(RouterCalls):
             self.disconnect()
 
     def disconnect(self) -> None:
-        """Close the connections of all clients."""
+        """Close the connections of all ingresses."""
         for connection in list(self.server.connections):
             connection.close("it is lost")
 
@@ -227,7 +231,7 @@ class FakeActor(RouterCalls):
         """Ignore a redeployment."""
 
     def calls(self) -> RouterCalls:
-        """Return the calls of another client."""
+        """Return the calls of another router client."""
         calls = RouterCalls(lambda: None)  # type: ignore[arg-type, return-value]
         calls._connect = self._connect  # type: ignore[method-assign]
         return calls
@@ -292,7 +296,7 @@ async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
     """Wait until neither router nor client has a lease or a waiting request."""
     await wait_until(lambda: not (actor.state.queue_size or actor.running or actor.sessions.open))
     assert set(loads(actor.state).values()) <= {(0, 0)}
-    assert not client.held_lease_count
+    assert not client.held_leases()
     assert not client.leases
     assert not client._calls
     assert not list(client._waiting)

@@ -31,7 +31,7 @@ def test_a_feature_that_cannot_be_selected_is_refused() -> None:
 def test_tests_report_the_features_that_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = {"model name": "A CPU", "flags": "fpu avx2 avx512f avx512vl avx512bw avx512dq avx512_bf16"}
     monkeypatch.setattr(cpu_features, "_cpuinfo", lambda: cpu)
-    monkeypatch.delenv(cpu_features.VARIABLE, raising=False)
+    monkeypatch.delenv(cpu_features.CPU_ENV, raising=False)
     assert cpu_features.description().endswith(" x A CPU, avx2 avx512 avx512_bf16")
-    monkeypatch.setenv(cpu_features.VARIABLE, "avx512")
+    monkeypatch.setenv(cpu_features.CPU_ENV, "avx512")
     assert cpu_features.description().endswith(" x A CPU, avx2 avx512, others hidden by ELDR_CPU")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.barrier.steps import FOLDER, file_of
+from benchmarks.lib.barrier.steps import RECORD_FOLDER_ENV, file_of
 from eldr_serve.engine.vllm.compat.ep_ranks import rank_batches
 from eldr_serve.engine.vllm.scheduler import EldrAsyncScheduler
 
@@ -18,12 +18,12 @@ class RecordingScheduler(EldrAsyncScheduler):
 
     A line is a JSON list of four numbers: the number of the step's forward pass, which is the same on all
     ranks, the rank's requests, the KV tokens that they attend to, and time.perf_counter() when the step was
-    scheduled. Steps without requests have no line. The environment variable FOLDER names the folder.
+    scheduled. Steps without requests have no line. RECORD_FOLDER_ENV is the variable that names the folder.
     """
 
     def __init__(self, vllm_config: Any, *arguments: Any, **named: Any) -> None:
         super().__init__(vllm_config, *arguments, **named)
-        path = file_of(Path(os.environ[FOLDER]), vllm_config.parallel_config.data_parallel_rank)
+        path = file_of(Path(os.environ[RECORD_FOLDER_ENV]), vllm_config.parallel_config.data_parallel_rank)
         self._steps = path.open("w", buffering=1)
 
     def schedule(self, *arguments: Any, **named: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from eldr_serve.arrays import Floats, Ints
 
-FOLDER = "ELDR_RANK_STEPS"  # environment variable of an engine's processes
+RECORD_FOLDER_ENV = "ELDR_RANK_STEPS"  # environment variable of an engine's processes
 
 
 def file_of(folder: Path, rank: int) -> Path:

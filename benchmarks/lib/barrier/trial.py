@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lib.barrier.steps import RankSteps
-from benchmarks.lib.client import Answer, Send, errors, session
+from benchmarks.lib.client import Answer, Send, count_failures, open_session
 from eldr_serve.errors import UserInputError
 
 _TIMEOUT_S = 120.0  # slower requests count as failed
@@ -70,8 +70,10 @@ class BarrierTrial:
         """
         from_s = start_s + load.warm_up_s
         until_s = from_s + load.seconds
-        failures = errors([*answers.values()])
-        measured = sorted(n for n, a in answers.items() if a.error is None and from_s <= a.end < until_s)
+        failures = count_failures([*answers.values()])
+        measured = sorted(
+            n for n, a in answers.items() if a.error is None and from_s <= a.ended_at_s < until_s
+        )
         if not measured:
             raise UserInputError(f"no request ended in the measured period; failures: {failures}")
         timings = [answers[n].timing for n in measured]
@@ -119,7 +121,7 @@ async def timed_loop(
             number, sent = sent, sent + 1
             answers[number] = await send(http, body)
 
-    async with session(_TIMEOUT_S) as http:
+    async with open_session(_TIMEOUT_S) as http:
         start_s = time.perf_counter()
         users = [asyncio.create_task(send_in_turn(http)) for _ in range(in_flight)]
         done, _ = await asyncio.wait(users, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

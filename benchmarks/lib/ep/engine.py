@@ -86,9 +86,9 @@ _known: set[str] = set()  # names of prompts in the prefix cache
 
 def _start(model: str, ranks: int, redundant: int, moves_per_slice: int, max_batch: int) -> None:
     global _engine, _ranks
-    from eldr_serve.engine.vllm.ep.plugin import SWITCH, register
+    from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV, register
 
-    os.environ |= ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", SWITCH: "1"}
+    os.environ |= ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", EXPERT_PARALLEL_ENV: "1"}
     register()  # the plug-in does this in every process if the package is installed
     from vllm import EngineArgs, LLMEngine
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,25 +31,32 @@ STAGES = ("dispatch", "gate", "route", "experts", "combine")
 ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TOKENS_PER_EXPERT = (1, 2, 4, 8)
 MESSAGE_BYTES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
-Arm = tuple[float, str, str]  # setting of a comparison: replication (slots / experts), routing, dispatch
+
+
+class LayerArm(NamedTuple):
+    """One setting of a comparison."""
+
+    replication: float  # slots / experts
+    routing: str
+    dispatch: str
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankJob:
     """Common input of all ranks: the model, placements by replication, and batches of routes."""
 
     model: Path
     ranks: int
     placements: dict[float, NDArray[np.int64]]  # int[L, P]
     routes: NDArray[np.int64]  # int[B, L, T, k], B batches
-    arms: tuple[Arm, ...]
+    arms: tuple[LayerArm, ...]
     rounds: int  # calls of each batch, layer and arm
     seed: int
 
-    def routing(self, arm: Arm, layer: int) -> Routing:
+    def routing(self, arm: LayerArm, layer: int) -> Routing:
         """Return the arm's choice of replicas in a layer."""
-        hosts = hosts_of(self.placements[arm[0]][layer : layer + 1], self.num_experts, self.ranks)[0]
-        if arm[1] == "metro":
+        hosts = hosts_of(self.placements[arm.replication][layer : layer + 1], self.num_experts, self.ranks)[0]
+        if arm.routing == "metro":
             return one_replica(MetroPlan.from_hosts(hosts).route, len(hosts))
         return all_replicas(hosts)
 
@@ -58,7 +65,7 @@ class Plan:
         """Return E."""
         return int(self.placements[1.0].max()) + 1
 
-    def tokens_by_rank(self, arm: Arm) -> NDArray[np.int64]:
+    def tokens_by_rank(self, arm: LayerArm) -> NDArray[np.int64]:
         """Return int[B, L, E, G]: tokens of each expert on each rank."""
         batches, layers = self.routes.shape[:2]
         tokens = np.zeros((batches, layers, self.num_experts, self.ranks), np.int64)
@@ -67,7 +74,7 @@ class Plan:
             for b in range(batches):
                 experts = self.routes[b, layer]
                 # All-to-all: each rank chooses for its own tokens.
-                parts = self.ranks if arm[2] == "all-to-all" else 1
+                parts = self.ranks if arm.dispatch == "all-to-all" else 1
                 for chunk in np.split(experts, parts):
                     np.add.at(tokens[b, layer], (chunk, route(chunk, np.zeros(len(chunk), np.int64))), 1)
         return tokens
@@ -76,14 +83,14 @@ class Plan:
 class _Experts:
     """All layers' experts in this process's memory, to which the slots of a placement point."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        layers = range(plan.routes.shape[1])
-        weights = (read_experts(plan.model, layer, range(plan.num_experts)) for layer in layers)
+    def __init__(self, job: RankJob) -> None:
+        self._job = job
+        layers = range(job.routes.shape[1])
+        weights = (read_experts(job.model, layer, range(job.num_experts)) for layer in layers)
         self._products = [vllm_products(w13.to(device()), w2.to(device())) for w13, w2 in weights]
-        self._gates = [read_gate(plan.model, layer).to(device()) for layer in layers]
+        self._gates = [read_gate(job.model, layer).to(device()) for layer in layers]
         self.hidden = self._gates[0].shape[1]
-        self.top_k = plan.routes.shape[3]
+        self.top_k = job.routes.shape[3]
 
     def products(self, layer: int, experts: NDArray[np.int64]) -> Products:
         """Return the products of slots that hold these experts."""
@@ -97,56 +104,56 @@ class _Experts:
 
     def seconds(self, layer: int, rows: Tensor, slot: Tensor) -> float:
         """Return the seconds that these rows' experts take, all of which are local."""
-        products = self.products(layer, np.arange(self._plan.num_experts))
-        start = _now()
+        products = self.products(layer, np.arange(self._job.num_experts))
+        started_at_s = _now_s()
         products(rows, slot)
-        return _now() - start
+        return _now_s() - started_at_s
 
     def tokens(self, number: int) -> Tensor:
         """Return hidden states. Their values do not affect a layer's time."""
         return torch.randn(number, self.hidden, device=device()).bfloat16()
 
 
-def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
+def layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
     """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
-    experts_of_rank = _Experts(plan)
-    batches, layers, tokens, _ = plan.routes.shape
-    rank_tokens = tokens // plan.ranks
+    experts_of_rank = _Experts(job)
+    batches, layers, tokens, _ = job.routes.shape
+    rank_tokens = tokens // job.ranks
     start = rank * rank_tokens
-    times = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
-    for b, layer, turn, arm in _schedule(plan):
-        placement = plan.placements[arm[0]][layer]
-        gathers_all = arm[2] == "all-gather"
-        recorded = plan.routes[b, layer, slice(None) if gathers_all else slice(start, start + rank_tokens)]
+    times = {arm: np.zeros((batches, layers, job.rounds, len(STAGES))) for arm in job.arms}
+    for b, layer, turn, arm in _schedule(job):
+        placement = job.placements[arm.replication][layer]
+        gathers_all = arm.dispatch == "all-gather"
+        recorded = job.routes[b, layer, slice(None) if gathers_all else slice(start, start + rank_tokens)]
         layer_of_rank = ParallelLayer(
             experts_of_rank.gate(layer, recorded),
-            experts_of_rank.products(layer, placement.reshape(plan.ranks, -1)[rank]),
+            experts_of_rank.products(layer, placement.reshape(job.ranks, -1)[rank]),
             placement,
-            num_experts=plan.num_experts,
-            route=plan.routing(arm, layer),
+            num_experts=job.num_experts,
+            route=job.routing(arm, layer),
         )
         x = experts_of_rank.tokens(rank_tokens)
         clock = _Clock()
         dist.barrier()
         clock.start()
         if gathers_all:
-            layer_of_rank.run_gathered(x, [rank_tokens] * plan.ranks, clock)
+            layer_of_rank.run_gathered(x, [rank_tokens] * job.ranks, clock)
         else:
             layer_of_rank.run_exchanged(x, clock)
         times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
     return times
 
 
-def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
+def shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
     """Time each rank's experts with nothing else running: [B, L, rounds, G] s, by arm."""
-    experts_of_rank = _Experts(plan)
-    batches, layers, tokens, _ = plan.routes.shape
-    times = {arm: np.zeros((batches, layers, plan.rounds, plan.ranks)) for arm in plan.arms}
+    experts_of_rank = _Experts(job)
+    batches, layers, tokens, _ = job.routes.shape
+    times = {arm: np.zeros((batches, layers, job.rounds, job.ranks)) for arm in job.arms}
     x = experts_of_rank.tokens(tokens)
-    for b, layer, turn, arm in _schedule(plan):
-        experts = plan.routes[b, layer]
-        ranks = plan.routing(arm, layer)(experts, np.zeros(tokens, np.int64))
-        for g in range(plan.ranks):
+    for b, layer, turn, arm in _schedule(job):
+        experts = job.routes[b, layer]
+        ranks = job.routing(arm, layer)(experts, np.zeros(tokens, np.int64))
+        for g in range(job.ranks):
             token, choice = np.nonzero(ranks == g)
             rows = x[torch.as_tensor(token, device=device())]
             slot = torch.as_tensor(experts[token, choice], device=device())
@@ -154,21 +161,25 @@ def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
     return times
 
 
-def rank_alone(rank: int, plan: Plan) -> list[dict[str, Any]]:
+def rank_alone(rank: int, job: RankJob) -> list[dict[str, Any]]:
     """Return a rank's median time by activated experts and pairs. Each call uses other experts."""
-    experts_of_rank = _Experts(plan)
-    rng = np.random.default_rng(plan.seed)
-    points = [(a, a * n) for a in ACTIVATED for n in TOKENS_PER_EXPERT if a <= plan.num_experts]
+    experts_of_rank = _Experts(job)
+    rng = np.random.default_rng(job.seed)
+    counts = [count for count in ACTIVATED if count <= job.num_experts]
+    points = [(activated, activated * tokens) for activated in counts for tokens in TOKENS_PER_EXPERT]
     seconds: dict[tuple[int, int], list[float]] = {point: [] for point in points}
-    for _ in range(3 * plan.rounds + 1):  # the first one warms up
+    for _ in range(3 * job.rounds + 1):  # the first one warms up
         for n in rng.permutation(len(points)):
             activated, pairs = points[n]
-            layer = int(rng.integers(plan.routes.shape[1]))
-            experts = rng.permutation(plan.num_experts)[:activated]
+            layer = int(rng.integers(job.routes.shape[1]))
+            experts = rng.permutation(job.num_experts)[:activated]
             slot = torch.as_tensor(np.resize(experts, pairs), device=device())
             rows = experts_of_rank.tokens(pairs)
             seconds[activated, pairs].append(experts_of_rank.seconds(layer, rows, slot))
-    return [{"activated": a, "pairs": p, "s": float(np.median(s[1:]))} for (a, p), s in seconds.items()]
+    return [
+        {"activated": activated, "pairs": pairs, "s": float(np.median(times[1:]))}
+        for (activated, pairs), times in seconds.items()
+    ]
 
 
 def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
@@ -206,28 +217,28 @@ class _Clock:
 
     def start(self) -> None:
         """Start the first stage."""
-        self._since = _now()
+        self._stage_started_at_s = _now_s()
 
     def __call__(self, stage: str) -> None:
-        now = _now()
-        self.seconds[stage] = now - self._since
-        self._since = now
+        now_s = _now_s()
+        self.seconds[stage] = now_s - self._stage_started_at_s
+        self._stage_started_at_s = now_s
 
 
-def _now() -> float:
+def _now_s() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _schedule(plan: Plan) -> list[tuple[int, int, int, Arm]]:
+def _schedule(job: RankJob) -> list[tuple[int, int, int, LayerArm]]:
     """Return (batch, layer, round, arm) in a random order that is the same on every rank."""
-    batches, layers = plan.routes.shape[:2]
+    batches, layers = job.routes.shape[:2]
     cases = [
         (b, layer, turn, arm)
-        for turn in range(plan.rounds)
+        for turn in range(job.rounds)
         for b in range(batches)
         for layer in range(layers)
-        for arm in plan.arms
+        for arm in job.arms
     ]
-    return [cases[n] for n in np.random.default_rng(plan.seed).permutation(len(cases))]
+    return [cases[n] for n in np.random.default_rng(job.seed).permutation(len(cases))]

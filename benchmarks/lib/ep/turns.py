@@ -22,9 +22,9 @@ from loadgen.journal import Journal
 
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
 Engine = TypeVar("Engine")
-HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
-PROMPT = 65  # maximum tokens of a prompt, since only decode is measured
-SKIPPED = 2  # decode steps after the prefill that no figure includes
+NUM_HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
+MAX_PROMPT_TOKENS = 65  # longer prompts are cut, since only decode is measured
+SKIPPED_STEPS = 2  # decode steps after the prefill that no figure includes
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated per request.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
@@ -76,9 +76,10 @@ def draw_disjoint_batches(requests: Ints, size: int, number: int, rng: np.random
 
 def summary(decoded: Decoded) -> dict[str, Any]:
     """Return a batch's figures: medians over steps for times, otherwise means over steps and layers."""
-    tokens, activated, pairs, served_at_home, moved_tokens = np.moveaxis(decoded.log[:, SKIPPED:], -1, 0)
+    columns = np.moveaxis(decoded.log[:, SKIPPED_STEPS:], -1, 0)
+    tokens, activated, pairs, served_at_home, moved_tokens = columns
     return {
-        "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED:])),
+        "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED_STEPS:])),
         "steps": len(decoded.seconds),
         "worst_rank_experts": float(activated.max(axis=0).mean()),
         "experts_all_ranks": float(activated.sum(axis=0).mean()),

@@ -120,11 +120,11 @@ def _rows_of_case(group: str, rate: float, means: dict[tuple[str, str], dict[str
     best = {key: min(means[balancer, "linear"][key] for balancer in BALANCERS) for key in keys}
     rows = []
     for (policy, placement), figures in means.items():
-        papers = group != "task" and (policy, placement) == ("locality-band", "own")
+        is_papers_case = group != "task" and (policy, placement) == ("locality-band", "own")
         row = {"workload": group, "rate_per_s": rate, "policy": policy, "placement": placement}
         row |= {key: figures[key] for key in (*keys, "batch_size")}
         row |= {f"{k.removesuffix('_ms')}_change_pct": change_pct(figures[k], best[k]) for k in keys}
-        rows.append(row | {key: value if papers else None for key, value in PAPER.items()})
+        rows.append(row | {key: value if is_papers_case else None for key, value in PAPER.items()})
     return rows
 
 

@@ -124,7 +124,7 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
-        call_time_s = time.monotonic()
+        called_at_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
             request = replace(request, kv_transfer_params={REQUEST_KEY: request.id})
         parsed = await parse_generation(request, self.server.engine)
@@ -137,7 +137,7 @@ class VllmEngine:
             parsed.kv_transfer_params = {**(parsed.kv_transfer_params or {}), CALIBRATE_KEY: True}
         continuation = await self._generate_one(request, parsed, send)
         self._keep_sample(request, continuation)
-        transport_s = _transport_s(continuation, call_time_s)
+        transport_s = _transport_s(continuation, called_at_s)
         return GenerationReport(transport_s, float(continuation.cached_tokens))
 
     async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
@@ -312,10 +312,10 @@ def _raw_request(parsed: Any, request: EngineRequest) -> Any:
     return RawRequestInfo.to_starlette_request_optional(info)
 
 
-def _transport_s(continuation: Continuation, call_time_s: float) -> float | None:
+def _transport_s(continuation: Continuation, called_at_s: float) -> float | None:
     """Return the seconds from the call to its first step; vLLM uses the same monotonic clock."""
-    scheduled_s: float = getattr(continuation.metrics, "scheduled_ts", 0.0)
-    return max(scheduled_s - call_time_s, 0.0) if scheduled_s else None
+    scheduled_at_s: float = getattr(continuation.metrics, "scheduled_ts", 0.0)
+    return max(scheduled_at_s - called_at_s, 0.0) if scheduled_at_s else None
 
 
 def _ids(packed: bytes) -> list[int]:

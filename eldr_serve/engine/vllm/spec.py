@@ -25,7 +25,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     to_model_metadata,
 )
 from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
-from eldr_serve.engine.vllm.ep.plugin import SWITCH
+from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.experts.parallel.placement import ExpertPlacement
@@ -167,9 +167,9 @@ class VllmSpec:
             raise ConfigurationError("engines on GPUs cannot move experts while they serve")
         if int(kwargs.get("data_parallel_size") or 1) > 1:
             raise ConfigurationError("data-parallel ranks cannot change their experts while they serve")
-        if not kwargs.get("enable_expert_parallel") or self.environment.get(SWITCH) != "1":
+        if not kwargs.get("enable_expert_parallel") or self.environment.get(EXPERT_PARALLEL_ENV) != "1":
             raise ConfigurationError(
-                f"the engines are not expert-parallel: set enable_expert_parallel and {SWITCH}=1"
+                f"the engines are not expert-parallel: set enable_expert_parallel and {EXPERT_PARALLEL_ENV}=1"
             )
         if placement.ranks != self.ranks:
             raise ConfigurationError(

@@ -71,12 +71,12 @@ def fit_table(
         raise UserInputError("the trace holds no decode step, so signatures have nothing to predict")
     if workers > len(trace.ids):
         raise UserInputError(f"cannot make {workers} clusters of {len(trace.ids)} requests")
-    start = time.perf_counter()
+    started_at_s = time.perf_counter()
     spec = fit_signature(trace, transform, seed=seed)
-    signature_end = time.perf_counter()
+    fitted_at_s = time.perf_counter()
     points = spec.encode(trace.prefill_counts)
     clusters = balanced_kmeans(points, workers, seed=seed, starts=starts)
-    clustering_end = time.perf_counter()
+    clustered_at_s = time.perf_counter()
     table = RoutingTable(
         model=trace.model,
         spec=spec,
@@ -102,8 +102,8 @@ def fit_table(
         "cluster_sizes": clusters.sizes.tolist(),
         "clusters_by_domain": _count_by_domain(clusters, trace.domains),
         **_separation(points, clusters),
-        "signature_s": signature_end - start,
-        "clustering_s": clustering_end - signature_end,
+        "signature_s": fitted_at_s - started_at_s,
+        "clustering_s": clustered_at_s - fitted_at_s,
     }
     return table, report
 

@@ -158,10 +158,10 @@ def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDAr
 
 def available_workers(loads: Loads) -> NDArray[np.int64]:
     """Return the positions of the available workers, ascending; raise NoWorkerError if there are none."""
-    workers = loads.available_positions
-    if not len(workers):
+    positions = loads.available_positions
+    if not len(positions):
         raise NoWorkerError(f"none of {len(loads)} decode workers is available")
-    return workers
+    return positions
 
 
 def choose_shortest(candidates: NDArray[np.int64], loads: Loads, reason: str) -> Decision:

@@ -15,9 +15,9 @@ class Random(Policy):
     is_balancer = True
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
+        positions = available_workers(loads)
         return Decision(
-            int(workers[rng.integers(len(workers))]), num_candidates=len(workers), reason=self.name
+            int(positions[rng.integers(len(positions))]), num_candidates=len(positions), reason=self.name
         )
 
 
@@ -32,10 +32,10 @@ class RoundRobin(Policy):
         self._last = -1
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
-        later = workers[workers > self._last]
-        self._last = int(later[0] if len(later) else workers[0])
-        return Decision(self._last, num_candidates=len(workers), reason=self.name)
+        positions = available_workers(loads)
+        later = positions[positions > self._last]
+        self._last = int(later[0] if len(later) else positions[0])
+        return Decision(self._last, num_candidates=len(positions), reason=self.name)
 
 
 class ShortestQueue(Policy):
@@ -55,9 +55,9 @@ class PowerOfTwo(Policy):
     is_balancer = True
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
-        pair = rng.choice(len(workers), size=min(2, len(workers)), replace=False)
-        return choose_shortest(workers[np.sort(pair)], loads, self.name)
+        positions = available_workers(loads)
+        pair = rng.choice(len(positions), size=min(2, len(positions)), replace=False)
+        return choose_shortest(positions[np.sort(pair)], loads, self.name)
 
 
 class LeastTokens(Policy):
@@ -67,7 +67,7 @@ class LeastTokens(Policy):
     is_balancer = True
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
-        tokens = loads.kv_tokens[workers]
-        position = choose_shortest(workers[tokens == tokens.min()], loads, self.name).position
-        return Decision(position, num_candidates=len(workers), reason=self.name)
+        positions = available_workers(loads)
+        tokens = loads.kv_tokens[positions]
+        position = choose_shortest(positions[tokens == tokens.min()], loads, self.name).position
+        return Decision(position, num_candidates=len(positions), reason=self.name)

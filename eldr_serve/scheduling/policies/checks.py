@@ -79,11 +79,11 @@ def _request(name: str, rng: np.random.Generator) -> PlacementRequest:
     )
 
 
-def _loads(rng: np.random.Generator, workers: int = 4) -> Loads:
-    in_flight = rng.integers(0, 6, workers)
-    available = rng.random(workers) < 0.7
-    available[rng.integers(workers)] = True
-    return Loads(in_flight, in_flight * rng.integers(20, 200, workers), available)
+def _loads(rng: np.random.Generator, num_workers: int = 4) -> Loads:
+    in_flight = rng.integers(0, 6, num_workers)
+    available = rng.random(num_workers) < 0.7
+    available[rng.integers(num_workers)] = True
+    return Loads(in_flight, in_flight * rng.integers(20, 200, num_workers), available)
 
 
 def _copy(loads: Loads) -> Loads:
@@ -105,11 +105,11 @@ def _check_unchanged(call: str, loads: Loads, before: Loads) -> Iterator[str]:
 
 
 def _place_each(
-    policy: Policy, rng: np.random.Generator, requests: Iterable[PlacementRequest], workers: int = 4
+    policy: Policy, rng: np.random.Generator, requests: Iterable[PlacementRequest], num_workers: int = 4
 ) -> Iterator[str]:
     """Place each request; yield violations."""
     for request in requests:
-        loads = _loads(rng, workers)
+        loads = _loads(rng, num_workers)
         before = _copy(loads)
         decision = policy.select(request, loads, rng)
         errors = [*_check_decision(decision, before), *_check_unchanged("select", loads, before)]
@@ -175,8 +175,9 @@ def _check_notifications(make: Callable[[], Policy]) -> Iterator[str]:
 
 def _check_more_and_fewer_workers(make: Callable[[], Policy]) -> Iterator[str]:
     rng, policy = np.random.default_rng(3), make()
-    for workers in (1, 5, 2, 9, 4):
-        yield from _place_each(policy, rng, (_request(f"{workers}.{n}", rng) for n in range(6)), workers)
+    for num_workers in (1, 5, 2, 9, 4):
+        requests = (_request(f"{num_workers}.{n}", rng) for n in range(6))
+        yield from _place_each(policy, rng, requests, num_workers)
 
 
 def _check_new_table(make: Callable[[], Policy]) -> Iterator[str]:

@@ -46,13 +46,13 @@ class Domain(Policy):
         self._workers_by_domain: dict[str, range] = {}
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
+        positions = available_workers(loads)
         if request.domain is None:
-            return choose_shortest(workers, loads, "no-domain")
-        candidates = np.intersect1d(self._workers_of(request.domain, len(loads)), workers).astype(np.int64)
+            return choose_shortest(positions, loads, "no-domain")
+        candidates = np.intersect1d(self._workers_of(request.domain, len(loads)), positions).astype(np.int64)
         if len(candidates):
             return choose_shortest(candidates, loads, self.name)
-        position = int(workers[zlib.crc32(request.domain.encode()) % len(workers)])
+        position = int(positions[zlib.crc32(request.domain.encode()) % len(positions)])
         return Decision(position, reason="domain-hash")
 
     def _workers_of(self, domain: str, num_workers: int) -> Sequence[int]:

@@ -37,20 +37,20 @@ class LocalityBand(Policy):
     parameters: Parameters
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
+        positions = available_workers(loads)
         if self.table is None:
-            return choose_shortest(workers, loads, "no-table")
+            return choose_shortest(positions, loads, "no-table")
         centroid_similarity, why_not = self._score(request)
         if centroid_similarity is None:
-            return choose_shortest(workers, loads, why_not)
+            return choose_shortest(positions, loads, why_not)
         similarity = worker_similarity(centroid_similarity, len(loads)).astype(np.float64)
         width = self.table.band if self.parameters.band is None else self.parameters.band
-        band = workers[similarity[workers] >= similarity[workers].max() - width]
+        band = positions[similarity[positions] >= similarity[positions].max() - width]
         if (bound := self.parameters.max_load_ratio) is not None:
-            mean = (loads.in_flight[workers].sum() + 1) / len(workers)
+            mean = (loads.in_flight[positions].sum() + 1) / len(positions)
             below_cap = band[loads.in_flight[band] + 1 <= bound * mean]
             if not len(below_cap):
-                return choose_shortest(workers, loads, "load-cap")
+                return choose_shortest(positions, loads, "load-cap")
             band = below_cap
         in_flight = loads.in_flight[band]
         lightest = band[in_flight == in_flight.min()]

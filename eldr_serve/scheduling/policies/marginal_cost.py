@@ -75,7 +75,7 @@ class MarginalCost(Policy):
         super().__init__(**parameters)
         self._affinity = self.parameters.affinity
         self.cost = self.parameters.cost or StepCost()
-        self.active = ExpectedActivation()
+        self.activation = ExpectedActivation()
         self.profiles = AffinityProfiles()
         self._profiled: dict[str, tuple[int, int]] = {}  # running request -> position, number there
         self._generated: dict[str, int] = {}  # generated tokens of each running request
@@ -87,20 +87,20 @@ class MarginalCost(Policy):
             self.cost = cost
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
+        positions = available_workers(loads)
         estimate = self._estimate(request)
         if estimate is None:
-            return choose_shortest(workers, loads, "no-counts")
-        self.active.grow(len(loads))
+            return choose_shortest(positions, loads, "no-counts")
+        self.activation.grow(len(loads))
         self.profiles.grow(len(loads), len(estimate.p))
-        candidates = workers
-        if len(workers) > _MAX_EXACT_WORKERS:
-            cost = self._weighted_cost(candidates, loads, estimate, self.active.coarse_cells)
+        candidates = positions
+        if len(positions) > _MAX_EXACT_WORKERS:
+            cost = self._weighted_cost(candidates, loads, estimate, self.activation.num_coarse_cells)
             candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
         cost = self._weighted_cost(candidates, loads, estimate, len(estimate.p))
         return Decision(
             int(candidates[cost.argmin()]),
-            num_candidates=len(workers),
+            num_candidates=len(positions),
             reason=self.name,
             policy_data=estimate,
         )
@@ -111,17 +111,17 @@ class MarginalCost(Policy):
         With a tail power of 1 the cost is the time that the request adds to a step, summed over all requests
         of the worker and itself, s. The time of its uncached prompt is divided by the steps of its answer.
         """
-        levels = self.active.levels(request)
+        levels = self.activation.estimate_levels(request)
         if levels is None:
             return np.zeros(len(loads))
-        self.active.grow(len(loads))
-        added_experts = self.active.idle[: len(loads)] @ probability(levels)
+        self.activation.grow(len(loads))
+        added_experts = self.activation.p_idle[: len(loads)] @ probability(levels)
         decode, prefill = self._raw_costs(np.arange(len(loads)), loads, request, added_experts)
         return decode + prefill
 
     def _raw_costs(
         self,
-        workers: NDArray[np.int64],
+        positions: NDArray[np.int64],
         loads: Loads,
         request: PlacementRequest,
         added_experts: NDArray[np.float32],
@@ -131,15 +131,15 @@ class MarginalCost(Policy):
         Args:
             added_experts: float32[n], active experts that the request adds at each worker.
         """
-        requests, kv_tokens = loads.in_flight[workers], loads.kv_tokens[workers]
-        active, tokens = self.active.union[workers], request.prompt_tokens
+        requests, kv_tokens = loads.in_flight[positions], loads.kv_tokens[positions]
+        active, tokens = self.activation.expected_active[positions], request.prompt_tokens
         decode, step_s = self.cost.added_seconds(
             requests, kv_tokens, active, more_tokens=tokens, more_experts=added_experts
         )
-        uncached = np.full(len(workers), tokens)
+        uncached = np.full(len(positions), tokens)
         if loads.cached_tokens is not None:
-            uncached = np.maximum(uncached - loads.cached_tokens[workers], 0)
-        pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[workers]
+            uncached = np.maximum(uncached - loads.cached_tokens[positions], 0)
+        pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[positions]
         steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
         per_token_s = self.cost.per_prompt_token_s / steps
         prefill = ((requests + 1) * uncached + pending) * per_token_s
@@ -152,24 +152,24 @@ class MarginalCost(Policy):
         return decode * factor, prefill * factor
 
     def _weighted_cost(
-        self, workers: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, cells: int
+        self, positions: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, num_cells: int
     ) -> NDArray[np.float64]:
-        """Return the cost at each worker, weighted by affinity, from the first `cells` of each row."""
-        added_experts = _dot_products(self.active.idle, workers, estimate.p, cells)
-        decode, prefill = self._raw_costs(workers, loads, estimate.request, added_experts)
+        """Return the cost at each worker, weighted by affinity, from the first `num_cells` of each row."""
+        added_experts = _dot_products(self.activation.p_idle, positions, estimate.p, num_cells)
+        decode, prefill = self._raw_costs(positions, loads, estimate.request, added_experts)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
-                workers, _dot_products(self.profiles.profile, workers, estimate.deviation, cells)
+                positions, _dot_products(self.profiles.profile, positions, estimate.deviation, num_cells)
             )
             decode *= 1 + self._affinity * (similarity.max() - similarity)
         return decode + prefill
 
     def _estimate(self, request: PlacementRequest) -> RequestEstimate | None:
-        levels = self.active.levels(request)
+        levels = self.activation.estimate_levels(request)
         if levels is None:
             return None
-        p, mean, deviation = probability(levels), self.active.mean, None
-        if self._affinity and mean is not None and self.active.has_usable_counts(request):
+        p, mean, deviation = probability(levels), self.activation.mean, None
+        if self._affinity and mean is not None and self.activation.has_usable_counts(request):
             deviation = deviation_of(p, mean)
         return RequestEstimate(request, levels, p, deviation)
 
@@ -178,25 +178,25 @@ class MarginalCost(Policy):
         estimate: RequestEstimate | None = data if data is not None else self._estimate(request)
         if estimate is not None and estimate.deviation is not None:
             self._learn(request.request_id, position, estimate.deviation)
-        self.active.on_assigned(request, position, estimate.levels if estimate is not None else None)
+        self.activation.on_assigned(request, position, estimate.levels if estimate is not None else None)
 
     def _learn(self, request_id: str, position: int, deviation: NDArray[np.float32]) -> None:
         """Learn a request once; true counts that replace predicted ones correct the profile."""
         if request_id not in self._profiled:
             self._profiled[request_id] = (position, self.profiles.learn(position, deviation))
             return
-        _, levels = self.active.running[request_id]
-        assert self.active.mean is not None
-        before = deviation_of(probability(levels), self.active.mean)
+        _, levels = self.activation.running[request_id]
+        assert self.activation.mean is not None
+        before = deviation_of(probability(levels), self.activation.mean)
         if before is not None:
             self.profiles.correct(*self._profiled[request_id], deviation - before)
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
-        running = self.active.running
+        running = self.activation.running
         self._generated.update((name, n) for name, n in generated_tokens.items() if name in running)
 
     def on_finished(self, request_id: str) -> None:
-        self.active.on_finished(request_id)
+        self.activation.on_finished(request_id)
         self._profiled.pop(request_id, None)
         tokens = self._generated.pop(request_id, 0)
         if tokens:
@@ -205,12 +205,12 @@ class MarginalCost(Policy):
 
 
 def _dot_products(
-    rows: NDArray[np.float32], workers: NDArray[np.int64], vector: NDArray[np.float32], cells: int
+    rows: NDArray[np.float32], positions: NDArray[np.int64], vector: NDArray[np.float32], num_cells: int
 ) -> NDArray[np.float32]:
-    """Estimate rows[workers] @ vector, float32[n], from the first `cells` columns."""
-    selects_first = 2 * len(workers) < len(rows)
-    products = (rows[workers] if selects_first else rows)[:, :cells] @ vector[:cells]
+    """Estimate rows[positions] @ vector, float32[n], from the first `num_cells` columns."""
+    selects_first = 2 * len(positions) < len(rows)
+    products = (rows[positions] if selects_first else rows)[:, :num_cells] @ vector[:num_cells]
     if not selects_first:
-        products = products[workers]
-    scaled: NDArray[np.float32] = products * np.float32(len(vector) / cells)
+        products = products[positions]
+    scaled: NDArray[np.float32] = products * np.float32(len(vector) / num_cells)
     return scaled

@@ -131,14 +131,14 @@ def test_a_closed_loop_ends_after_its_time() -> None:
         running += 1
         await asyncio.sleep(30 if body["number"] == 3 else 0.01)
         running -= 1
-        return Answer(start=float(body["number"]))
+        return Answer(started_at_s=float(body["number"]))
 
     bodies = ({"number": number} for number in itertools.count())
     start_s, sent, answers = asyncio.run(timed_loop(send, bodies, in_flight=3, seconds=0.3))
     assert 0.25 < time.perf_counter() - start_s < 10
     assert running == 3
     assert (
-        {int(answer.start) for answer in answers.values()}
+        {int(answer.started_at_s) for answer in answers.values()}
         == {*answers}
         == {*range(sent)} - {3} - {*range(sent - 2, sent)}
     )
@@ -153,10 +153,10 @@ def test_a_closed_loop_ends_after_its_time() -> None:
 
 def test_a_trial_has_the_requests_and_steps_of_its_measured_period() -> None:
     def answer(end: float) -> Answer:
-        return Answer(start=end - 2, end=end, timing=StreamTiming([0.5, 2.0], completion_tokens=4))
+        return Answer(end - 2, end, timing=StreamTiming([0.5, 2.0], completion_tokens=4))
 
     answers = {4: answer(14.9), 1: answer(12.0), 0: answer(11.9), 2: answer(15.0)}
-    answers[3] = Answer(start=9.0, end=13.0, error="HTTP 500")
+    answers[3] = Answer(started_at_s=9.0, ended_at_s=13.0, error="HTTP 500")
     start_s = np.array([11.9, 12.0, 14.9, 15.0])
     kv = np.array([[1, 2], [3, 5], [8, 9], [0, 0]])
     steps = RankSteps(start_s, np.full(4, 0.1), kv, kv)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.__main__ import MODULES, NAMES, WHEN, read_benchmarks
 from benchmarks.engine.cache_memory import CacheShape, compare, shape_of, smallest_block_size
 from benchmarks.lib import tables
-from benchmarks.lib.client import Answer, most_open, summary
+from benchmarks.lib.client import Answer, most_open, summarise_answers
 from benchmarks.lib.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
 from benchmarks.lib.rounds import medians
 from benchmarks.serving.handover import _row
@@ -102,14 +102,14 @@ def test_the_count_caches_share_falls_with_the_block_size() -> None:
 
 
 def test_a_summary_counts_failures_but_excludes_their_times() -> None:
-    good = Answer(start=0.0, end=2.0, timing=StreamTiming([0.5, 1.0, 1.5, 2.0]))
-    bad = Answer(start=1.0, end=1.5, error="HTTP 500")
-    row = summary([good, bad])
+    good = Answer(started_at_s=0.0, ended_at_s=2.0, timing=StreamTiming([0.5, 1.0, 1.5, 2.0]))
+    bad = Answer(started_at_s=1.0, ended_at_s=1.5, error="HTTP 500")
+    row = summarise_answers([good, bad])
     assert (row["requests"], row["failures"]) == (2, 1)
     assert [row[k] for k in ("ttft_p50_ms", "tpot_p50_ms", "tokens_per_s")] == pytest.approx([500, 500, 2])
     assert row["latency_p50_ms"] == 2000.0
-    assert summary([good, bad], since=-2.0)["tokens_per_s"] == pytest.approx(1)
-    assert most_open([good, bad, Answer(start=2.5, end=3.0)]) == 2
+    assert summarise_answers([good, bad], since_s=-2.0)["tokens_per_s"] == pytest.approx(1)
+    assert most_open([good, bad, Answer(started_at_s=2.5, ended_at_s=3.0)]) == 2
     # Several trials give medians.
     load = {"requests": 4, "failures": 1, "ttft_p99_ms": 9.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 2.0}
     load |= {"latency_p50_ms": 8.0, "cpu_ms": {"ray": 6.0}}
@@ -160,7 +160,7 @@ def test_the_rest_of_a_handover_excludes_the_pull_and_the_step() -> None:
     names = ("prefill", "handover", "place", "first_token", "engine", "admit", "wait", "pull", "step")
     means = dict(zip(names, (20.0, 18.0, 2.0, 15.0, 14.0, 2.0, 4.0, 1.5, 7.0), strict=True))
     stages = {name: {"mean_ms": mean, "p50_ms": mean, "p99_ms": mean} for name, mean in means.items()}
-    answers = [Answer(start=0.0, end=1.0, timing=StreamTiming([0.038, 0.05]))] * 2 + [Answer(0, 1, error="x")]
+    answers = [Answer(0.0, 1.0, StreamTiming([0.038, 0.05]))] * 2 + [Answer(0, 1, error="x")]
     row = _row(1, stages, answers)
     assert row["before_step_mean_ms"] == pytest.approx(9.5)
     assert row["before_step_share_of_ttft_pct"] == pytest.approx(25.0)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.engine.ep_engine import add_empty_slots
 from benchmarks.lib.ep.engine import Decoded
 from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
-from benchmarks.lib.ep.turns import SKIPPED, draw_disjoint_batches, measure_in_turns, summary
+from benchmarks.lib.ep.turns import SKIPPED_STEPS, draw_disjoint_batches, measure_in_turns, summary
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
@@ -69,7 +69,7 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     steps, layers = 4, 3
     # LOG_COLUMNS of two ranks
     log = np.array([[8, 5, 10, 6, 2], [8, 7, 6, 3, 6]])[:, None, None] * np.ones((steps, layers, 1), int)
-    log[:, :SKIPPED] = 99
+    log[:, :SKIPPED_STEPS] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])
     answers = np.arange(10).reshape(2, 5)
     figures = summary(

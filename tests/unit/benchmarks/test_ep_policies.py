@@ -13,7 +13,8 @@ from tests.support.traces import synthetic_trace
 @pytest.fixture(scope="module")
 def case() -> EpCase:
     trace = synthetic_trace(n=96, num_layers=2, num_experts=8)
-    return EpCase(CapturedRoutes(trace, [[1]] * 96), "all", 2, 8, 3, 2, 0)
+    data = CapturedRoutes(trace, [[1]] * 96)
+    return EpCase(data, "all", workers=2, batch=8, rounds=3, ranks=2, seed=0)
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.engine import model_families
-from benchmarks.engine.model_families import gap, row
+from benchmarks.engine.model_families import family_row, gap
 from benchmarks.lib.family_engine import ObservedChoices
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.experts.signature import pack_counts
@@ -55,7 +55,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
 
     def row_of(one: dict[str, Any]) -> dict[str, Any]:
         report = {"records": [one], "groups": [], "step_tokens": CHUNK, "preemptions": 0}
-        return row("Mixtral", "V1", None, report)
+        return family_row("Mixtral", "V1", None, report)
 
     return row_of
 
@@ -126,7 +126,7 @@ def test_rows_that_are_not_measured_again_stay(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_engine_failure_loses_no_other_family(tmp_path: Any) -> None:
     (tmp_path / "a.json").write_text('{"records": []}')
-    reports = [model_families.report(tmp_path / f"{name}.json", -11) for name in "ab"]
+    reports = [model_families.read_report(tmp_path / f"{name}.json", -11) for name in "ab"]
     assert reports == [
         {"records": []},
         {"error": "the engines' process ended with status -11 before this one"},

@@ -56,13 +56,13 @@ async def test_arrivals_name_the_objective_and_do_not_wait_for_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     headers_sent: list[dict[str, str] | None] = []
-    complete = objectives.complete
+    request_completion = objectives.request_completion
 
     async def record_headers(*args: object, headers: dict[str, str] | None) -> Answer:
         headers_sent.append(headers)
-        return await complete(*args, headers=headers)
+        return await request_completion(*args, headers=headers)
 
-    monkeypatch.setattr(objectives, "complete", record_headers)
+    monkeypatch.setattr(objectives, "request_completion", record_headers)
     body = {"max_tokens": 2, "ignore_eos": True}
     with fake_service() as service:
         service.first_s = 1.0
@@ -71,5 +71,5 @@ async def test_arrivals_name_the_objective_and_do_not_wait_for_answers(
         )
     assert len(answers) > 3
     assert all(answer.error is None for answer in answers)
-    assert max(answer.start for answer in answers) < min(answer.end for answer in answers)
+    assert max(answer.started_at_s for answer in answers) < min(answer.ended_at_s for answer in answers)
     assert headers_sent == [{"x": "y"}] * len(answers)

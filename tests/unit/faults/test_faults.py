@@ -18,7 +18,7 @@ from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Placer
 from tests.faults import virtual_time
 from tests.faults.__main__ import mutate, simulate
-from tests.faults.clients import Plan
+from tests.faults.clients import ClientScript
 from tests.faults.greedy_model import Blocks, continuation
 from tests.faults.mutations import MUTATIONS, Mutation
 from tests.faults.schedule import Fault
@@ -58,9 +58,9 @@ def test_nothing_is_lost_whatever_fails(first: int, abandoned: list[str]) -> Non
     ("kind", "role"), [("kill", "decode"), ("kill", "prefill"), ("cut a connection of", "decode")]
 )
 def test_no_answer_is_lost_by_a_fault_at_any_step_of_an_engine(kind: str, role: str, stream: bool) -> None:
-    plans = [Plan(1.0, "completions", f"1 2 3 4 5 6 7 8 {n}", 4, stream=stream) for n in range(2)]
+    scripts = [ClientScript(1.0, "completions", f"1 2 3 4 5 6 7 8 {n}", 4, stream=stream) for n in range(2)]
     for steps in range(1, STEPS, STRIDE):
-        run = run_seed(0, requests=plans, injected=[Fault(kind, role, 0.99, steps, 0.0, 0.0)])
+        run = run_seed(0, requests=scripts, injected=[Fault(kind, role, 0.99, steps, 0.0, 0.0)])
         assert not run.violations, steps
         assert run.kinds == {"ok": 2}, steps
 

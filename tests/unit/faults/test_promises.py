@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.clients import Plan, ask
+from tests.faults.clients import ClientScript, ask
 from tests.faults.fake_engines import PrefillEngine
 from tests.faults.virtual_network import Network
 from tests.faults.virtual_time import VirtualLoop
@@ -53,7 +53,7 @@ def held_amounts(world: World) -> list[str]:
     """Return all slots, leases, requests, blocks and prompts that are held."""
     amounts = [f"{len(p.servable_object._state.placer.running)} leases" for p in world.live["router"]]
     amounts += [f"{p.servable_object.gate.in_flight} slots" for p in world.live["ingress"]]
-    amounts += [f"{p.servable_object._router.held_lease_count} own leases" for p in world.live["ingress"]]
+    amounts += [f"{len(p.servable_object._router.held_leases())} own leases" for p in world.live["ingress"]]
     for engine in world.engines.values():
         amounts += [f"{engine.running} requests", f"{engine.blocks.in_use} blocks"]
         amounts += [f"{len(engine.held_blocks)} prompts"] if isinstance(engine, PrefillEngine) else []
@@ -67,8 +67,8 @@ def test_resources_are_free_a_fifth_of_a_second_after_a_client_disconnects(seed:
     async def main(world: World) -> None:
         times_s = (0.005, 0.012, 0.018, 0.022, 0.03, 0.1, 0.5)
         for leaves_s, stream in itertools.product(times_s, (True, False)):
-            plan = Plan(0.0, "completions", PROMPT, 80, stream, leaves_s=leaves_s)
-            outcome = await ask(world, plan, world.live["ingress"][0])
+            script = ClientScript(0.0, "completions", PROMPT, 80, stream, leaves_s=leaves_s)
+            outcome = await ask(world, script, world.live["ingress"][0])
             assert outcome.kind == "left"
             await asyncio.sleep(LEFT_S)
             assert not held_amounts(world)
@@ -84,8 +84,10 @@ def test_engines_end_the_requests_of_a_killed_ingress_within_two_seconds(seed: i
     async def main(world: World) -> None:
         for after_s in (0.0, 0.01, 0.5):
             loop, ingress = world.loop, world.live["ingress"][0]
-            plans = [Plan(0.0, "completions", f"{PROMPT} {n}", 200, True, token_s=0.1) for n in range(3)]
-            requests = [loop.create_task(ask(world, plan, ingress)) for plan in plans]
+            scripts = [
+                ClientScript(0.0, "completions", f"{PROMPT} {n}", 200, True, token_s=0.1) for n in range(3)
+            ]
+            requests = [loop.create_task(ask(world, script, ingress)) for script in scripts]
             while not busy(world):
                 await asyncio.sleep(0.001)
             await asyncio.sleep(after_s)

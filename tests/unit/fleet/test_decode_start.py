@@ -61,7 +61,7 @@ def test_the_wait_for_a_slot_is_that_of_the_replica_with_the_shortest() -> None:
 def test_calls_of_other_ingresses_fill_a_replica_too() -> None:
     async def main(replicas: Replicas, decode: DecodeStartEstimator) -> None:
         call = decode.enter("a")
-        due_s = call.expected_start_s
+        due_s = call.expected_start_at_s
         await asyncio.sleep(5.0)
         assert decode.postpone_if_full(call) == due_s
         replicas.reports["a"] = QueueReport(calls=3)
@@ -73,7 +73,7 @@ def test_calls_of_other_ingresses_fill_a_replica_too() -> None:
 def test_a_full_replica_without_any_token_has_started() -> None:
     async def main(replicas: Replicas, decode: DecodeStartEstimator) -> None:
         calls = [decode.enter("a") for _ in range(3)]
-        due_s = calls[-1].expected_start_s
+        due_s = calls[-1].expected_start_at_s
         await asyncio.sleep(5.0)
         assert decode.postpone_if_full(calls[-1]) == due_s  # it makes no progress
         await leave(decode, calls[0])

@@ -99,7 +99,7 @@ class Service:
     async def send(self, tokens: int = 100, *, seed: int = 0, **objective: float) -> RequestContext | None:
         """Send a stream of a prompt of so many tokens, and return its context, or None if it is refused."""
         context = request_context(prompt=[seed] * tokens, stream=True)
-        context.record.start_s = asyncio.get_running_loop().time()
+        context.record.started_at_s = asyncio.get_running_loop().time()
         context.request = replace(context.request, objective=Objective(**objective))
         try:
             async for _ in self.path.generate(context):
@@ -378,7 +378,7 @@ def test_admitted_requests_meet_their_objective_under_overload() -> None:
 
     async def one(number: int) -> None:
         context = await service.send(200, seed=number, ttft_s=2.0)
-        met = context and context.record.first_token_s - context.record.start_s <= 2.0
+        met = context and context.record.first_token_at_s - context.record.started_at_s <= 2.0
         outcomes.append(met)
 
     async def main() -> None:

@@ -13,7 +13,7 @@ from eldr_serve.router_protocol.messages import Restore
 from eldr_serve.scheduling import Lease, LeaseState
 from eldr_serve.scheduling.placer import PATIENCE_S
 from tests.support.clock import Clock
-from tests.support.fake_router import SLOTS, SlotPolicy, client_lease, loads, place, release, router_state
+from tests.support.fake_router import SLOTS, SlotPolicy, ingress_lease, loads, place, release, router_state
 from tests.support.tables import counts_for, request, unit_table
 
 
@@ -43,7 +43,7 @@ def policy(state: RouterState) -> SlotPolicy:
 def test_a_restarted_router_restores_the_fields_that_policies_read() -> None:
     old = router()
     (lease,) = place(old, request("a", prompt_key="k", may_wait=True))
-    new = router(clients="")
+    new = router(ingresses="")
     new.restore(Restore("c", ("r0", "r1"), ("a",), old.settings))
     new.adopt_lease(replace(lease))
     for state in (old, new):
@@ -60,12 +60,12 @@ def test_requests_do_not_wait_while_slots_are_free() -> None:
     assert state.counters["queued"] == 0
 
 
-def test_requests_of_all_clients_wait_in_order_of_arrival() -> None:
+def test_requests_of_all_ingresses_wait_in_order_of_arrival() -> None:
     clock = Clock()
-    state = router(clients="cd", clock=clock)
+    state = router(ingresses="cd", clock=clock)
     assert queued_names(place(state, "a", "b", "x")) == {"x"}
     clock.now = 2.0
-    assert queued_names(place(state, "y", client="d")) == {"y"}
+    assert queued_names(place(state, "y", ingress="d")) == {"y"}
     assert queued_names(place(state, "z")) == {"z"}
     assert router_status(state)["decode_queue"] == {"size": 3, "oldest_wait_s": 2.0}
     clock.now = 3.0
@@ -121,10 +121,10 @@ def test_a_table_swap_invalidates_the_scores_of_queued_requests() -> None:
     assert not new_leases(state)["b"].is_most_similar
 
 
-def test_requests_of_a_lost_client_are_dropped_and_counted() -> None:
-    state = router(workers=1, clients="cd")
+def test_requests_of_a_lost_ingress_are_dropped_and_counted() -> None:
+    state = router(workers=1, ingresses="cd")
     place(state, "a", "b")
-    place(state, "x", client="d")
+    place(state, "x", ingress="d")
     assert state.drop("c") == state.counters["queued_of_lost_ingresses"] == 1
     assert state.ingresses == {"d"}
     assert state.placer.running.keys() == {"x"}
@@ -154,18 +154,18 @@ def test_running_requests_survive_a_change_of_workers_and_of_policy() -> None:
     assert policy(state).lengths == []
 
 
-def test_a_queued_request_gets_a_worker_that_its_client_can_reach() -> None:
-    state = router(clients="cd")
+def test_a_queued_request_gets_a_worker_that_its_ingress_can_reach() -> None:
+    state = router(ingresses="cd")
     place(state, "a", "b")
     place(state, "c")
-    place(state, "d", client="d")
+    place(state, "d", ingress="d")
     new_leases(state)
     state.update_workers("c", ["r1"])
     release(state, "a", "b")
     assert {name: lease.worker for name, lease in new_leases(state).items()} == {"c": "r1", "d": "r0"}
 
 
-_CLIENTS = st.sampled_from("cd")
+_INGRESSES = st.sampled_from("cd")
 _NUMBERS = st.integers(0, 20)
 _POLICIES = [(SLOTS, {"slots": 2}), (SLOTS, {"slots": 5}), (SLOTS, {"queue": False}), ("locality-band", {})]
 
@@ -176,10 +176,10 @@ class Conservation(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.live = {client: {"r0", "r1", "r2"} for client in "cd"}
-        self.state = router(workers=3, clients="cd", clock=lambda: self.now, parameters={"slots": 2})
-        self.waits: dict[str, str] = {}  # request -> client, in the clients' view
-        self.leases: dict[str, tuple[str, str]] = {}  # request -> client, replica
+        self.live = {ingress: {"r0", "r1", "r2"} for ingress in "cd"}
+        self.state = router(workers=3, ingresses="cd", clock=lambda: self.now, parameters={"slots": 2})
+        self.waits: dict[str, str] = {}  # request -> ingress, in the ingresses' view
+        self.leases: dict[str, tuple[str, str]] = {}  # request -> ingress, worker
         self.tokens: dict[str, int] = {}  # generated tokens of requests with a lease
         self.state.set_callbacks(on_leases=self.take_grants)
 
@@ -194,54 +194,54 @@ class Conservation(RuleBasedStateMachine):
     def workers(self) -> set[str]:
         return set(filter(None, self.state.positions.workers))
 
-    def reachable(self, client: str) -> set[str]:
-        """Return the workers that a client's requests may get: all, if it has reported none."""
-        return self.live.get(client) or self.workers
+    def reachable(self, ingress: str) -> set[str]:
+        """Return the workers that an ingress's requests may get: all, if it has reported none."""
+        return self.live.get(ingress) or self.workers
 
-    @rule(numbers=st.lists(_NUMBERS, max_size=5, unique=True), client=_CLIENTS)
-    def place(self, numbers: list[int], client: str) -> None:
-        names = [f"{client}{number}" for number in numbers]
+    @rule(numbers=st.lists(_NUMBERS, max_size=5, unique=True), ingress=_INGRESSES)
+    def place(self, numbers: list[int], ingress: str) -> None:
+        names = [f"{ingress}{number}" for number in numbers]
         names = [name for name in names if name not in self.leases]
-        for name, lease in zip(names, place(self.state, *names, client=client), strict=True):
+        for name, lease in zip(names, place(self.state, *names, ingress=ingress), strict=True):
             waited = self.waits.pop(name, None)
             if lease.state is LeaseState.LEASED:
-                self.leases[name] = (client, lease.worker)
+                self.leases[name] = (ingress, lease.worker)
             elif lease.state is LeaseState.QUEUED or waited is not None:  # it keeps its turn
-                self.waits[name] = client
+                self.waits[name] = ingress
             if lease.state is LeaseState.SENT:
                 assert not self.workers
 
-    @rule(number=_NUMBERS, client=_CLIENTS)
-    def end(self, number: int, client: str) -> None:
+    @rule(number=_NUMBERS, ingress=_INGRESSES)
+    def end(self, number: int, ingress: str) -> None:
         """Finish, cancel or expire a request: the router does not distinguish them."""
-        name = f"{client}{number}"
+        name = f"{ingress}{number}"
         for known in (self.waits, self.leases, self.tokens):
             known.pop(name, None)
         release(self.state, name)
 
-    @rule(number=_NUMBERS, client=_CLIENTS, replica=st.sampled_from(["r0", "r1"]))
-    def hold(self, number: int, client: str, replica: str) -> None:
-        """Report a lease that the client has given by local fallback."""
-        name = f"{client}{number}"
-        lease, known = client_lease(name, replica, client), self.state.placer.running.get(name)
+    @rule(number=_NUMBERS, ingress=_INGRESSES, worker=st.sampled_from(["r0", "r1"]))
+    def hold(self, number: int, ingress: str, worker: str) -> None:
+        """Report a lease that the ingress has given by local fallback."""
+        name = f"{ingress}{number}"
+        lease, known = ingress_lease(name, worker, ingress), self.state.placer.running.get(name)
         self.waits.pop(name, None)
         if known is None or (known.worker, known.policy) != (lease.worker, lease.policy):
             self.tokens.pop(name, None)  # otherwise the lease is restored with its known tokens
-        self.leases[name] = (client, replica)
+        self.leases[name] = (ingress, worker)
         self.state.adopt_lease(lease)
         self.state.place([])  # as the router does at the end of an iteration
 
-    @rule(number=_NUMBERS, client=_CLIENTS, tokens=st.integers(0, 50))
-    def progress(self, number: int, client: str, tokens: int) -> None:
-        name = f"{client}{number}"
+    @rule(number=_NUMBERS, ingress=_INGRESSES, tokens=st.integers(0, 50))
+    def progress(self, number: int, ingress: str, tokens: int) -> None:
+        name = f"{ingress}{number}"
         if name in self.state.placer.running:
             self.tokens[name] = max(self.tokens.get(name, 0), tokens)
         self.state.progress({name: tokens})
 
-    @rule(client=_CLIENTS, live=st.sets(st.sampled_from(["r0", "r1", "r2", "r3"])))
-    def change_workers(self, client: str, live: set[str]) -> None:
-        self.live[client] = live
-        self.state.update_workers(client, live)
+    @rule(ingress=_INGRESSES, live=st.sets(st.sampled_from(["r0", "r1", "r2", "r3"])))
+    def change_workers(self, ingress: str, live: set[str]) -> None:
+        self.live[ingress] = live
+        self.state.update_workers(ingress, live)
 
     @rule(change=st.sampled_from(_POLICIES))
     def change_policy(self, change: tuple[str, dict[str, Any]]) -> None:
@@ -251,15 +251,15 @@ class Conservation(RuleBasedStateMachine):
     def swap(self, k: int) -> None:
         self.state.live_settings.swap_table(unit_table(k).to_bytes())
 
-    @rule(client=_CLIENTS)
-    def lose(self, client: str) -> None:
-        """Lose the client for too long. It returns without leases and workers."""
-        self.live.pop(client, None)
-        self.state.drop(client)
-        self.waits = {name: c for name, c in self.waits.items() if c != client}
-        self.tokens = {name: tokens for name, tokens in self.tokens.items() if name[0] != client}
-        self.leases = {name: lease for name, lease in self.leases.items() if lease[0] != client}
-        self.state.restore(Restore(client))
+    @rule(ingress=_INGRESSES)
+    def lose(self, ingress: str) -> None:
+        """Lose the ingress for too long. It returns without leases and workers."""
+        self.live.pop(ingress, None)
+        self.state.drop(ingress)
+        self.waits = {name: owner for name, owner in self.waits.items() if owner != ingress}
+        self.tokens = {name: tokens for name, tokens in self.tokens.items() if name[0] != ingress}
+        self.leases = {name: lease for name, lease in self.leases.items() if lease[0] != ingress}
+        self.state.restore(Restore(ingress))
 
     @invariant()
     def each_request_waits_or_runs(self) -> None:
@@ -272,24 +272,24 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def loads_equal_a_recount(self) -> None:
         running = self.state.placer.running
-        for replica, load in loads(self.state).items():
-            tokens = [10 + lease.generated_tokens for lease in running.values() if lease.worker == replica]
+        for worker, load in loads(self.state).items():
+            tokens = [10 + lease.generated_tokens for lease in running.values() if lease.worker == worker]
             assert load == (len(tokens), sum(tokens))
-        for name, (_, replica) in self.leases.items():
+        for name, (_, worker) in self.leases.items():
             lease = running[name]
-            assert (lease.worker, lease.generated_tokens) == (replica, self.tokens.get(name, 0))
+            assert (lease.worker, lease.generated_tokens) == (worker, self.tokens.get(name, 0))
 
     @invariant()
     def no_slot_is_free_while_a_request_waits(self) -> None:
         status = router_status(self.state)
         assert not self.state.queue_size or not self.workers or status["policy"] == SLOTS
-        for client in {lease.ingress for lease in self.state.placer.queue.values()}:
+        for ingress in {lease.ingress for lease in self.state.placer.queue.values()}:
             for worker in status["workers"]:
-                if worker["worker"] in self.reachable(client):
+                if worker["worker"] in self.reachable(ingress):
                     assert worker["in_flight"] >= status["parameters"]["slots"]
 
     @invariant()
-    def a_worker_is_lost_when_no_client_reaches_it(self) -> None:
+    def a_worker_is_lost_when_no_ingress_reaches_it(self) -> None:
         if self.live:
             assert self.workers == set().union(*self.live.values())
 

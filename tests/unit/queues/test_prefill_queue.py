@@ -426,10 +426,10 @@ def test_a_call_is_expected_to_start_after_its_predicted_wait_and_earlier_answer
                 answers[call.number] = clock.now
         for call, predicted_s in waiting:
             before = [at_s for number, at_s in answers.items() if number < call.number]
-            entered = [at_s for at_s in before if at_s >= call.expected_start_s]
-            assert call.expected_start_s >= predicted_s
-            assert all(at_s <= call.expected_start_s for at_s in entered)
-            assert call.expected_start_s == predicted_s or call.expected_start_s in before
+            entered = [at_s for at_s in before if at_s >= call.expected_start_at_s]
+            assert call.expected_start_at_s >= predicted_s
+            assert all(at_s <= call.expected_start_at_s for at_s in entered)
+            assert call.expected_start_at_s == predicted_s or call.expected_start_at_s in before
 
 
 def test_a_refused_request_has_reserved_room_at_its_retry_time() -> None:

@@ -42,12 +42,12 @@ async def test_a_killed_client_frees_its_permit_lease_and_slot(prefill: Replica,
         gate, client, placer = service.ingress.gate, service.ingress._router, service.actor
         with process("client", service.port, ENDLESS) as (killed, read_line):
             assert await read_line() == "begun"
-            assert len(await decode.running()) == gate.in_flight == client.held_lease_count == 1
+            assert len(await decode.running()) == gate.in_flight == len(client.held_leases()) == 1
             await wait_until(lambda: len(placer.running) == 1)
             killed.kill()
             killed.wait()
             async with asyncio.timeout(10 * 0.2):
-                while gate.in_flight or client.held_lease_count or placer.running or await decode.running():
+                while gate.in_flight or client.held_leases() or placer.running or await decode.running():
                     await asyncio.sleep(0.002)
         assert not await prefill.running()
 
@@ -67,7 +67,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_disturbs_no_other
                 assert await read_line() == "begun"
                 assert await read_deaf_line() == "sent"
                 await wait_until(lambda: counted["slow_clients"] == 1, 60)
-                await wait_until(lambda: gate.in_flight == client.held_lease_count == 1, 30)
+                await wait_until(lambda: gate.in_flight == len(client.held_leases()) == 1, 30)
                 (other,) = await quick.running()
                 tokens = client.leases[other].generated_tokens
                 await wait_until(lambda: client.leases[other].generated_tokens > tokens + 100, 30)

@@ -92,7 +92,7 @@ def test_a_new_shadow_keeps_the_state_of_the_live_policy() -> None:
 def test_a_restarted_router_restores_the_shadow_from_a_client() -> None:
     old = router_state(policy="random")
     old.live_settings.set_shadow(NamedPolicy("least-tokens"))
-    new = router_state(policy="random", clients="")
+    new = router_state(policy="random", ingresses="")
     new.restore(Restore("c", ("r0",), settings=old.settings))
     assert new.settings.shadow == NamedPolicy("least-tokens")
     assert router_status(new)["comparison"]["now"]["shadow"]["name"] == "least-tokens"

@@ -79,7 +79,7 @@ def marginal_cost(state: RouterState) -> MarginalCost:
 
 def levels_of_requests(state: RouterState) -> dict[str, tuple[int, Any]]:
     """Return the worker position and the activation levels of each running request."""
-    return marginal_cost(state).active.running
+    return marginal_cost(state).activation.running
 
 
 def levels(prompt_counts: np.ndarray, tokens: int) -> Any:
@@ -129,14 +129,14 @@ def test_measured_counts_replace_predicted_ones_in_loads_and_policy() -> None:
     release(state, "a")
     assert set(loads(state).values()) == {(0, 0)}
     assert not levels_of_requests(state)
-    assert not marginal_cost(state).active.depth.any()
+    assert not marginal_cost(state).activation.squared_levels.any()
 
 
-def test_the_status_has_the_prediction_quality_of_connected_clients() -> None:
-    state = router_state(table=None, policy="marginal-cost", predictor=FILE, clients="ab")
-    for client, prompts, gain, on in (("a", 30, 0.5, True), ("b", 10, -0.5, False)):
+def test_the_status_has_the_prediction_quality_of_connected_ingresses() -> None:
+    state = router_state(table=None, policy="marginal-cost", predictor=FILE, ingresses="ab")
+    for ingress, prompts, gain, on in (("a", 30, 0.5, True), ("b", 10, -0.5, False)):
         prediction = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
-        state.report(client, IngressReport(prediction=prediction))
+        state.report(ingress, IngressReport(prediction=prediction))
     expected = {"version": 1, "ingresses": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
     assert router_status(state)["predictor"] == expected
     state.drop("b")
@@ -162,7 +162,7 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
         "the predictor was discarded: "
         f"the signature predictor is for layers and experts {(L, E // 2)}, not {(L, E)}"
     ]
-    # From a client that still has the predictor.
+    # From an ingress that still has the predictor.
     place(state, request("b", 3, expert_counts=wrong, predicted=True))
     assert state.counters["counts_missing"] == 1
     place(state, request("c", 3, expert_counts=counts(5)))
@@ -173,7 +173,7 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
 
 def test_predictions_of_another_shape_are_dropped_even_without_a_predictor() -> None:
     state = router_state(table=None, policy="marginal-cost")
-    wrong = np.full((L, E // 2), 1.0, np.float16)  # from a client that still has a predictor
+    wrong = np.full((L, E // 2), 1.0, np.float16)  # from an ingress that still has a predictor
     place(state, request("a", 3, expert_counts=wrong, predicted=True))
     state.expect_counts(L, E)
     assert state.placer.running["a"].request.expert_counts is None

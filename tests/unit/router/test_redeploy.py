@@ -21,8 +21,8 @@ SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2)
 
 
 async def restore(router: DecodeRouter, settings: LiveSettings) -> LiveSettings:
-    """Return the live settings after a client has reported these."""
-    router._state.restore(Restore("client", ("r0",), settings=settings))
+    """Return the live settings after an ingress has reported these."""
+    router._state.restore(Restore("ingress", ("r0",), settings=settings))
     return await router.settings()
 
 

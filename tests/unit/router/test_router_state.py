@@ -18,7 +18,7 @@ from eldr_serve.scheduling import LeaseState, StepCost, StepSums
 from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.validation import first_problem
 from tests.support.clock import Clock
-from tests.support.fake_router import client_lease, loads, place, place_one, release, router_state
+from tests.support.fake_router import ingress_lease, loads, place, place_one, release, router_state
 from tests.support.tables import request, unit_table
 
 
@@ -29,7 +29,7 @@ def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> 
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
     state.progress({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
-    state.adopt_lease(client_lease("a", "r2"))  # it was served elsewhere
+    state.adopt_lease(ingress_lease("a", "r2"))  # it was served elsewhere
     assert loads(state)["r2"][0] == 1
     release(state, "a", "a", "unknown")
     assert set(loads(state).values()) == {(0, 0)}
@@ -46,43 +46,43 @@ def test_a_new_replica_takes_a_vacant_position_and_others_keep_theirs() -> None:
     assert (lease.worker, lease.position) == ("new", 1)
 
 
-def test_a_client_that_loses_one_channel_removes_the_worker_only_for_itself() -> None:
-    state = router_state(clients="cd")
+def test_an_ingress_that_loses_one_channel_removes_the_worker_only_for_itself() -> None:
+    state = router_state(ingresses="cd")
     state.update_workers("c", ["r0", "r2"])
     assert state.positions.workers == ["r0", "r1", "r2"]
     assert place_one(state, "a", 1).worker != "r1"
     similarity, version = np.eye(3)[1], state.settings.table_version
-    (lease,) = place(state, request("b", similarity=similarity, table_version=version), client="d")
+    (lease,) = place(state, request("b", similarity=similarity, table_version=version), ingress="d")
     assert (lease.worker, lease.position) == ("r1", 1)
     state.update_workers("d", ["r0", "r2"])
     assert state.positions.workers == ["r0", None, "r2"]
 
 
-def test_a_client_that_connects_with_some_channels_removes_no_worker() -> None:
+def test_an_ingress_that_connects_with_some_channels_removes_no_worker() -> None:
     state = router_state()
     state.restore(Restore("new", ("r2",)))
     assert state.positions.workers == ["r0", "r1", "r2"]
-    leases = place(state, "a", "b", client="new") + place(state, "c", "d", "e")
+    leases = place(state, "a", "b", ingress="new") + place(state, "c", "d", "e")
     assert {lease.worker for lease in leases[:2]} == {"r2"}
     assert {lease.worker for lease in leases[2:]} == {"r0", "r1"}
 
 
-def test_a_client_without_workers_of_its_own_gets_those_of_others() -> None:
-    state = router_state(clients="cd")
+def test_an_ingress_without_workers_of_its_own_gets_those_of_others() -> None:
+    state = router_state(ingresses="cd")
     state.update_workers("c", ["r1"])
     assert place_one(state, "a", exclude=("r1",)).worker == "r1"  # the others cannot be reached
     state.update_workers("c", [])
     assert place_one(state, "b", 0).worker == "r0"
 
 
-def test_a_lost_clients_workers_stay_until_it_is_dropped() -> None:
-    state = router_state(clients="c")
+def test_workers_of_a_lost_ingress_stay_until_it_is_dropped() -> None:
+    state = router_state(ingresses="c")
     state.restore(Restore("d", ("r0", "own")))
     assert state.positions.workers == ["r0", "r1", "r2", "own"]
     state.drop("d")
     assert state.positions.workers == ["r0", "r1", "r2"]
     state.drop("c")
-    assert state.positions.workers == ["r0", "r1", "r2"]  # a router without clients keeps its workers
+    assert state.positions.workers == ["r0", "r1", "r2"]  # a router without ingresses keeps its workers
 
 
 def test_the_steps_of_lost_replicas_are_not_kept() -> None:
@@ -133,7 +133,7 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) ->
     assert place_one(state, "a", 1).state is LeaseState.LEASED
 
 
-def test_a_restarted_router_restores_settings_and_leases_from_its_clients() -> None:
+def test_a_restarted_router_restores_settings_and_leases_from_its_ingresses() -> None:
     old = router_state()
     old.live_settings.set_policy("locality-band", {"band": 0.0})
     old.live_settings.swap_table(unit_table(2).to_bytes())
@@ -154,7 +154,7 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
     old.live_settings.set_policy("locality-band", {"band": 0.0})
     old.live_settings.swap_table(unit_table(3, num_layers=5).to_bytes())  # before engines report their shape
     lease = place_one(old, "a")
-    new = router_state(policy="random", clients="d")
+    new = router_state(policy="random", ingresses="d")
     new.expect_counts(2, 8)
     new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
     new.adopt_lease(replace(lease, ingress="c"))
@@ -168,7 +168,7 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
     assert (new.live_settings.table, loads(new)) == (None, loads(old))
 
 
-def test_a_late_client_does_not_undo_an_operators_change_after_a_restart() -> None:
+def test_a_late_ingress_does_not_undo_an_operators_change_after_a_restart() -> None:
     old = router_state()
     old.live_settings.set_policy("random", {})
     new = RouterState(model_id="m", policy="locality-band", table=None)

@@ -40,7 +40,7 @@ async def test_a_client_scores_counts_and_the_router_places_it() -> None:
 
 async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restored() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
-    running = lambda: actor.state.placer.policy.active.running  # noqa: E731
+    running = lambda: actor.state.placer.policy.activation.running  # noqa: E731
     async with connected_client(actor, "r0", "r1", timeout_s=0.1) as client:
         await client.place(request("a"), counts_for(0))
         assert actor.requests[-1].expert_counts.dtype == "uint8"

@@ -13,51 +13,52 @@ def counted_request(name: str, rng: np.random.Generator) -> PlacementRequest:
     return request(name, TOKENS, expert_counts=rng.integers(0, TOKENS + 1, (L, E)).astype(np.uint16))
 
 
-def assign(active: ExpectedActivation, asked: PlacementRequest, worker: int) -> None:
-    active.on_assigned(asked, worker, active.levels(asked))
+def assign(activation: ExpectedActivation, asked: PlacementRequest, worker: int) -> None:
+    activation.on_assigned(asked, worker, activation.estimate_levels(asked))
 
 
 def test_a_request_that_stays_on_its_worker_changes_nothing_and_is_not_computed_again() -> None:
-    rng, active = np.random.default_rng(0), ExpectedActivation()
+    rng, activation = np.random.default_rng(0), ExpectedActivation()
     placed = [(counted_request(f"r{number}", rng), number % 3) for number in range(12)]
     for placed_request, worker in placed:
-        assign(active, placed_request, worker)
-    assert active.mean is not None
-    before = [array.copy() for array in (active.idle, active.union, active.depth, active.mean)]
-    levels = [active.running[placed_request.request_id][1] for placed_request, _ in placed]
+        assign(activation, placed_request, worker)
+    assert activation.mean is not None
+    names = ("p_idle", "expected_active", "squared_levels", "mean")
+    before = {name: getattr(activation, name).copy() for name in names}
+    levels = [activation.running[placed_request.request_id][1] for placed_request, _ in placed]
     for placed_request, worker in placed:
-        assign(active, placed_request, worker)
-    for array, same in zip((active.idle, active.union, active.depth, active.mean), before, strict=True):
-        np.testing.assert_array_equal(array, same)
+        assign(activation, placed_request, worker)
+    for name, array in before.items():
+        np.testing.assert_array_equal(getattr(activation, name), array)
     assert all(
-        active.levels(placed_request) is known
+        activation.estimate_levels(placed_request) is known
         for (placed_request, _), known in zip(placed, levels, strict=True)
     )
 
 
 def test_a_request_that_moves_or_is_measured_again_counts_once() -> None:
-    rng, active, fresh = np.random.default_rng(1), ExpectedActivation(), ExpectedActivation()
+    rng, activation, fresh = np.random.default_rng(1), ExpectedActivation(), ExpectedActivation()
     first, again, other = counted_request("a", rng), counted_request("a", rng), counted_request("b", rng)
     for placed_request, worker in ((first, 0), (other, 1), (first, 1), (again, 1), (again, 2)):
-        assign(active, placed_request, worker)
+        assign(activation, placed_request, worker)
     for placed_request, worker in ((other, 1), (again, 2)):
         assign(fresh, placed_request, worker)
-    np.testing.assert_array_equal(active.depth, fresh.depth)
-    np.testing.assert_array_equal(active.idle, fresh.idle)
+    np.testing.assert_array_equal(activation.squared_levels, fresh.squared_levels)
+    np.testing.assert_array_equal(activation.p_idle, fresh.p_idle)
     for name in "ab":
-        active.on_finished(name)
-    assert not active.depth.any()
+        activation.on_finished(name)
+    assert not activation.squared_levels.any()
 
 
 def test_a_request_without_counts_gets_the_present_mean_when_it_is_assigned_again() -> None:
-    rng, active = np.random.default_rng(2), ExpectedActivation()
+    rng, activation = np.random.default_rng(2), ExpectedActivation()
     unknown = request("unknown")
-    assign(active, counted_request("a", rng), 0)
-    assign(active, unknown, 1)
-    before = active.running["unknown"][1]
-    assert active.levels(unknown) is before  # the mean is the same
-    assign(active, counted_request("b", rng), 0)
-    assign(active, unknown, 1)
-    after = active.running["unknown"][1]
+    assign(activation, counted_request("a", rng), 0)
+    assign(activation, unknown, 1)
+    before = activation.running["unknown"][1]
+    assert activation.estimate_levels(unknown) is before  # the mean is the same
+    assign(activation, counted_request("b", rng), 0)
+    assign(activation, unknown, 1)
+    after = activation.running["unknown"][1]
     assert (after != before).any()
-    assert active.levels(unknown) is after
+    assert activation.estimate_levels(unknown) is after

@@ -43,7 +43,7 @@ L, E, TOP_K = 2, 8, 2
 
 
 class Traffic:
-    """Two clients of one router, whose requests begin, progress, wait and end, and whose replicas change."""
+    """Two ingresses of a router, whose requests begin, progress, wait and end, and whose replicas change."""
 
     def __init__(self, policy: str, parameters: dict[str, Any], seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ class Traffic:
         self.start()
 
     def start(self) -> None:
-        """Start a new router, to which the clients restore their leases."""
+        """Start a new router, to which the ingresses restore their leases."""
         self.state = RouterState(
             model_id="m",
             policy=self.policy,
@@ -69,12 +69,12 @@ class Traffic:
         )
         self.state.set_callbacks(on_leases=self.leased.extend)
         self.state.expect_counts(L, E)
-        for client, leases in self.held.items():
-            replicas = tuple(self.replicas) if client == "a" else ()  # "b" reports none, so it reaches all
-            self.state.restore(Restore(client, replicas, tuple(leases), self.settings))
+        for ingress, leases in self.held.items():
+            replicas = tuple(self.replicas) if ingress == "a" else ()  # "b" reports none, so it reaches all
+            self.state.restore(Restore(ingress, replicas, tuple(leases), self.settings))
             for lease in leases.values():
-                self.state.adopt_lease(replace(lease, ingress=client))
-            self.exchange(client, tuple(self.waiting[client].values()))
+                self.state.adopt_lease(replace(lease, ingress=ingress))
+            self.exchange(ingress, tuple(self.waiting[ingress].values()))
 
     def request(self, name: str) -> PlacementRequest:
         rng = self.rng
@@ -100,7 +100,7 @@ class Traffic:
 
     def exchange(
         self,
-        client: str,
+        ingress: str,
         placements: tuple[PlacementRequest, ...],
         *,
         progress: Any = None,
@@ -112,24 +112,24 @@ class Traffic:
             self.state.finish(name)
         for name in held:  # even if it is the same replica
             known = self.state.placer.running[name].request
-            self.state.placer.adopt_lease(replace(self.held[client][name], request=known, ingress=client))
-        answers = place(self.state, *placements, client=client)
+            self.state.placer.adopt_lease(replace(self.held[ingress][name], request=known, ingress=ingress))
+        answers = place(self.state, *placements, ingress=ingress)
         for answer in answers:
             if answer.state is LeaseState.QUEUED:
-                self.waiting[client][answer.request_id] = answer.request
+                self.waiting[ingress][answer.request_id] = answer.request
             elif answer.state is LeaseState.LEASED:
-                self.take(client, answer)
+                self.take(ingress, answer)
         answered = set(map(id, answers))
         for lease in sorted(self.leased, key=lambda lease: lease.ingress):
             if id(lease) not in answered:
                 self.take(lease.ingress, lease)
         self.leased.clear()
 
-    def take(self, client: str, placed: Lease) -> None:
+    def take(self, ingress: str, placed: Lease) -> None:
         request = replace(placed.request, expert_counts=None, similarity=None, blocks=None)
         lease = replace(placed, request=request, queued_at_s=0.0)
-        self.waiting[client].pop(lease.request_id, None)
-        self.held[client][lease.request_id] = lease
+        self.waiting[ingress].pop(lease.request_id, None)
+        self.held[ingress][lease.request_id] = lease
         reason = RECORDED_REASONS.get(lease.reason, lease.reason)
         self.placed.append(
             [lease.request_id, lease.worker, lease.num_candidates, reason, bool(lease.is_most_similar)]
@@ -138,38 +138,38 @@ class Traffic:
     def run(self, steps: int) -> list[list[Any]]:
         for step in range(steps):
             self.now += float(self.rng.exponential(0.2))
-            client = "ab"[self.rng.integers(2)]
-            leases = self.held[client]
+            ingress = "ab"[self.rng.integers(2)]
+            leases = self.held[ingress]
             released = [name for name in sorted(leases) if self.rng.random() < 0.12]
             for name in released:
                 del leases[name]
-            if self.waiting[client] and self.rng.random() < 0.1:
-                name = sorted(self.waiting[client])[0]
-                del self.waiting[client][name]
+            if self.waiting[ingress] and self.rng.random() < 0.1:
+                name = sorted(self.waiting[ingress])[0]
+                del self.waiting[ingress][name]
                 released.append(name)
             progress = {name: int(self.rng.integers(1, 60)) for name in sorted(leases)[:3]}
             many = int(self.rng.integers(0, 4))
-            requests = tuple(self.request(f"{client}{step}-{n}") for n in range(many))
+            requests = tuple(self.request(f"{ingress}{step}-{n}") for n in range(many))
             restored = ()
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]
                 leases[name] = replace(leases[name], worker=self.replicas[-1])
                 restored = (name,)
-            self.exchange(client, requests, released=tuple(released), progress=progress, held=restored)
+            self.exchange(ingress, requests, released=tuple(released), progress=progress, held=restored)
             if step % 40 == 17:
                 self.state.observe_steps(self.steps())
             if step % 60 == 31:  # a replica is replaced
                 self.replicas = [*self.replicas[1:], f"r{step}"]
                 self.state.update_workers("a", self.replicas)
-                self.exchange(client, ())
+                self.exchange(ingress, ())
             if step % 90 == 45:
                 table = unit_table(4, band=0.05 + step / 1000)
                 self.settings = self.state.live_settings.swap_table(table.to_bytes())
-                self.exchange(client, ())
+                self.exchange(ingress, ())
             if step % 110 == 70:
                 for policy, parameters in (("shortest-queue", {}), (self.policy, self.parameters)):
                     self.settings = self.state.live_settings.set_policy(policy, parameters)
-                    self.exchange(client, ())
+                    self.exchange(ingress, ())
             if step % 130 == 99:
                 self.start()
         return self.placed

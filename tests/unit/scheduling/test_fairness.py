@@ -56,14 +56,14 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
         assert [p.request_id for p in placer.dispatch()] == [following.request_id]
 
 
-def test_requests_whose_client_lacks_a_worker_do_not_take_the_turns_of_others() -> None:
-    """Two clients wait. One of them cannot reach w1, and all slots that become free are those of w0."""
+def test_requests_whose_ingress_lacks_a_worker_do_not_take_the_turns_of_others() -> None:
+    """Two ingresses wait. One of them cannot reach w1, and all slots that become free are those of w0."""
     placer = Placer(make_policy("balance-route", slots=2, lookahead=1, candidates=1), on_policy_error=fail)
     placer.set_workers(["w0", "w1"], unreachable={"partial": {"w1"}})
 
-    def submit(name: str, client: str, tenant: str) -> None:
+    def submit(name: str, ingress: str, tenant: str) -> None:
         request = PlacementRequest(name, 5, 0, may_wait=True, tenant=tenant)
-        placer.submit([Lease(request, LeaseState.SENT, client)])
+        placer.submit([Lease(request, LeaseState.SENT, ingress)])
 
     for number in range(4):
         submit(f"full{number}", "complete", "other")

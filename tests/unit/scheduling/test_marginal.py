@@ -147,10 +147,10 @@ def test_without_a_tail_power_the_price_is_exactly_the_added_seconds(
     newcomer, load = request_like("new", seed + 999), loads(by_worker(running, positions, 4))
     loads_now = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
     added = policy.added_cost(newcomer, loads_now)
-    more = policy.active.idle[:4] @ probability_of(policy.active.levels(newcomer))
-    tokens = newcomer.prompt_tokens
+    more = policy.activation.p_idle[:4] @ probability_of(policy.activation.estimate_levels(newcomer))
+    active, tokens = policy.activation.expected_active[:4], newcomer.prompt_tokens
     decode, _ = cost.added_seconds(
-        load.in_flight, load.kv_tokens, policy.active.union[:4], more_tokens=tokens, more_experts=more
+        load.in_flight, load.kv_tokens, active, more_tokens=tokens, more_experts=more
     )
     prefill = (load.in_flight + 1) * tokens + (loads_now.prefill_tokens if prefills else 0)
     steps = newcomer.max_new_tokens
@@ -250,13 +250,13 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def unions_are_those_of_the_requests_held(self) -> None:
-        for worker in range(len(self.policy.active.union)):
+        for worker in range(len(self.policy.activation.expected_active)):
             requests = [h for h, w in self.held.values() if w == worker]
-            assert self.policy.active.union[worker] == pytest.approx(
+            assert self.policy.activation.expected_active[worker] == pytest.approx(
                 expected_union(requests), rel=0.02, abs=1e-6
             )
         if not self.held:
-            assert not self.policy.active.depth.any()
+            assert not self.policy.activation.squared_levels.any()
 
 
 TestRequests = Requests.TestCase
@@ -332,7 +332,7 @@ def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
                 for late in waiting[-1:] + waiting[:-1]:
                     policy.on_assigned(*late)
                 waiting = []
-        policy_data.append((policy.active.mean, policy.profiles.profile))
+        policy_data.append((policy.activation.mean, policy.profiles.profile))
     assert policy_data[1][0] == pytest.approx(policy_data[0][0], abs=1e-5)
     # The mean at the time of a deviation includes predictions.
     assert policy_data[1][1] == pytest.approx(policy_data[0][1], abs=0.02)
@@ -378,7 +378,7 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
         newcomer = request(f"new{n}", n % 6)
         marginal = policy.added_cost(newcomer, load)
         regret.append(marginal[policy.select(newcomer, load, rng).position] / marginal.min() - 1)
-    assert policy.active.idle.shape == (700, 16 * 32)
+    assert policy.activation.p_idle.shape == (700, 16 * 32)
     assert float(np.mean(regret)) < 0.02
     assert max(regret) < 0.1
 

@@ -196,7 +196,7 @@ class _FailsForUnknownRequests(MarginalCost):
         return super().select(request, loads, rng)
 
     def on_finished(self, request_id: str) -> None:
-        del self.active.running[request_id]
+        del self.activation.running[request_id]
 
 
 class _NeedsLabel(_IgnoresAvailability):

@@ -212,7 +212,7 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
     held = Lease(request("first", blocks=blocks(*system, 1)), LeaseState.LEASED, worker="w1")
-    placer.adopt_lease(held)  # a client's own choice counts too
+    placer.adopt_lease(held)  # an ingress's own choice counts too
     lost = Lease(request("lost", blocks=blocks(*other)), LeaseState.LEASED, worker="gone")
     placer.adopt_lease(lost)
     assert len(placer.prefixes) == 2

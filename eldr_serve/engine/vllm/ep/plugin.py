@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-SWITCH = "ELDR_EXPERT_PARALLEL"  # 1: allow expert parallelism on CPU engines
+EXPERT_PARALLEL_ENV = "ELDR_EXPERT_PARALLEL"  # 1: allow expert parallelism on CPU engines
 
 
 def is_switched_on() -> bool:
     """Return whether the environment enables expert parallelism on CPUs."""
-    return os.environ.get(SWITCH) == "1"
+    return os.environ.get(EXPERT_PARALLEL_ENV) == "1"
 
 
 def register() -> None:

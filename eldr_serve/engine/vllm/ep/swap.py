@@ -58,7 +58,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
     Raises:
         PlacementError: the placement does not fit the engine, or another swap is under way.
     """
-    start = time.monotonic()
+    started_at_s = time.monotonic()
     before = await _call_ranks(call, "status")
     expected_tokens = None if load is None else np.asarray(load, float).tolist()
     rows = placement.physical_to_logical.tolist()
@@ -78,7 +78,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
         slices,
         after[0]["experts_moved"] - before[0]["experts_moved"],
         sum(new["bytes_received"] - old["bytes_received"] for old, new in zip(before, after, strict=True)),
-        time.monotonic() - start,
+        time.monotonic() - started_at_s,
     )
 
 

@@ -110,12 +110,12 @@ class EldrConnectorWorker:
                 f"{SUPPORTED_VLLM}"
             )
         self.timer.stop()
-        start = time.perf_counter()
+        started_at_s = time.perf_counter()
         counts, active = self.capture.after_forward(slots, plan)
         if not self._reports:
             return
         self._counts = counts
-        self._stats.data["capture_s"].append(time.perf_counter() - start)
+        self._stats.data["capture_s"].append(time.perf_counter() - started_at_s)
         size = {"requests": plan.requests, "kv_tokens": plan.kv_tokens}
         if active is not None:
             self.timer.finish(size, active)

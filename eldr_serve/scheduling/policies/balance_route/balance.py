@@ -95,20 +95,21 @@ class BalanceRoute(QueuedPolicy):
         return WaitingTokens(prompt_tokens(waiting), np.zeros(len(waiting), np.int64), 0)
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        workers = available_workers(loads)
-        candidates = workers
+        positions = available_workers(loads)
+        candidates = positions
         if not self.parameters.queue:
             max_in_flight = self.parameters.slots + self.parameters.overcommit
-            below = workers[loads.in_flight[workers] < max_in_flight]
-            candidates = below if len(below) else workers
-        position = _best_position(candidates, request, loads, self._score(len(workers)), self._project(loads))
+            below = positions[loads.in_flight[positions] < max_in_flight]
+            candidates = below if len(below) else positions
+        score, projected = self._score(len(positions)), self._project(loads)
+        position = _best_position(candidates, request, loads, score, projected)
         return Decision(position, num_candidates=len(candidates), reason=self.name)
 
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        p, workers = self.parameters, loads.available_positions
-        free = np.maximum(p.slots - loads.in_flight[workers], 0)
+        p, positions = self.parameters, loads.available_positions
+        free = np.maximum(p.slots - loads.in_flight[positions], 0)
         if not waiting or not free.any():
             return []
         overtaken = self._overtaken_by_index(waiting)
@@ -118,9 +119,8 @@ class BalanceRoute(QueuedPolicy):
         punctual = (index for index in range(len(waiting)) if overtaken.get(index, 0) < p.max_overtakes)
         indices = overdue + list(islice(punctual, limit))
         requests = [waiting[index] for index in indices]
-        assignments = [
-            (indices[column], row) for column, row in self._fill(requests, len(overdue), loads, workers, free)
-        ]
+        pairs = self._fill(requests, len(overdue), loads, positions, free)
+        assignments = [(indices[column], row) for column, row in pairs]
         admitted = sorted(index for index, _ in assignments)
         for index in range(admitted[-1]):
             overtaken[index] = overtaken.get(index, 0) + len(admitted) - bisect_right(admitted, index)
@@ -128,7 +128,7 @@ class BalanceRoute(QueuedPolicy):
         for index in admitted:
             self._overtaken.pop(waiting[index].request_id, None)
         return [
-            (index, Decision(int(workers[row]), num_candidates=len(workers), reason=self.name))
+            (index, Decision(int(positions[row]), num_candidates=len(positions), reason=self.name))
             for index, row in assignments
         ]
 
@@ -150,10 +150,10 @@ class BalanceRoute(QueuedPolicy):
         waiting: Sequence[PlacementRequest],
         overdue: int,
         loads: Loads,
-        workers: NDArray[np.int64],
+        positions: NDArray[np.int64],
         free: NDArray[np.int64],
     ) -> list[tuple[int, int]]:
-        """Place requests and return (index into `waiting`, index into `workers`); updates `free`.
+        """Place requests and return (index into `waiting`, index into `positions`); updates `free`.
 
         Args:
             waiting: requests that can be selected.
@@ -162,9 +162,9 @@ class BalanceRoute(QueuedPolicy):
         p = self.parameters
         return dispatch(
             self._project_waiting(waiting),
-            FreeSlots(free, self._project(loads)[workers]),
-            self._score(len(workers)),
-            threshold=len(workers) if p.threshold is None else p.threshold,
+            FreeSlots(free, self._project(loads)[positions]),
+            self._score(len(positions)),
+            threshold=len(positions) if p.threshold is None else p.threshold,
             candidates=p.candidates,
             lookahead=p.lookahead,
             overdue=overdue,

@@ -49,7 +49,7 @@ class BalanceBand(BalanceRouteHorizon):
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
         self._cost = StepCost()
-        self._active = ExpectedActivation()
+        self._activation = ExpectedActivation()
         self._p: dict[str, NDArray[np.float32]] = {}  # p of each waiting request
 
     def update_cost_model(self, cost: StepCost) -> None:
@@ -57,33 +57,33 @@ class BalanceBand(BalanceRouteHorizon):
 
     def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         super().on_assigned(request, position, decision)
-        self._active.on_assigned(request, position, self._active.levels(request))
+        self._activation.on_assigned(request, position, self._activation.estimate_levels(request))
 
     def on_finished(self, request_id: str) -> None:
         super().on_finished(request_id)
-        self._active.on_finished(request_id)
+        self._activation.on_finished(request_id)
 
     def _fill(
         self,
         waiting: Sequence[PlacementRequest],
         overdue: int,
         loads: Loads,
-        workers: NDArray[np.int64],
+        positions: NDArray[np.int64],
         free: NDArray[np.int64],
     ) -> list[tuple[int, int]]:
         p = self._probabilities(waiting)
         if p is None:
-            return super()._fill(waiting, overdue, loads, workers, free)
-        self._active.grow(len(loads))
+            return super()._fill(waiting, overdue, loads, positions, free)
+        self._activation.grow(len(loads))
         batches = _Batches(
             self._project_waiting(waiting),
             prompt_tokens(waiting),
             p,
             free,
-            loads.in_flight[workers].astype(np.float64),
-            self._project(loads)[workers],
-            self._active.idle[workers],
-            self._active.union[workers],
+            loads.in_flight[positions].astype(np.float64),
+            self._project(loads)[positions],
+            self._activation.p_idle[positions],
+            self._activation.expected_active[positions],
         )
         band = self.parameters.band_tokens * self._horizon_score.gain
         assigned: list[tuple[int, int]] = []
@@ -105,7 +105,7 @@ class BalanceBand(BalanceRouteHorizon):
         probabilities: dict[str, NDArray[np.float32]] = {}
         for request in waiting:
             p = self._p.get(request.request_id)
-            if p is None and (levels := self._active.levels(request)) is not None:
+            if p is None and (levels := self._activation.estimate_levels(request)) is not None:
                 p = probability(levels)
             if p is not None:
                 probabilities[request.request_id] = p
@@ -126,7 +126,7 @@ class _Batches:
         free: int64[W], free slots; changed in place.
         in_flight: float64[W], requests.
         kv_tokens: float64[W, H+1], KV tokens h steps ahead.
-        idle, union: columns of ExpectedActivation.
+        p_idle, expected_active: rows of ExpectedActivation.
     """
 
     def __init__(
@@ -137,19 +137,20 @@ class _Batches:
         free: NDArray[np.int64],
         in_flight: NDArray[np.float64],
         kv_tokens: NDArray[np.float64],
-        idle: NDArray[np.float32],
-        union: NDArray[np.float64],
+        p_idle: NDArray[np.float32],
+        expected_active: NDArray[np.float64],
     ) -> None:
         self._waiting_tokens, self._tokens, self._p, self._free = waiting_tokens, tokens, p, free
-        self._in_flight, self._kv_tokens, self._idle, self._union = in_flight, kv_tokens, idle, union
-        self._added = idle @ p.T  # experts that each request would add to each worker, [W, n]
+        self._in_flight, self._kv_tokens = in_flight, kv_tokens
+        self._p_idle, self._expected_active = p_idle, expected_active
+        self._added = p_idle @ p.T  # experts that each request would add to each worker, [W, n]
 
     def cheapest_row(self, request: int, cost: StepCost) -> int:
         """Return the row of the free worker where the request adds the least decode time to all requests."""
         added_s, _ = cost.added_seconds(
             self._in_flight,
             self._kv_tokens[:, 0],
-            self._union,
+            self._expected_active,
             more_tokens=self._tokens[request],
             more_experts=self._added[:, request],
         )
@@ -174,6 +175,6 @@ class _Batches:
         self._free[row] -= 1
         self._in_flight[row] += 1
         self._kv_tokens[row] += self._waiting_tokens.kv_tokens[request]
-        self._union[row] += self._added[row, request]
-        self._idle[row] *= 1 - self._p[request]
-        self._added[row] = self._idle[row] @ self._p.T
+        self._expected_active[row] += self._added[row, request]
+        self._p_idle[row] *= 1 - self._p[request]
+        self._added[row] = self._p_idle[row] @ self._p.T
