@@ -93,7 +93,7 @@ def gpu(
         inputs={"seconds": seconds},
         seed=0,
         out=out / "gpu.json",
-        notes="state of each step; left out: what was left of the time is less than the step needs",
+        notes="State of each step. A step is left out if it needs more time than is left.",
     )
     if any(row["state"].startswith(("failed", "timed out")) for row in rows):
         raise typer.Exit(1)

@@ -62,9 +62,9 @@ _MODEL = Path("examples/demo_model/weights")
 _VOCABULARY = 4096  # token ids of the demo model
 _SIZES = {"L": L, "E": E, "top_k": TOP_K, "workers": WORKERS}
 _NOTES = (
-    "parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
-    "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
-    "wide engine: the same with random weights, bfloat16"
+    "Parts are timed alone with Qwen3-30B-A3B's shape, in one thread, and compared with --ttft-ms. The "
+    "engine serves the demo model, with capture on and off for pairs of prompts in random order, and is "
+    "compared with its own TTFT. The wide engine does the same with random weights in bfloat16."
 )
 _PROMPTS_TIMES_LAYERS = 80 * L  # prompts times layers whose blocks a GPU engine keeps for a second
 

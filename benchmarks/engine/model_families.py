@@ -266,15 +266,15 @@ def model_families(
         new_rows = merge_with_published(new_rows)
         commit = json.loads((RESULTS / "model_families.json").read_text())["commit"]
         inputs["anew"] = names
-        notes = f"; rows of families that are not among inputs.anew are of commit {commit} or before"
+        notes = f" Rows of families that are not among inputs.anew are of commit {commit} or before."
     publish(
         "model_families",
         new_rows,
         inputs=inputs,
         seed=seed,
         out=out,
-        notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
-        f"interpreter{notes}",
+        notes="Tiny random checkpoints in float32; GDN in bfloat16. V2 runs on a CPU, with its kernels under "
+        f"Triton's interpreter.{notes}",
     )
 
 

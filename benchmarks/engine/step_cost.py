@@ -50,8 +50,8 @@ from loadgen.statistics import median_ci
 BENCHMARKS = {"step_cost": "named"}
 _WARM_UP = 3  # steps of a batch
 _NOTES = (
-    "Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
-    "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere"
+    "One decode engine has Qwen3-30B-A3B's shape and made-up weights in bf16. Each layer's experts are "
+    "prescribed. The figures of `package` are those of aiconfigurator-core 0.12.0, measured elsewhere."
 )
 # aiconfigurator-core 0.12.0, Qwen3-30B-A3B, bf16, vLLM 0.24: an MoE layer's time, us, as fixed + per active
 # expert (its balanced rows, within 3 %), and a whole decode step by batch, ms, 1,024 tokens of context.

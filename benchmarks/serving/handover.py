@@ -155,8 +155,8 @@ def handover(
         inputs=inputs | {"each": by_round},
         seed=seed,
         out=out,
-        notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
-        "engines, Ray and the client share the cores",
+        notes=f"One prefill and one decode engine. Times are those of a round's newest {WINDOW} requests. "
+        "All engines, Ray and the client share the cores.",
     )
 
 

@@ -165,7 +165,7 @@ def scaling(
         },
         seed=seed,
         out=out,
-        notes="closed loop, greedy; the client and engines that start share the cores with those that serve",
+        notes="Closed loop, greedy. The client and starting engines share the cores with serving engines.",
     )
     if any(row["failures"] or row["wrong_texts"] or row["after_s"] is None for row in rows):
         raise typer.Exit(1)

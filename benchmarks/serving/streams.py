@@ -177,7 +177,7 @@ def streams(
         },
         seed=seed,
         out=out,
-        notes="one ingress replica; fake engines; the client shares the cores. "
+        notes="One ingress replica with fake engines; the client shares the cores. "
         "TTFT includes the fake prefill; TPOT includes the gap",
     )
 

@@ -378,8 +378,8 @@ def _publish(
         inputs=settings.inputs() | {"trials": {key: trial | divisors[key] for key, trial in trials.items()}},
         seed=settings.seed,
         out=settings.out,
-        notes="closed loop, greedy; two sets of four whole replicas, of which one has requests at a time, "
-        "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
+        notes="Closed loop, greedy. Two sets of four whole replicas share the cores with the client and the "
+        "serving layer, and one set has requests at a time. cpu_ms includes the idle cost of both sets.",
     )
 
 
