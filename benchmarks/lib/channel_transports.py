@@ -193,7 +193,7 @@ def _channel_server(engine: Engine) -> ChannelServer:
     return ChannelServer(
         _SECRET,
         handler,
-        error_response=lambda error: (500, repr(error).encode()),
+        error_response=lambda _, error: (500, repr(error).encode()),
         max_calls=_MAX_CALLS,
         full_error=lambda: RuntimeError("full"),
     )
