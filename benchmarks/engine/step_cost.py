@@ -209,7 +209,7 @@ def _points(batches: str, active: str) -> dict[int, list[int]]:
         max_experts = min(E, impossible[0] * TOP_K)
         raise UserInputError(
             f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; "
-            "give such an --active"
+            f"--active must contain a number from {TOP_K} to {max_experts}"
         )
     return points
 

@@ -92,9 +92,9 @@ class Call:
         if until > now:
             self._timer = self._loop.call_at(min(until, now + gap_s), self._check_time, first_s, gap_s, since)
             return
-        what = "for its first token" if self._received_at is None else "between two tokens"
+        what = f"nothing for {first_s:g} s" if self._received_at is None else f"no more for {gap_s:g} s"
         self._timed_out = True  # even a slow reader waits no longer for the engine to stop
-        self._error = self._error or CallTimeoutError(f"too long {what}")
+        self._error = self._error or CallTimeoutError(f"the engine sent {what}")
         self.cancel()
         self._changed_event.set()
 

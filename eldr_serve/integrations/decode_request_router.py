@@ -115,7 +115,7 @@ class DecodeRequestRouter(ReplicaPublisher):
         request_id = pending.metadata.internal_request_id
         if request_id in self._lost:
             logger.warning(
-                "request %s is retried, since replica %s was lost; the next one computes its prompt",
+                "request %s is retried, since replica %s was lost; the next replica recomputes its prompt",
                 request_id,
                 self._sent.get(request_id),
             )

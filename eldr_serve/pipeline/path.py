@@ -93,8 +93,8 @@ class RequestPath:
         if failures.lost_engines >= self._services.options.max_lost_engines:
             self._services.counters.count(IngressEvent.REFUSED_LOST_ENGINES)
             return EnginesLostError(
-                f"{failures.lost_engines} engines were lost while they worked on this request; it may be the "
-                "cause, so it is not tried again"
+                f"{failures.lost_engines} engines were lost while they worked on this request; the request "
+                "itself may be the cause, so it is not tried again"
             )
         decodes = len(failures.decode_workers)
         return OverloadedError(

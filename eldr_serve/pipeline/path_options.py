@@ -58,7 +58,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         default=3,
         ge=1,
         description="engines that die while they work on one request after which it gets 500 and is not "
-        "tried again, since it may be the cause",
+        "tried again, since the request itself may be the cause",
     )
     retries_at_once: int = Field(
         default=64,

@@ -102,9 +102,9 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     answers = (service.greedy_async(prompt, cache_salt="survive") for prompt in prompts)
     *texts, _ = await asyncio.gather(*answers, kill())
     assert texts == single_engine["completions"]
-    # Serve sends a call that its replica has not accepted to another one, and we correct the lease; we
-    # place an accepted call again ourselves.
-    wait_for(lambda: service.counter("rerouted") > rerouted_before, "requests went elsewhere", 10)
+    # If the replica had not accepted a call, Serve sends it to another replica and we update its lease. If it
+    # had, we place the call again.
+    wait_for(lambda: service.counter("rerouted") > rerouted_before, "another engine gets the requests", 10)
     # Each at least once, and at most once more for each decode attempt.
     prefills = service.counter("prefills") - prefills_before
     assert len(prompts) <= prefills <= 3 * len(prompts)
@@ -183,15 +183,18 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     os.kill(victim, how)
     try:
         if of is core_of:
-            await until(lambda: replica not in service.decodes(), "nobody calls it", 3)
-        # The engine goes on as soon as its streams are elsewhere: Serve replaces one that hangs for long.
-        await until(lambda: service.counter("resumed") > before.get("resumed", 0), "they went on", 30)
+            await until(lambda: replica not in service.decodes(), "the stopped replica gets no more calls", 3)
+        # Continue the engine as soon as others have its streams: Serve replaces one that hangs for long.
+        resumed_before = before.get("resumed", 0)
+        await until(
+            lambda: service.counter("resumed") > resumed_before, "the answers resumed on another engine", 30
+        )
     finally:
         if how is signal.SIGSTOP:
             os.kill(victim, signal.SIGCONT)
     assert await asyncio.gather(*answers) == undisturbed
     if how is signal.SIGSTOP:
-        wait_for(lambda: replica in service.decodes(), "it is called again", 30)
+        wait_for(lambda: replica in service.decodes(), "the replica gets calls again", 30)
     assert service.counter("streams_lost") == before.get("streams_lost", 0)
     if how is signal.SIGKILL:
         wait_for(
