@@ -27,7 +27,7 @@ class Answer:
 
 
 def allow_open_files(number: int) -> None:
-    """Raise this process's limit of open files, as far as the system permits."""
+    """Set this process's limit of open files to `number`, or to the maximum that the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -112,5 +112,5 @@ def summary(answers: list[Answer], since: float | None = None) -> dict[str, Any]
 
 
 def errors(answers: list[Answer]) -> dict[str, int]:
-    """Count each kind of failure."""
+    """Count the five most frequent failures."""
     return dict(Counter(a.error for a in answers if a.error is not None).most_common(5))

@@ -197,7 +197,8 @@ FAMILIES = {
             "conv_L_cache": 3,
             "layer_types": ["conv", "conv", "full_attention", "conv"],
         },
-        engine=_engine(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),  # see moe.py
+        # eldr_serve/engine/vllm/compat/moe.py refuses the custom operator, which changes the experts.
+        engine=_engine(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe",

@@ -44,8 +44,14 @@ class SplitPrefill:
     """Prefill on the engines of the prefill deployment.
 
     Args:
-        router_client, predictor: for the choice of prompts that decode engines compute, see LocalPrefill.
-        tokenizer: tokenises prompts that no prefill engine has tokenised.
+        fleets: the replicas of prefill and of decode engines.
+        admission: limits the prompts in prefill, and has the prefill engines' queues.
+        options: timeouts and the maximum size of a locally prefilled prompt.
+        counters: counters of the ingress.
+        kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
+        stage_latencies: latencies of the prefill stage.
+        router_client, predictor: for LocalPrefill, which chooses the prompts that decode engines compute.
+        tokenizer: tokenises prompts that decode engines prefill; None: they stay without token ids.
     """
 
     def __init__(

@@ -132,6 +132,7 @@ class RouterClient:
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
+        """Set the shape of the expert counts that prompts will have, also at the router."""
         self.scorer.shape = (num_layers, num_experts)
         await self._subscription.send_shape()
 

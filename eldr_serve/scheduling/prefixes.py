@@ -123,7 +123,7 @@ class TrackedBlocks:
             self.remove(block)
 
     def apply(self, changes: BlockChanges) -> None:
-        """Apply changes that were taken from another set, but not all of its blocks."""
+        """Apply another set's changes; a full report is not supported."""
         for block in _split(changes.removed):
             self.remove(block)
         for block in _split(changes.added):

@@ -63,7 +63,7 @@ class Rolling:
 
 @pytest.fixture(scope="module")
 def rolling(ray_cluster: str) -> Iterator[Rolling]:
-    """The application of deployments/cpu_demo.yaml with two ingresses and one or two decode engines."""
+    """Yield the application of deployments/cpu_demo.yaml with two ingresses and one or two decode engines."""
     arguments = arguments_of("cpu_demo.yaml")
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]

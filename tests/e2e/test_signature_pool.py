@@ -85,7 +85,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: str) -> Iterator[Pool]:
-    """The application of deployments/cpu_demo_eldr.yaml, which refits its table within seconds."""
+    """Yield the application of deployments/cpu_demo_eldr.yaml, which refits its table within seconds."""
     arguments = arguments_of("cpu_demo_eldr.yaml")
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]

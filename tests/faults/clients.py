@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def body(self) -> bytes:
-        """The JSON body of the request."""
+        """Return the JSON body of the request."""
         body = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream, "temperature": 0.0}
         if self.n > 1:
             body["n"] = self.n

@@ -47,7 +47,7 @@ class Plan:
     seed: int
 
     def routing(self, arm: Arm, layer: int) -> Routing:
-        """Return the arm's choice of replicas in a layer."""
+        """Return the function that sends tokens to ranks in this layer, by the arm's rule and placement."""
         hosts = hosts_of(self.placements[arm[0]][layer : layer + 1], self.num_experts, self.ranks)[0]
         if arm[1] == "metro":
             return one_replica(MetroPlan.from_hosts(hosts).route, len(hosts))
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def num_experts(self) -> int:
-        """Return E."""
+        """Return the number of routed experts of a layer, E."""
         return int(self.placements[1.0].max()) + 1
 
     def tokens_by_rank(self, arm: Arm) -> NDArray[np.int64]:

@@ -84,7 +84,7 @@ def _place_by_lp(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
 
 
 def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> Placement:
-    """Return the same values if the placement knows only each expert's tokens, not their ranks."""
+    """Place like _place_by_lp, but without knowing which rank each token is on."""
     return _place_by_lp(cluster, workload.sum(axis=1))
 
 
