@@ -126,21 +126,12 @@ def _prompt_exact(record: dict[str, Any]) -> bool:
     """Return whether the counts follow from one of the observed choices of each token."""
     counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
     choices = record["seen"][: len(record["prompt"])]
-    shape, ambiguous = (
-        counts.shape,
-        [choices_of_token for choices_of_token in choices if len(choices_of_token) > 1],
-    )
-    rest = counts - sum(
-        (
-            histogram(np.array(choices_of_token), shape)
-            for choices_of_token in choices
-            if len(choices_of_token) == 1
-        ),
-        0 * counts,
-    )
+    shape = counts.shape
+    certain = [of_token for of_token in choices if len(of_token) == 1]
+    ambiguous = [of_token for of_token in choices if len(of_token) > 1]
+    rest = counts - sum((histogram(np.array(of_token), shape) for of_token in certain), 0 * counts)
     options_of_tokens = [
-        np.stack([histogram(np.array([choice]), shape) for choice in choices_of_token])
-        for choices_of_token in ambiguous
+        np.stack([histogram(np.array([choice]), shape) for choice in of_token]) for of_token in ambiguous
     ]
     most_of_rest = [
         sum((token.max(0) for token in options_of_tokens[n:]), np.zeros_like(rest))
