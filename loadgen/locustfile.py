@@ -174,9 +174,8 @@ def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
 def _end(environment: Environment) -> None:
     """End a finite load. Without --headless the next one may be started on locust's page."""
     runner = _runner(environment)
-    gevent.spawn(
-        runner.quit if _options(environment).headless else runner.stop
-    )  # spawned, since it kills users
+    # In a greenlet of its own, since it kills the users' greenlets.
+    gevent.spawn(runner.quit if _options(environment).headless else runner.stop)
 
 
 @events.report_to_master.add_listener
