@@ -64,7 +64,7 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """Add our options to locust's own."""
+    """Add this generator's options to locust's."""
     group = parser.add_argument_group("eldr workload")
     for name, default, text in _OPTIONS:
         group.add_argument(f"--{name}", type=type(default), default=default, help=text)

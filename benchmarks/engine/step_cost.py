@@ -7,7 +7,7 @@ them in each layer. Its steps run in the same CUDA graphs as any other step. The
 then its choices are replaced by one copy per layer. All requests have about `--context` tokens in the KV
 cache.
 
-`forward` is the time of the forward pass that our connector reports, by CUDA events. `step` is the wall time
+`forward` is the time of the forward pass that EldrConnector reports, by CUDA events. `step` is the wall time
 of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
 time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package`
 come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They have an MoE

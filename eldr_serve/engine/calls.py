@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.experts.signature import unpack_counts
 
-# Keys that our connector reads or writes in `kv_transfer_params`.
+# Keys that EldrConnector reads or writes in `kv_transfer_params`.
 EXPERT_COUNTS_KEY = "eldr_expert_counts"  # in the reply to a prefill call: packed expert counts of the prompt
 REQUEST_KEY = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
 CREATED_TOKENS_KEY = "eldr_created_cache_tokens"  # in the same reply: prompt tokens added to the prefix cache

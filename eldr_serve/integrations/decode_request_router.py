@@ -1,4 +1,4 @@
-"""Placement of another Ray Serve LLM application's calls on its decode replicas, without our ingress."""
+"""Placement of another Ray Serve LLM application's calls on its decode replicas, behind its own ingress."""
 
 from __future__ import annotations
 

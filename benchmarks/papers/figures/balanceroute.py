@@ -35,7 +35,7 @@ STEPS = 1000  # minimum decode steps; short answers (28 tokens in Azure's code t
 
 PAPER_WORKERS = 8
 TABLE_1_WORKERS = (4, PAPER_WORKERS, 16)
-# Imbalance, TPOT p95 in ms, tokens/s. The paper's imbalance is the largest less the least load: our spread.
+# Imbalance, TPOT p95 in ms, tokens/s. The paper's imbalance is the largest less the least load: `spread`.
 PAPER_TABLE_1 = {
     "random": (146_564, 90.3, 706),
     "round-robin": (110_049, 89.1, 771),

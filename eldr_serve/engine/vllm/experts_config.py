@@ -35,7 +35,7 @@ class ExpertsConfig(BaseModel):
 
 
 class CpuExpertsConfig(BaseModel):
-    """Setting of a CPU engine, with our expert parallelism (ep/); all fields are optional.
+    """Setting of a CPU engine, with eldr_serve's expert parallelism (ep/); all fields are optional.
 
     Attributes:
         placement: as in ExpertsConfig; null: experts in equal blocks.

@@ -93,7 +93,7 @@ class EldrStats(KVConnectorStats):
 
 
 class EldrPromMetrics(KVConnectorPromMetrics):
-    """NIXL's Prometheus metrics and ours, with the labels of vLLM's metrics."""
+    """The Prometheus metrics of NIXL and of EldrConnector, with the labels of vLLM's metrics."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any

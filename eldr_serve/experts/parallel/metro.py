@@ -77,7 +77,7 @@ class MetroPlan:
 
 
 def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Assign each expert to its least loaded host, by METRO's greedy algorithm with our order of experts.
+    """Assign each expert to its least loaded host, by METRO's greedy algorithm with a fixed order of experts.
 
     Experts with fewer hosts are assigned first. The load of a host is its active experts plus its fair share
     of unassigned ones; the first host wins ties. The paper's Algorithm 1 has neither
