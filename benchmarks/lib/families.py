@@ -41,7 +41,7 @@ _MLA = _ROUTED_16 | {
     "v_head_dim": 32,
     "n_shared_experts": 1,
     "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",  # the only one in transformers' V3; vLLM reads it from the checkpoint
+    "scoring_func": "sigmoid",  # the only function of transformers' V3; vLLM reads it from the checkpoint
 }
 _DEEPSEEK_V2 = _MLA | {
     "q_lora_rank": None,

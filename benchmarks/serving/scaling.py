@@ -37,7 +37,7 @@ _KEY = "scaling"
 _TIMEOUT_S = 120.0  # slower requests count as failed
 _PROMPTS = 8
 _STEADY_S = 20.0  # duration of the load after a phase has its engines
-_MAX_SCALING_S = 480.0  # time limit to get them: four engines start on the serving cores
+_MAX_SCALING_S = 480.0  # time limit of a phase to get its engines; four start on the serving cores
 _TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight per engine; prefills are short
 _DELAYS = {"upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1}
 

@@ -57,7 +57,8 @@ class RouterClient:
 
     Args:
         router_calls: calls to the actor.
-        workers, timeout_s: see RouterSubscription; if the actor takes longer, local fallback decides.
+        workers: see RouterSubscription.
+        timeout_s: maximum time for an answer of the actor, s; then local fallback decides.
         counters: counters of the ingress, which this client reports to the actor.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 

@@ -25,7 +25,8 @@ from loadgen.figures import BASELINES
 AFFINITY = "benchmarks.papers.prefix_policies:LongestPrefix"
 POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
 _SETTLE_S = 1.0  # time for plain servers to drop cancelled requests
-Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]  # selects a policy; reads totals so far
+# A function that selects a policy, and one that reads the totals so far.
+Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]
 
 
 @contextmanager

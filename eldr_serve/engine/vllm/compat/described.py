@@ -52,7 +52,7 @@ _SELECTORS = (
 
 
 class _FirstRank:
-    """The first rank of a group that has a size but no communication."""
+    """Stand-in for the first rank of a process group: it has the group's size, but cannot communicate."""
 
     def __init__(self, size: int) -> None:
         self.world_size = size
