@@ -108,7 +108,8 @@ def cache_memory(
     cpu_block = int(engine_kwargs("prefill", device="cpu")["block_size"])
     for path in sorted(deployments.glob("*.yaml")):
         arguments = yaml.safe_load(path.read_text())["applications"][0]["args"]
-        config = arguments.get("prefill_config") or arguments["decode_config"]  # without prefill_config: whole replicas
+        # Whole replicas have no prefill_config.
+        config = arguments.get("prefill_config") or arguments["decode_config"]
         engine = config["engine_kwargs"]
         on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
         sizes = [cpu_block] if on_cpu else _GPU_BLOCK_SIZES
