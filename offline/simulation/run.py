@@ -75,7 +75,7 @@ def simulate(
         on_finished: callback with the number of requests that ended since its last call.
 
     Raises:
-        SimulationError: a request that no worker can hold, or kinds that `experts` lacks.
+        SimulationError: no worker can hold a request, or `experts` lacks a kind.
     """
     return _Simulation(
         requests,
