@@ -158,7 +158,7 @@ class EpCase:
         return [(requests, make(history)) for requests, history in pairs if len(requests)]
 
     def _placement(self, history: Ints) -> Ints:
-        """Return a placement for steps of batches of such requests, by whether a step activates an expert."""
+        """Return a placement for batches of such requests, by the probability that a step activates an expert."""
         if not len(history):
             history = self._fit
         probability = self._data.trace.decode_probability[history].mean(axis=0)
@@ -183,7 +183,7 @@ def place_requests(
         batch_of_all: requests that are placed last, as many as all workers run together.
 
     Returns:
-        For each worker its `earlier` requests; for each worker its requests of `batch_of_all`.
+        The `earlier` requests of each worker, and the requests of `batch_of_all` of each worker.
     """
     policy_with_table = make_policy(policy).set_table(table)
     policy_with_table.update_cost_model(StepCost())

@@ -164,7 +164,8 @@ def predictions_of(
 ) -> dict[str, list[BarrierPrediction]]:
     """Return the predictions of a trace's trials by policy.
 
-    The cost of a step is fitted to the other policies' trials, the hand-over to all with a decode queue.
+    The cost of a step is fitted to the other policies' trials. The hand-over is fitted to the trials of all
+    policies with a decode queue.
     """
     makers: dict[str, Callable[[], Policy]] = {}
     for policy in trials:

@@ -19,6 +19,7 @@ class MoveLimiter:
 
     Args:
         decode: the decode replicas.
+        decode_starts: knows the free slots of the decode workers.
         limit: maximum number of answers that move at the same time; 0: none.
     """
 

@@ -59,7 +59,7 @@ class RouterState:
         table: content of a RoutingTable file, or None to place by load until one is swapped in.
         predictor: content of a SignaturePredictor file, with which the ingresses predict expert counts.
         cost: cost of a decode step until the engines' steps are measured.
-        seed: seed of the placer and of its policies.
+        seed: seed of the random numbers that policies use.
 
     Attributes:
         epoch: identifies this state; each restart of the actor and each changed deployment has another one.

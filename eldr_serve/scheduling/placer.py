@@ -45,7 +45,7 @@ class Placer:
         on_policy_error: callback for each exception of the policy, whose decision GuardedPolicy then makes
             by load; may raise it again.
         ledger: load of the workers; None: a new one.
-        seed: seed of the random choices between equal workers.
+        seed: seed of the random numbers that the policy uses.
         clock: time source for queue waits, s.
 
     Attributes:

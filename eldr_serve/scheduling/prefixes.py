@@ -245,7 +245,7 @@ class ReportedCache:
 
 
 class PrefixMap:
-    """The prefix cache of each worker, by any hashable name.
+    """The prefix caches of all workers, whose names are any hashable values.
 
     A worker whose engine reports its blocks has a ReportedCache for the prompts whose ids are exact. For
     other prompts and workers a PrefixCache estimates the cache. It does not know other evictions of the

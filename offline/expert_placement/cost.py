@@ -110,7 +110,7 @@ class LayerCost(BaseModel):
     fixed_s: Seconds = Field(description="time of every layer, s")
     per_expert_s: Seconds = Field(description="time for each activated expert replica of the rank, s")
     per_token_s: Seconds = Field(description="time for each pair of token and expert on the rank, s")
-    near_byte_s: Seconds = Field(default=0.0, description="time for each byte from another rank of the node, s")
+    near_byte_s: Seconds = Field(default=0.0, description="time for each byte from a rank of the node, s")
     far_byte_s: Seconds = Field(default=0.0, description="time for each byte from another node, s")
     fit: LayerFit | None = Field(default=None, description="null: assumed, not measured")
 
