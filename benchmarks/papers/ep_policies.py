@@ -158,7 +158,7 @@ class EpCase:
         return [(requests, make(history)) for requests, history in pairs if len(requests)]
 
     def _placement(self, history: Ints) -> Ints:
-        """Return a placement for batches of such requests, by the probability that a step activates an expert."""
+        """Return a placement for batches of such requests, by how probably a step activates an expert."""
         if not len(history):
             history = self._fit
         probability = self._data.trace.decode_probability[history].mean(axis=0)

@@ -131,7 +131,7 @@ def sensitivity(options: Options) -> Rows:
 
 
 def forms(options: Options) -> Rows:
-    """Compare the paper's F, candidates and countdown with the policies here, by the oracle, at G = 8 and 16."""
+    """Compare the paper's F, candidates and countdown with the policies here, with the oracle."""
     changes: dict[str, dict[str, Any]] = {
         "ours": {},
         "s at every step": {"new_requests_end": False},
