@@ -146,7 +146,7 @@ class Fleet:
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 continue
             if retry_s > _RETRY_S:
-                logger.warning("connected to replica %s", replica)  # the end of the warning above
+                logger.warning("connected to replica %s", replica)  # a warning too, since it ends the one above
                 retry_s = _RETRY_S
             self._channels[replica] = channel
             channel.on_report = partial(self._add_report, replica)

@@ -18,7 +18,7 @@ MEASURES = ("spread", "imbalance")
 # With few rounds, intervals resample this many parts of each trial, since single steps are autocorrelated.
 _BLOCKS = 20
 
-Values = tuple[float, Floats]  # a figure, and the same of each resample
+Values = tuple[float, Floats]  # a figure, and its value in each resample
 
 
 def policy_rows(
