@@ -146,7 +146,8 @@ class Fleet:
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 continue
             if retry_s > _RETRY_S:
-                logger.warning("connected to replica %s", replica)  # a warning too, since it ends the one above
+                # A warning too, since it ends the one above.
+                logger.warning("connected to replica %s", replica)
                 retry_s = _RETRY_S
             self._channels[replica] = channel
             channel.on_report = partial(self._add_report, replica)
