@@ -30,7 +30,7 @@ async def test_disconnecting_clients_free_their_leases_and_kv(service: Service, 
                 async with asyncio.timeout(after_s), request as response:
                     await response.aread()
 
-    for after_s in (0.0, 0.05, 0.3, 1.0):  # s; far less than the lease in all
+    for after_s in (0.0, 0.05, 0.3, 1.0):  # s; in all far less than the lease
         await asyncio.gather(*(leave(number, after_s) for number in range(6)))
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     wait_for(lambda: service.status()["ingress"]["in_flight"] == 0, "no request is left in the ingress", 10)
@@ -291,4 +291,4 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
 
     wait_for(lambda: since("streams_lost") == 1, "the loss is counted", 10)
     assert since("rerouted") > 0
-    wait_for(lambda: service.metric("eldr_engine_lost_total") >= 1, "the replica has counted it too", 20)
+    wait_for(lambda: service.metric("eldr_engine_lost_total") >= 1, "the replica counts the loss too", 20)

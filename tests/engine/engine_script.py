@@ -1,8 +1,8 @@
 """Run one in-process engine as a script (vLLM cannot be started twice in a process).
 
-Serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption) and writes
-the connector's counts; tests, and `benchmarks.engine.exact_counts` on a GPU, compare them with the choices of
-Hugging Face's model.
+It serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption), and
+writes the connector's counts. Tests, and `benchmarks.engine.exact_counts` on a GPU, compare the counts with
+the choices of Hugging Face's model.
 """
 
 from __future__ import annotations

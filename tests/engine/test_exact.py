@@ -16,7 +16,7 @@ from tests.engine.engine_script import BATCHES, CHUNK, SHORT
 from tests.engine.operators import WAITING
 from tests.engine.scripts import run_script
 
-# Name -> scheduler, batches, device of counting, NIXL port; v2 is Model Runner V2, avx2 uses the kernels of
+# By name: scheduler, batches, device of counting, NIXL port. v2 is Model Runner V2. avx2 uses the kernels of
 # a CPU without AVX-512.
 RUNS = {
     "async": ("async", "all", "host", "21871"),
