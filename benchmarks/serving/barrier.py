@@ -65,6 +65,15 @@ POLICIES = f"{BASE},balance-route,balance-route-horizon,balance-band"
 _INTERMEDIATE = 32  # neurons per expert of the demo model itself
 _LONG_WAITS = {"kv_lease_s": 150.0, "queue_timeout_s": 110.0, "slot_wait_s": 110.0, "prefill_queue_s": 110.0}
 _NOT_INPUTS = ("minutes", "port", "work", "out")
+_NOTES = column_notes(
+    "Figures of KV tokens are means over steps. Changes are against shortest-queue.",
+    {
+        "spread": "Difference between the ranks with the most and the fewest KV tokens in a step.",
+        "imbalance": "Number of ranks times the KV tokens of the fullest, less the sum over all ranks.",
+        "below": "How many times smaller the figure is than that of shortest-queue.",
+        "error": "Deviation of the simulated value from the measured one.",
+    },
+)
 Key = tuple[str, int, str]  # trace, round, policy
 
 
@@ -256,16 +265,7 @@ def barrier(
     for name, of_trace in lengths.items():
         trials = trials_of(name, names, rounds, measured)
         rows += policy_rows(name, trials, predictions_of(trials, of_trace, load, seed), seed)
-    notes = column_notes(
-        "Figures of KV tokens are means over steps. Changes are against shortest-queue.",
-        {
-            "spread": "Difference between the ranks with the most and the fewest KV tokens in a step.",
-            "imbalance": "Number of ranks times the KV tokens of the fullest, less the sum over all ranks.",
-            "below": "How many times smaller the figure is than that of shortest-queue.",
-            "error": "Deviation of the simulated value from the measured one.",
-        },
-    )
-    publish("barrier", rows, inputs=inputs, seed=seed, out=out, notes=notes)
+    publish("barrier", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
     journal.remove()
 
 
