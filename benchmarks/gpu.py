@@ -42,9 +42,9 @@ class BenchmarkStep:
 
     letter: str  # short name
     command: tuple[str, ...]  # arguments of Python, to which `--out FILE` is added
-    seconds: float  # expected time; the step is left out if less time is left
+    seconds: float  # expected duration; a step that needs more than the rest of the time is left out
     limit_s: float  # time after which the step is killed
-    name: str  # of its files
+    name: str  # name of the files of its result
 
 
 def _step(letter: str, name: str, command: str, seconds: float, limit_s: float) -> BenchmarkStep:
@@ -56,7 +56,7 @@ _REPLAY = (
     "--groups language,task --arms shortest-queue,locality-band,marginal-cost"
 )
 _CAPTURE = "engine.capture_overhead --device cuda --requests 0 --wide-layers 48 --wide-vocabulary 151936"
-STEPS = (  # the most useful first; seconds are estimates
+STEPS = (  # the most useful steps first; their seconds are estimates
     _step("a", "exact_counts", "engine.exact_counts --device cuda", 90, 180),
     _step("b", "moe_layer_latency", "engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
     _step("g", "step_cost", "engine.step_cost", 90, 180),
@@ -93,7 +93,7 @@ def gpu(
         inputs={"seconds": seconds},
         seed=0,
         out=out / "gpu.json",
-        notes="state of each step; left out: what was left of the time is less than the step needs",
+        notes="State of each step. A step is left out if it needs more time than is left.",
     )
     if any(row["state"].startswith(("failed", "timed out")) for row in rows):
         raise typer.Exit(1)

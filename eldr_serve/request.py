@@ -145,7 +145,7 @@ def needs_whole_replica(method: str, fields: RequestFields) -> str | None:
 def has_exact_ids(request: Request) -> bool:
     """Return whether the ids of a prompt that was tokenised here are those that its engine computes.
 
-    They are not for a chat, which the engine's template surrounds.
+    The ids of a chat are not exact, since the engine's template surrounds it.
     """
     fields = request.fields
     return (

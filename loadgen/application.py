@@ -17,7 +17,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 
 NAME = "eldr"
-_POLL_S = 3.0  # time between looks at the replicas; a look takes 0.3 s of a core on which engines start
+_POLL_S = 3.0  # time between checks of the replicas; a check takes 0.3 s of a core on which engines start
 
 
 def check_port(port: int) -> None:

@@ -26,7 +26,7 @@ from loadgen.trial import Trial
 BASELINES = balancer_names()
 TIMES = ("ttft", "tpot", "itl", "end", "handover")
 QUANTILES = (0.5, 0.99)
-# Figures of decode steps: name -> (numerator, denominator, factor); the first two are engine totals.
+# Figures of decode steps by name: (numerator, denominator, factor), where the first two are engine totals.
 STEPS = {
     "active_experts": ("active_experts", "steps", 1),
     "experts_per_token": ("active_experts", "requests", 1),  # each request of a step gets one token

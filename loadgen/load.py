@@ -16,7 +16,8 @@ from loadgen.statistics import LatencyObjective
 from loadgen.traces import read_arrival_trace, replay
 from loadgen.workload import read_prompts
 
-LATE_S = 0.1  # s; a higher p99 of lateness means that users ran out and the load was lower than requested
+# If the p99 of lateness is above this, s, users ran out and the load was lower than requested.
+LATE_S = 0.1
 
 
 class Load:

@@ -64,7 +64,7 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """Add our options to locust's own."""
+    """Add this generator's options to locust's."""
     group = parser.add_argument_group("eldr workload")
     for name, default, text in _OPTIONS:
         group.add_argument(f"--{name}", type=type(default), default=default, help=text)
@@ -174,9 +174,8 @@ def _worker_done(environment: Environment, msg: Any, **_: Any) -> None:
 def _end(environment: Environment) -> None:
     """End a finite load. Without --headless the next one may be started on locust's page."""
     runner = _runner(environment)
-    gevent.spawn(
-        runner.quit if _options(environment).headless else runner.stop
-    )  # spawned, since it kills users
+    # In a greenlet of its own, since it kills the users' greenlets.
+    gevent.spawn(runner.quit if _options(environment).headless else runner.stop)
 
 
 @events.report_to_master.add_listener

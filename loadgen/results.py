@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
@@ -42,6 +42,11 @@ def publish(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_result(path, name, rows, inputs=inputs, seed=seed, notes=notes)
     return path
+
+
+def column_notes(measurement: str, columns: Mapping[str, str]) -> str:
+    """Return the notes of a result: what was measured, then one line with the meaning of each column."""
+    return "\n".join([measurement, *(f"- {column}: {meaning}" for column, meaning in columns.items())])
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from loadgen.journal import Journal
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 JOURNAL = "journal.jsonl"  # in the folder of a comparison
-RESTORE = "restore"  # key of the server's own policy; None after it was restored
+RESTORE = "restore"  # journal key of the server's own policy; its value is None after the policy was restored
 
 
 class TrialFailedError(ChildProcessError):
@@ -36,7 +36,7 @@ class LoadSpec:
 
     prompts: str
     model: str
-    rate: float  # requests/s; 0: a closed loop
+    rate: float  # requests/s; 0 for a closed loop
     seconds: int  # duration of the measured part
     warm_up_s: int  # load before the measured part
     users: int  # maximum requests in flight; constant in a closed loop

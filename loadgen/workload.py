@@ -1,4 +1,4 @@
-"""Prompts with domains, from JSON lines: our own records, or a log of OpenAI requests."""
+"""Prompts with domains, from JSON lines: records of this project, or a log of OpenAI requests."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts, traffic_sample
 
-_FIRST_PORT = 25600  # the first of NIXL's side channels; each engine has a range with a port per rank
-_BATCH = 16  # prompts in a call of an actor; a resumed run repeats at most one call of each actor
+_FIRST_PORT = 25600  # port of the first NIXL side channel; each engine has a range with a port per rank
+_BATCH = 16  # prompts per call of an actor; a resumed run repeats at most one call of each actor
 
 
 class EngineActor:

@@ -125,8 +125,8 @@ def agreement(predicted: Floats, true: Floats, mean: Floats) -> dict[str, float]
     """Return how close predictions [N, *] are to the truth, compared with the mean.
 
     Returns:
-        `cosine` of the deviations from the mean, averaged over prompts, and `gain`, 1 - squared error / that
-        of the mean.
+        `cosine`: cosine of the predicted and the true deviation from the mean, averaged over prompts.
+        `gain`: 1 - the squared error over that of predicting the mean.
     """
     prediction, deviation = predicted - mean, true - mean
     lengths = np.linalg.norm(prediction, axis=1) * np.linalg.norm(deviation, axis=1)

@@ -50,7 +50,7 @@ class CacheShape:
 SHAPES = {
     "Qwen/Qwen3-30B-A3B": CacheShape(48, 128, ((48, 4, 128),)),
     "Qwen/Qwen3-235B-A22B": CacheShape(94, 128, ((94, 4, 128),)),
-    "openai/gpt-oss-120b": CacheShape(36, 128, ((18, 8, 64),) * 2),  # sliding; full
+    "openai/gpt-oss-120b": CacheShape(36, 128, ((18, 8, 64),) * 2),  # sliding and full attention
     "./out/demo_model_4_heads": CacheShape(6, 64, ((6, 1, 64),)),
     "google/gemma-4-26B-A4B-it": CacheShape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
 }
@@ -108,7 +108,8 @@ def cache_memory(
     cpu_block = int(engine_kwargs("prefill", device="cpu")["block_size"])
     for path in sorted(deployments.glob("*.yaml")):
         arguments = yaml.safe_load(path.read_text())["applications"][0]["args"]
-        config = arguments.get("prefill_config") or arguments["decode_config"]  # the latter: whole replicas
+        # Whole replicas have no prefill_config.
+        config = arguments.get("prefill_config") or arguments["decode_config"]
         engine = config["engine_kwargs"]
         on_cpu = (config.get("accelerator_config") or {}).get("kind") == "cpu"
         sizes = [cpu_block] if on_cpu else _GPU_BLOCK_SIZES

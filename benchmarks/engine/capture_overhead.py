@@ -3,14 +3,14 @@
     python -m benchmarks.engine.capture_overhead              (parts, and an engine with capture on and off)
     python -m benchmarks.engine.capture_overhead --requests 0 --wide-requests 0 (parts alone: no engine)
 
-The parts run our own code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
+The parts run eldr_serve's code on tensors of Qwen3-30B-A3B's shape, as in the paper's Table 1, with a prompt
 prefilled in one step. The paper's total is 0.86 ms per request, 1.2 % of TTFT. On a GPU (--device cuda) the
 device counts. On a CPU one core counts, so `count scatter` is far larger there.
 
-The engine rows use one engine with the demo model. A switch selects our connector and scheduler or vLLM's own
-(benchmarks/lib/replay/switched.py), for each pair of prompts in random order. The two prompts of a pair
-differ in their first token, so neither is found in the prefix cache. The wide engine's rows use layers of
-Qwen3-30B-A3B at full width, with random weights. It has two of the 48 layers, or as many as --wide-layers
+The engine rows use one engine with the demo model. A switch selects eldr_serve's connector and scheduler
+or vLLM's (benchmarks/lib/replay/switched.py), for each pair of prompts in random order. The two prompts of a
+pair differ in their first token, so neither is found in the prefix cache. The wide engine's rows use layers
+of Qwen3-30B-A3B at full width, with random weights. It has two of the 48 layers, or as many as --wide-layers
 says. Capture should add less than 0.5 % of TTFT.
 """
 
@@ -62,9 +62,9 @@ _MODEL = Path("examples/demo_model/weights")
 _VOCABULARY = 4096  # token ids of the demo model
 _SIZES = {"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "workers": WORKERS}
 _NOTES = (
-    "parts: Qwen3-30B-A3B's shape, one thread, against --ttft-ms; engine: the demo model, "
-    "capture on and off in one engine, pairs of prompts in random order, against its own TTFT; "
-    "wide engine: the same with random weights, bfloat16"
+    "Parts are timed alone with Qwen3-30B-A3B's shape, in one thread, and compared with --ttft-ms. The "
+    "engine serves the demo model, with capture on and off for pairs of prompts in random order, and is "
+    "compared with its own TTFT. The wide engine does the same with random weights in bfloat16."
 )
 _PROMPTS_TIMES_LAYERS = 80 * LAYERS  # prompts times layers whose blocks a GPU engine keeps for a second
 

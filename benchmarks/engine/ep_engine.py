@@ -44,7 +44,7 @@ from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
-from loadgen.results import RESULTS, publish
+from loadgen.results import RESULTS, column_notes, publish
 from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
@@ -54,24 +54,36 @@ from offline.expert_placement.forecast import workload_by_rank
 from offline.expert_placement.grace import grace_placement
 
 BENCHMARKS = {"ep_choice": "all", "ep_shift": "all"}
-_CHOICE_NOTES = (
-    "one engine of `ranks` ranks on this machine's cores, 32 bits; decode steps of whole batches, "
-    "greedy; medians over rounds of medians over steps; changes by round against `linear, none` without "
-    "replicas and against `eplb, even` at the same replication; 95 % intervals by bootstrap over rounds; "
-    "away_pct: pairs served on another rank than the token's home; moved_a_token: such ranks that serve a "
-    "token, per layer, and none_moved_pct its change against `linear, none`; requests_equal_pct: answers "
-    "equal to those of `linear, none`, token by token; paper_experts_pct, paper_step_pct: METRO's changes on "
-    "its GPUs, of even spread against no replicas and of METRO against even spread; paper_moved_pct: "
-    "GRACE-MoE's groups against linear blocks, within a node, three models"
+_CHOICE_NOTES = column_notes(
+    "One engine of `ranks` ranks, in 32 bits, decodes whole batches greedily on this machine's cores. "
+    "Figures are medians over rounds of medians over steps, with 95 % bootstrap intervals over rounds. "
+    "The base arm is `linear, none` without replicas.",
+    {
+        "change_pct": "Change of the step time against the base arm, paired by round.",
+        "even_pct": "Change of the step time against `eplb, even` at the same replication, paired by round.",
+        "away_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
+        "moved_a_token": "Mean number of ranks other than the home rank that serve a token in a layer.",
+        "none_moved_pct": "Change of `moved_a_token` against the base arm.",
+        "requests_equal_pct": "Share of answers whose tokens all equal those of the base arm.",
+        "paper_experts_pct, paper_step_pct": "METRO's figures on its GPUs: of even spread against no "
+        "replicas, and of METRO's choice against even spread.",
+        "paper_moved_pct": "GRACE-MoE's groups against linear blocks, within a node, for three models.",
+    },
 )
-_SHIFT_NOTES = (
-    "one engine of `ranks` ranks on this machine's cores, 32 bits; a window's requests decode together, and "
-    "windows share no request; the arms take turns, and each begins with the offline placement; medians over "
-    "rounds and windows of medians over a window's steps, 95 % intervals by bootstrap; step times exclude "
-    "the slices of a migration between steps, with_moves_ms spreads them over the window's steps, neither "
-    "includes plan_ms; offline: EPLB on the other half of all requests; reactive: EPLB on the window before; "
-    "proactive: DIRECTOR on the window's own prefill counts by rank, the better of LP with rounding and a "
-    "repair; ranks are renamed so that fewest experts move; paper_pct: DIRECTOR's on 32 GPUs"
+_SHIFT_NOTES = column_notes(
+    "One engine of `ranks` ranks, in 32 bits, runs on this machine's cores. The requests of a window decode "
+    "together, and windows share no request. The arms take turns. Each begins with the offline placement. "
+    "Figures are medians over rounds and windows of medians over a window's steps, with 95 % bootstrap "
+    "intervals. Ranks of a new placement are renamed so that the fewest experts move.",
+    {
+        "offline": "Placement of EPLB for the other half of all requests.",
+        "reactive": "Placement of EPLB for the previous window.",
+        "proactive": "Placement of DIRECTOR for the window's own prefill counts by rank: the better of LP "
+        "with rounding and of a repair of the previous placement.",
+        "step_ms": "Time of a step, without the slices of a migration between steps and without `plan_ms`.",
+        "with_moves_ms": "`step_ms` plus the migration's time per step of the window, without `plan_ms`.",
+        "paper_pct": "DIRECTOR's change on 32 GPUs.",
+    },
 )
 
 
@@ -310,7 +322,7 @@ def _draw_windows(
 ) -> Iterator[Ints]:
     """Yield the indices of each window's requests: of the first workload, then of the second."""
     if len(groups) != 2 or not set(groups) <= set(GROUPS):
-        raise UserInputError(f"--groups takes two of {', '.join(GROUPS)}, with a comma")
+        raise UserInputError(f"--groups must be two of {', '.join(GROUPS)}, separated by a comma")
     halves = windows // 2, windows - windows // 2
     for group, number in zip(groups, halves, strict=True):
         available = rest[np.isin(rest, data.group(group))]

@@ -44,12 +44,11 @@ BENCHMARKS = {"ep_layer": "default"}
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
 ARMS = (("even", "all-gather"), ("metro", "all-gather"))
 _MANY_RANKS, _MANY_BATCH = 8, 64  # ranks that are timed one by one, and tokens of a batch for all of them
-
-
 _NOTES = (
-    "real experts and routes, random hidden states; means over batches and layers of the slowest "
-    "rank; changes against the even spread by all-gather at the same replication, 95 % intervals by "
-    "bootstrap over batches; the route stage runs in Python; one by one: experts alone, no messages"
+    "Experts and routes are real, hidden states random. Times are the slowest rank's, as means over batches "
+    "and layers. Changes are against the even spread by all-gather at the same replication, with 95 % "
+    "intervals by bootstrap over batches. The route stage runs in Python. Ranks that are timed one by one "
+    "compute their experts and send no messages."
 )
 
 
@@ -120,7 +119,7 @@ def _publish_parts(
         inputs=inputs,
         seed=seed,
         out=by_rank,
-        notes="one rank's experts alone, by activated experts and tokens of each",
+        notes="Time of one rank's experts, by the number of activated experts and of tokens per expert.",
     )
     lines(
         times_alone,
@@ -135,8 +134,8 @@ def _publish_parts(
         inputs=inputs,
         seed=seed,
         out=path.with_name(f"{path.stem}_messages.json"),
-        notes="2 ranks; an all-gather and a reduce-scatter, and two all-to-alls; bytes that reach a rank in "
-        "one way",
+        notes="Two ranks exchange messages by an all-gather and a reduce-scatter, and by two all-to-alls. "
+        "The bytes are those that reach a rank in one direction.",
     )
 
 

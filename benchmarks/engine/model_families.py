@@ -129,21 +129,12 @@ def _prompt_exact(record: dict[str, Any]) -> bool:
     """Return whether the counts follow from one of the observed choices of each token."""
     counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
     choices = record["seen"][: len(record["prompt"])]
-    shape, ambiguous = (
-        counts.shape,
-        [choices_of_token for choices_of_token in choices if len(choices_of_token) > 1],
-    )
-    rest = counts - sum(
-        (
-            histogram(np.array(choices_of_token), shape)
-            for choices_of_token in choices
-            if len(choices_of_token) == 1
-        ),
-        0 * counts,
-    )
+    shape = counts.shape
+    certain = [of_token for of_token in choices if len(of_token) == 1]
+    ambiguous = [of_token for of_token in choices if len(of_token) > 1]
+    rest = counts - sum((histogram(np.array(of_token), shape) for of_token in certain), 0 * counts)
     options_of_tokens = [
-        np.stack([histogram(np.array([choice]), shape) for choice in choices_of_token])
-        for choices_of_token in ambiguous
+        np.stack([histogram(np.array([choice]), shape) for choice in of_token]) for of_token in ambiguous
     ]
     most_of_rest = [
         sum((token.max(0) for token in options_of_tokens[n:]), np.zeros_like(rest))
@@ -269,15 +260,15 @@ def model_families(
         new_rows = merge_with_published(new_rows)
         commit = json.loads((RESULTS / "model_families.json").read_text())["commit"]
         inputs["anew"] = names
-        notes = f"; rows of families that are not among inputs.anew are of commit {commit} or before"
+        notes = f" Rows of families that are not among inputs.anew are of commit {commit} or before."
     publish(
         "model_families",
         new_rows,
         inputs=inputs,
         seed=seed,
         out=out,
-        notes="tiny random checkpoints in float32, GDN in bfloat16; V2 on a CPU, its kernels under Triton's "
-        f"interpreter{notes}",
+        notes="Tiny random checkpoints in float32; GDN in bfloat16. V2 runs on a CPU, with its kernels under "
+        f"Triton's interpreter.{notes}",
     )
 
 

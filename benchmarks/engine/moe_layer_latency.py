@@ -65,8 +65,8 @@ def moe_layer_latency(
         inputs={"rounds": rounds, "threads": threads},
         seed=seed,
         out=out,
-        notes="random weights, one layer alone; the kernel that vLLM uses on this device. Least squares over "
-        f"all batch sizes: {'; '.join(map(partial(_describe_fit, rows), shapes))}",
+        notes="One layer alone, with random weights and the kernel that vLLM uses on this device. Fit by "
+        f"least squares over all batch sizes: {'; '.join(map(partial(_describe_fit, rows), shapes))}",
     )
     for name in shapes:
         picture = path.with_suffix(".png") if len(shapes) == 1 else path.with_name(f"{path.stem}_{name}.png")

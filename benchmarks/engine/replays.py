@@ -69,8 +69,8 @@ def _with_active_experts(replay: Replayed) -> None:
     lines(steps, "batch_from", [f"{label}: active_experts" for label in labels], path.with_suffix(".png"))
 
 
-# In this order, the ELDR paper's Figures 11 to 13; Figures 11 and 12 by rate; 16; 15; 14; Table 2; and the
-# price for tails of marginal-cost.
+# Figures and tables are those of the ELDR paper.
+# Figures 11 to 13
 decode_replay = replay_command(
     "decode_replay",
     [
@@ -84,6 +84,7 @@ decode_replay = replay_command(
     default_per_worker=48,
     default_intermediate=1536,  # the live benchmark has the same
 )
+# Figures 11 and 12, by rate
 rates = replay_command(
     "rates",
     POLICIES,
@@ -95,16 +96,21 @@ rates = replay_command(
         ),
     ),
 )
+# Figure 16
 band_width = replay_command(
     "band_width", [ROUND_ROBIN, *(_band(f"band {band}", band) for band in (0.0, 0.1, 0.2, 0.3))]
 )
+# Figure 15
 balanced_clusters = replay_command(
     "balanced_clusters", [ROUND_ROBIN, _band("balanced"), _band("vanilla", balanced=False)]
 )
+# Figure 14
 signature_transforms = replay_command(
     "signature_transforms", [ROUND_ROBIN, *(_band(t, transform=t) for t in TRANSFORMS)]
 )
+# Table 2
 pool_size = replay_command("pool_size", [ROUND_ROBIN, LOCALITY, MARGINAL], default_workers="4,8,16")
+# The price that marginal-cost sets for tails; not in the paper
 tail_replay = replay_command(
     "tail_replay",
     [

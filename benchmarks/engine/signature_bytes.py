@@ -26,7 +26,7 @@ from loadgen.results import publish
 from offline.route_files import read_trace_of_routes
 
 BENCHMARKS = {"signature_bytes": "default"}
-_LENGTHS = (64, 512, 2048)  # tokens; GPT-OSS-20B's records have enough steps only for the first
+_LENGTHS = (64, 512, 2048)  # tokens of a prompt; records of GPT-OSS-20B have enough steps only for 64
 
 
 def draw_counts(tokens: int, preference_scale: float, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ them in each layer. Its steps run in the same CUDA graphs as any other step. The
 then its choices are replaced by one copy per layer. All requests have about `--context` tokens in the KV
 cache.
 
-`forward` is the time of the forward pass that our connector reports, by CUDA events. `step` is the wall time
+`forward` is the time of the forward pass that EldrConnector reports, by CUDA events. `step` is the wall time
 of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
 time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package`
 come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They have an MoE
@@ -50,8 +50,8 @@ from loadgen.statistics import median_ci
 BENCHMARKS = {"step_cost": "named"}
 _WARM_UP = 3  # steps of a batch
 _NOTES = (
-    "Qwen3-30B-A3B's shape, made-up weights, bf16, one decode engine; each layer's experts are "
-    "prescribed; package: aiconfigurator-core 0.12.0, measured elsewhere"
+    "One decode engine has Qwen3-30B-A3B's shape and made-up weights in bf16. Each layer's experts are "
+    "prescribed. The figures of `package` are those of aiconfigurator-core 0.12.0, measured elsewhere."
 )
 # aiconfigurator-core 0.12.0, Qwen3-30B-A3B, bf16, vLLM 0.24: an MoE layer's time, us, as fixed + per active
 # expert (its balanced rows, within 3 %), and a whole decode step by batch, ms, 1,024 tokens of context.
@@ -209,7 +209,7 @@ def _points(batches: str, active: str) -> dict[int, list[int]]:
         max_experts = min(EXPERTS, impossible[0] * TOP_K)
         raise UserInputError(
             f"a batch of {impossible[0]} activates {TOP_K} to {max_experts} experts per layer; "
-            "give such an --active"
+            f"--active must contain a number from {TOP_K} to {max_experts}"
         )
     return points
 

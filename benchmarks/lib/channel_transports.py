@@ -1,10 +1,10 @@
-"""Token streams between two processes, over our channel and over gRPC.
+"""Token streams between two processes, over eldr_serve's channel and over gRPC.
 
 Transports:
 
     channel           eldr_serve.channel, as the product uses it
     grpc              grpc.aio, one server-streaming call for each stream, messages of bytes
-    channel-in-grpc   our channel's frames in one bidirectional gRPC stream, in place of the socket
+    channel-in-grpc   the channel's frames in one bidirectional gRPC stream, in place of the socket
 
 The server's engine computes nothing: at each step, every open stream gets one chunk. All transports share the
 engine, the chunks and the event loop (uvloop, as in Ray's workers). gRPC's messages begin with the number of
@@ -51,7 +51,7 @@ Send = Callable[[bytes, bytes], Awaitable[None] | None]
 
 
 def grpc_options(silent_s: float) -> list[tuple[str, int]]:
-    """Return channel options of gRPC: our keepalive and limits, and no retries.
+    """Return channel options of gRPC: the channel's keepalive and limits, and no retries.
 
     Args:
         silent_s: seconds without an answer to a ping after which the other end is lost.
@@ -193,7 +193,7 @@ def _channel_server(engine: Engine) -> ChannelServer:
     return ChannelServer(
         _SECRET,
         handler,
-        error_response=lambda error: (500, repr(error).encode()),
+        error_response=lambda _, error: (500, repr(error).encode()),
         max_calls=_MAX_CALLS,
         full_error=lambda: RuntimeError("full"),
     )

@@ -27,7 +27,7 @@ class Answer:
 
 
 def allow_open_files(number: int) -> None:
-    """Raise this process's limit of open files, as far as the system permits."""
+    """Set this process's limit of open files to `number`, or to the maximum that the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -114,5 +114,5 @@ def summarise_answers(answers: list[Answer], since_s: float | None = None) -> di
 
 
 def count_failures(answers: list[Answer]) -> dict[str, int]:
-    """Count each kind of failure."""
+    """Count the five most frequent failures."""
     return dict(Counter(a.error for a in answers if a.error is not None).most_common(5))

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from eldr_serve.errors import UserInputError
-
 ROOT = Path(__file__).parents[2]
-# For the import of ray: no token, no usage reports. By default Ray's workers have niceness 15; beside a load
-# generator with niceness 0, on few cores, the measurement would mostly show that.
+# Read when ray is imported. Ray's workers default to niceness 15; next to a load generator at 0, that
+# difference would dominate the measurement.
 RAY_ENV = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
@@ -71,7 +69,7 @@ def local_ray(
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:
-    """Wait until our application has every pair of engines warm. Raise UserInputError after `seconds`."""
+    """Wait until every pair of engines of the application is warm. Raise TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(httpx.TransportError):  # not listening yet
@@ -79,4 +77,4 @@ def wait_ready(url: str, seconds: float = 60.0) -> None:
             if status.status_code == 200 and status.json()["ingress"]["ready"]:
                 return
         time.sleep(0.5)
-    raise UserInputError(f"the application was not ready within {seconds:.0f} s")
+    raise TimeoutError(f"the application was not ready within {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""Real CPU engines with the demo model: as our application, as Ray's, and as plain vLLM servers."""
+"""Real CPU engines with the demo model: in eldr_serve's application, as Ray's, and as plain vLLM servers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for role in ("prefill", "decode"):
         config = copy.deepcopy(arguments[f"{role}_config"])
         config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
-        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in our application
+        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in eldr_serve
         configs[f"{role}_config"] = config
     return configs
 
@@ -94,7 +94,7 @@ def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 def plain_engine_kwargs(
     role: Any, arguments: dict[str, Any], *, our_connector: bool = False
 ) -> dict[str, Any]:
-    """Return engine arguments equal to ours without our extension, or with our connector module only."""
+    """Return eldr_serve's engine arguments without its extension, or with its connector module only."""
     kwargs = engine_kwargs(role, device="cpu", **arguments)
     for name in ("scheduler_cls", "worker_extension_cls"):
         kwargs.pop(name)
@@ -111,7 +111,7 @@ def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[s
     """Run a command. Stop it and all its children at the end.
 
     The command stays in the session, which Linux schedules as one group (`sched_autogroup_enabled`): in
-    its own session it would get as much CPU time as our whole application, including its engines.
+    its own session it would get as much CPU time as eldr_serve's whole application, including its engines.
     """
     with log.open("wb") as file:
         started = subprocess.Popen(
@@ -162,7 +162,7 @@ def vllm_servers(
                     ENGINE_ENV
                     | config["runtime_env"]["env_vars"]
                     | {
-                        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as in our application
+                        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, as in eldr_serve
                         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 100 + number),
                         "PYTHONPATH": str(ROOT),

@@ -41,7 +41,7 @@ _MLA = _ROUTED_16 | {
     "v_head_dim": 32,
     "n_shared_experts": 1,
     "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",  # the only one in transformers' V3; vLLM reads it from the checkpoint
+    "scoring_func": "sigmoid",  # the only function of transformers' V3; vLLM reads it from the checkpoint
 }
 _DEEPSEEK_V2 = _MLA | {
     "q_lora_rank": None,
@@ -197,7 +197,8 @@ FAMILIES = {
             "conv_L_cache": 3,
             "layer_types": ["conv", "conv", "full_attention", "conv"],
         },
-        engine=_engine(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),  # see moe.py
+        # eldr_serve/engine/vllm/compat/moe.py refuses the custom operator, which changes the experts.
+        engine=_engine(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe",

@@ -33,7 +33,7 @@ from loadgen.trial import read_trials
 from loadgen.workload import WorkloadPrompt, read_prompts
 
 KEY = "live"
-_KV_BYTES = 2**28  # for each engine; wide experts take the rest of the memory
+_KV_BYTES = 2**28  # KV cache of each engine; wide experts take the rest of the memory
 
 
 def length_options(mean: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Prometheus text of vLLM, Ray and our own metrics."""
+"""Prometheus text of vLLM's, Ray's and eldr_serve's metrics."""
 
 from __future__ import annotations
 

@@ -377,8 +377,8 @@ def at_scale(
         inputs=inputs
         | {"routes": f"{len(trace.ids)} requests of {trace.model}, {trace.fingerprint}"}
         | {"cost_source": fitted.source, "arrivals": [path.name for path in arrivals]},
-        notes="simulated; nothing ran on a GPU. Means over seeds; "
-        f"router: CPU time of the placer here, and {1e6 * channel_s():.0f} us of the channel by router_actor",
+        notes="Simulated: nothing ran on a GPU. Figures are means over seeds. The router's time is the CPU "
+        f"time of the placer here, and {1e6 * channel_s():.0f} us of the channel (router_actor).",
     )
 
 

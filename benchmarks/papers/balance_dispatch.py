@@ -69,7 +69,7 @@ def balance_dispatch(
         rows,
         inputs={"slots": slots, "pool": pool, "calls": calls},
         seed=seed,
-        notes="one thread; progress is of workers x (slots - 1) requests",
+        notes="One thread. A progress report covers workers x (slots - 1) requests.",
         out=out,
     )
 

@@ -40,7 +40,7 @@ from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, StepCost, make_policy
 from loadgen.journal import Journal
-from loadgen.results import publish
+from loadgen.results import column_notes, publish
 from loadgen.statistics import paired_change_percent
 from offline.expert_placement.eplb import activation_placement
 
@@ -52,14 +52,18 @@ ARMS = (
     *((policy, name) for policy in ("locality-band", "marginal-cost") for name in ("linear", "own")),
 )
 PAPER = {("locality-band", "own"): {"paper_p50_pct": "-2.7..-4.3", "paper_p99_pct": "-0.6..-2.0"}}
-_NOTES = (
-    "requests of `workers` decode workers, placed by the policies; each worker's batch decodes "
-    "alone on one engine of `ranks` ranks, 32 bits, linear or with its own placement; a request's TPOT "
-    "is its worker's median step; changes against shortest-queue with the linear placement, 95 % "
-    "intervals by bootstrap over requests, too narrow since requests of a worker share its steps; "
-    "requests_equal_pct: answers equal to those of that arm, token by token; one for all: a placement "
-    "for all requests of the other half; paper_*: change against the best balancer on 8 workers of "
-    "4 GPUs"
+_NOTES = column_notes(
+    "The policies place requests on `workers` decode workers. Each worker's batch decodes alone on an engine "
+    "of `ranks` ranks, in 32 bits. A request's TPOT is its worker's median step. The base arm is "
+    "shortest-queue with the linear placement. The 95 % intervals, by bootstrap over requests, are too "
+    "narrow, since the requests of a worker share its steps.",
+    {
+        "placement": "linear; own: fitted to the worker's earlier requests; one for all: fitted to all "
+        "requests of the other half.",
+        "p50_pct, p99_pct": "Change of the TPOT percentile against the base arm.",
+        "requests_equal_pct": "Share of answers whose tokens all equal those of the base arm.",
+        "paper_p50_pct, paper_p99_pct": "ELDR's change against the best balancer, on 8 workers of 4 GPUs.",
+    },
 )
 
 
@@ -154,7 +158,7 @@ class EpCase:
         return [(requests, make(history)) for requests, history in pairs if len(requests)]
 
     def _placement(self, history: Ints) -> Ints:
-        """Return a placement for steps of batches of such requests, by whether a step activates an expert."""
+        """Return a placement for batches of such requests, by how probably a step activates an expert."""
         if not len(history):
             history = self._fit
         probability = self._data.trace.decode_probability[history].mean(axis=0)
@@ -179,7 +183,7 @@ def place_requests(
         batch_of_all: requests that are placed last, as many as all workers run together.
 
     Returns:
-        For each worker its `earlier` requests; for each worker its requests of `batch_of_all`.
+        The `earlier` requests of each worker, and the requests of `batch_of_all` of each worker.
     """
     policy_with_table = make_policy(policy).set_table(table)
     policy_with_table.update_cost_model(StepCost())

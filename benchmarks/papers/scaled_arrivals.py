@@ -56,9 +56,8 @@ class WorkerLoad:
 
 def load_of(study: Study, arrivals: Path) -> WorkerLoad:
     """Return the load at which a worker runs the wanted batch of random routes, by Little's law."""
-    inputs = ScenarioInputs(
-        scenario_of(study, arrivals, 16, 100.0), seed=0
-    )  # the load does not change the kinds and experts
+    # The kinds of requests and their experts do not depend on the workers and the rate.
+    inputs = ScenarioInputs(scenario_of(study, arrivals, 16, 100.0), seed=0)
     assert inputs.experts is not None
     records = read_arrival_trace(arrivals)
     prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records]).T

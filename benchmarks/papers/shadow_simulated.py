@@ -112,7 +112,8 @@ def shadow_simulated(
             "output_tokens": output_tokens,
             "seeds": seeds,
         },
-        notes="simulated; batch, step time and error: of the second policy; changes: of the first against it",
+        notes="Simulated. Batch, step time and error are the second policy's. Changes are those of the first "
+        "policy against the second.",
     )
 
 

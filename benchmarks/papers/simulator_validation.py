@@ -46,9 +46,9 @@ def report(run: Replayed) -> None:
         seed=run.seed,
         out=run.out,
         inputs=run.inputs,
-        notes="error: simulated against measured; repeats: range of the engine's own repeats; mape and "
-        "pearson over requests; the ranking compares the policies' medians. "
-        + "; ".join(_ranking(case) for case in cases),
+        notes="The error is that of the simulated value against the measured one. repeats is the range of "
+        "the engine's own repeats. mape and pearson are over requests. The ranking is by the policies' "
+        "medians. " + "; ".join(_ranking(case) for case in cases),
     )
     _draw(cases, path.with_suffix(".png"))
 

@@ -45,8 +45,8 @@ Figures = dict[str, float]
 _METRICS = whole.METRICS
 _STORED = (*_METRICS, "batch_size", "active_experts")
 _NOTES = (
-    "simulated; `_change_pct` against the best balancer of the same seed and figure, with the 95 % interval "
-    "over seeds (Student's t of the logarithms, paired); a batch is the target of the arrival rate"
+    "Simulated. `_change_pct` is the change against the best balancer of the same seed and figure, with a "
+    "95 % interval over seeds (Student's t of the logarithms, paired). The arrival rate aims at the batch."
 )
 
 

@@ -169,8 +169,8 @@ def backlog(
             "deployment": deployment.stem,
             "errors": errors[:5],
         },
-        notes="one prefill and one decode engine, one token per answer; engines, ingress and the client "
-        "share the cores, and each client waits for its Retry-After",
+        notes="One prefill and one decode engine, one token per answer. Engines, ingress and clients share "
+        "the cores. A refused client waits as long as Retry-After says.",
     )
 
 

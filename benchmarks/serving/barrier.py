@@ -55,7 +55,7 @@ from eldr_serve.scheduling import Policy, make_policy
 from eldr_serve.scheduling.policies.base import QueuedPolicy
 from eldr_serve.scheduling.policies.registry import policy_class
 from loadgen.journal import Journal
-from loadgen.results import publish
+from loadgen.results import column_notes, publish
 from loadgen.traces import read_arrival_trace
 from loadgen.trial import parse_policy, schedule_trials
 from offline.simulation.cluster import Cluster, Decode
@@ -65,6 +65,15 @@ POLICIES = f"{BASE},balance-route,balance-route-horizon,balance-band"
 _INTERMEDIATE = 32  # neurons per expert of the demo model itself
 _LONG_WAITS = {"kv_lease_s": 150.0, "queue_timeout_s": 110.0, "slot_wait_s": 110.0, "prefill_queue_s": 110.0}
 _NOT_INPUTS = ("minutes", "port", "work", "out")
+_NOTES = column_notes(
+    "Figures of KV tokens are means over steps. Changes are against shortest-queue.",
+    {
+        "spread": "Difference between the ranks with the most and the fewest KV tokens in a step.",
+        "imbalance": "Number of ranks times the KV tokens of the fullest, less the sum over all ranks.",
+        "below": "How many times smaller the figure is than that of shortest-queue.",
+        "error": "Deviation of the simulated value from the measured one.",
+    },
+)
 Key = tuple[str, int, str]  # trace, round, policy
 
 
@@ -164,7 +173,8 @@ def predictions_of(
 ) -> dict[str, list[BarrierPrediction]]:
     """Return the predictions of a trace's trials by policy.
 
-    The cost of a step is fitted to the other policies' trials, the hand-over to all with a decode queue.
+    The cost of a step is fitted to the other policies' trials. The hand-over is fitted to the trials of all
+    policies with a decode queue.
     """
     makers: dict[str, Callable[[], Policy]] = {}
     for policy in trials:
@@ -255,12 +265,7 @@ def barrier(
     for name, of_trace in lengths.items():
         trials = trials_of(name, names, rounds, measured)
         rows += policy_rows(name, trials, predictions_of(trials, of_trace, load, seed), seed)
-    notes = (
-        "KV tokens: means over steps; spread: largest less smallest of a step; imbalance: ranks x largest "
-        "less sum; below: times less than shortest-queue's; changes: against shortest-queue; error: of the "
-        "simulated value"
-    )
-    publish("barrier", rows, inputs=inputs, seed=seed, out=out, notes=notes)
+    publish("barrier", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
     journal.remove()
 
 

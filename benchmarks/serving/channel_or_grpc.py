@@ -262,7 +262,7 @@ def channel_or_grpc(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Measure CPU time, throughput, cancellation and a slow reader over our channel and over gRPC."""
+    """Measure CPU time, throughput, cancellation and a slow reader over the channel and over gRPC."""
     transports = ways.split(",")
     if unknown := set(transports) - set(TRANSPORTS):
         raise UserInputError(f"--ways names {min(unknown)!r}; choose from {', '.join(TRANSPORTS)}")

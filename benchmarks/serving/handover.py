@@ -12,7 +12,7 @@ The engines and the ingress are real. They serve one request in flight (idle) or
       step        the first decode step
     transport   the rest: the call over the channel, and the first chunk's return
 
-The ingress times the hand-over and `place` (/eldr/status). A timed subclass of our decode server times the
+The ingress times the hand-over and `place` (/eldr/status). A timed subclass of DecodeServer times the
 engine's part. `before_step` has everything except the pull and the step. It includes the return to the
 client, which cannot be separated from the way to the engine. It should be below 8 ms idle, and below 5 % of
 TTFT at load.
@@ -155,8 +155,8 @@ def handover(
         inputs=inputs | {"each": by_round},
         seed=seed,
         out=out,
-        notes=f"one prefill and one decode engine; times over the newest {WINDOW} requests of a round; all "
-        "engines, Ray and the client share the cores",
+        notes=f"One prefill and one decode engine. Times are those of a round's newest {WINDOW} requests. "
+        "All engines, Ray and the client share the cores.",
     )
 
 

@@ -32,18 +32,22 @@ from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
 from benchmarks.lib.fakes.names import APPLICATION
 from benchmarks.lib.fakes.service import check_text, request_body
 from eldr_serve.commands.errors import run
-from loadgen.results import publish
+from loadgen.results import column_notes, publish
 
 BENCHMARKS = {"lost_nodes": "all"}
 _NODES = 2  # engine nodes
 _AWAY_S, _GCS_S = 10.0, 8.0
 _RECOVERY_S = 90.0
 _TOKENS, _GAP_MS = 40, 90.0  # a stream takes 3.6 s
-NOTES = (
-    "Ray nodes on one machine, engines that compute nothing; requests: those that ended between the loss and "
-    "the next, at the ingresses' own port; by_proxy: those through Serve's proxies; recovery: from the loss "
-    "until all replicas and pairs of engines are there again, the time away included; longest_gap: between "
-    "two tokens of a stream"
+NOTES = column_notes(
+    "Ray nodes on one machine, with engines that compute nothing.",
+    {
+        "requests": "Requests to the ingresses' own ports that ended before the next loss.",
+        "by_proxy": "Requests through Serve's proxies that ended before the next loss.",
+        "recovery_s": "Time from the loss until all replicas run and all pairs of engines are warm. It "
+        "includes `away_s`, the time before the nodes return.",
+        "longest_gap_s": "Longest time between two tokens of a stream.",
+    },
 )
 
 

@@ -229,8 +229,8 @@ def objectives(
             "predictions": predictions,
             "errors": {admission: count_failures(part) for admission, part in answers.items()},
         },
-        notes="the same arrivals for both, in turn; each has its own engines; refused requests are not sent "
-        "again; engines, both applications and the client share the cores",
+        notes="Both applications get the same arrivals, in turn, and each has its own engines. Refused "
+        "requests are not sent again. The engines, both applications and the client share the cores.",
     )
 
 

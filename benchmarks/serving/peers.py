@@ -1,4 +1,4 @@
-"""Compare the cost of our serving layer with peers on equal engines: prefill, hand-over, decode, one table.
+"""Compare the cost of eldr_serve's layer with peers on equal engines: prefill, hand-over, decode, one table.
 
     python -m venv router-venv && router-venv/bin/pip install vllm-router==0.1.17
     python -m benchmarks.serving.peers --vllm-router-venv router-venv
@@ -9,7 +9,7 @@ Systems:
     no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
     eldr-proxy     as eldr, through Ray Serve's own proxy
     vllm-router    the Rust router over the same servers; with `--router-policies` one system per policy
-    ...-polled     the same, but servers load our connector module, so NIXL does not spin a core per engine
+    ...-polled     the same, but servers load EldrConnector's module, so NIXL does not spin a core per engine
 
 One system runs at a time, since idle engines with NIXL's progress thread would slow the others. Each round
 starts new engines and has its trials in random order. `--turns N` starts all systems at once instead, and

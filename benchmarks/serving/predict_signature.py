@@ -66,7 +66,7 @@ def predict_signature(
         seed=seed,
         out=out,
         inputs={"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls},
-        notes="one thread; a random predictor, token ids by a power law",
+        notes="One thread. The predictor is random, and token ids follow a power law.",
     )
     publish(
         "predict_decision",
@@ -75,7 +75,7 @@ def predict_signature(
         out=None if out is None else out.with_stem("predict_decision"),
         inputs={"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "vocabulary": VOCABULARY, "calls": calls}
         | {"rank": 64, "requests_a_worker": RUNNING, "block_tokens": BLOCK_TOKENS},
-        notes="one thread; as predict_signature; half of each prompt is cached on one worker",
+        notes="As predict_signature, in one thread. One worker has half of each prompt in its cache.",
     )
 
 

@@ -152,7 +152,8 @@ def prefix_hits(
     inputs = {"policy": policy, "sessions": len(chosen), "in_flight": in_flight, "blocks": blocks}
     inputs |= {"think_s": think_seconds, "deployment": deployment.stem, "trace": trace.name}
     notes = (
-        "two whole replicas; hit rates: cached tokens of all prompt tokens; error: predicted against measured"
+        "Two whole replicas. A hit rate is the share of prompt tokens that were cached. The error is that of "
+        "the predicted hit rate against the measured one."
     )
     publish("prefix_hits", rows, inputs=inputs, seed=seed, out=out, notes=notes)
 

@@ -112,7 +112,7 @@ def ray_idle(
         inputs=inputs,
         seed=0,
         out=out,
-        notes="idle CPU time of all processes but this one, % of a core; fake engines; dashboard off",
+        notes="CPU time of all idle processes but this one, in % of a core. Fake engines, no dashboard.",
     )
 
 

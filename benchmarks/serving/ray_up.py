@@ -131,7 +131,7 @@ def ray_up(
             "run_time_s": run_time_s,
             "installed_before": had_environment,
         },
-        notes="a step's wall-clock time, once; a request or swap that fails ends it",
+        notes="Wall-clock time of each step, measured once. A failed request or swap ends the run.",
     )
     if remaining:
         raise UserInputError(f"{len(remaining)} processes still run after `{DOWN}`")

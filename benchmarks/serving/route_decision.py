@@ -56,7 +56,7 @@ def route_decision(
         rows,
         inputs={"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "calls": calls},
         seed=seed,
-        notes="one thread, encoding of the counts included",
+        notes="One thread. The times include the encoding of the counts.",
         out=out,
     )
 

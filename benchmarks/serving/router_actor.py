@@ -178,8 +178,9 @@ def router_actor(
         | {"seconds": seconds, "many": many},
         seed=seed,
         out=out,
-        notes="policy locality-band; one client process; caller, router and bare actor share the cores; "
-        "added: difference of the rounds' medians, median over rounds with 95 % bootstrap interval",
+        notes="Policy locality-band, one client process. Caller, router and bare actor share the cores. "
+        "`added` is the difference of a round's medians: the median over rounds, with a 95 % interval by "
+        "bootstrap.",
     )
 
 

@@ -44,7 +44,7 @@ _KEY = "scaling"
 _TIMEOUT_S = 120.0  # slower requests count as failed
 _PROMPTS = 8
 _STEADY_S = 20.0  # duration of the load after a phase has its engines
-_MAX_SCALING_S = 480.0  # time limit to get them: four engines start on the serving cores
+_MAX_SCALING_S = 480.0  # time limit of a phase to get its engines; four start on the serving cores
 _TARGETS = {"prefill_config": 0.05, "decode_config": 4.0}  # requests in flight per engine; prefills are short
 _DELAYS = {"upscale_delay_s": 2, "downscale_delay_s": 10, "look_back_period_s": 5, "metrics_interval_s": 1}
 
@@ -172,7 +172,7 @@ def scaling(
         },
         seed=seed,
         out=out,
-        notes="closed loop, greedy; the client and engines that start share the cores with those that serve",
+        notes="Closed loop, greedy. The client and starting engines share the cores with serving engines.",
     )
     if any(row["failures"] or row["wrong_texts"] or row["after_s"] is None for row in rows):
         raise typer.Exit(1)

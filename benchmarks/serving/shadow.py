@@ -191,8 +191,8 @@ def shadow(
         inputs=inputs,
         seed=seed,
         out=out,
-        notes="ms, except experts; off_pct: the change minus that of step, points; intervals: 95 %, "
-        "bootstrap over few rounds",
+        notes="Values are in ms, except for experts. off_pct is the change minus the change of step, in "
+        "percentage points. The 95 % intervals are by bootstrap over few rounds.",
     )
     journal.remove()
 

@@ -45,7 +45,7 @@ from benchmarks.lib.fakes.service import (
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from loadgen import processes
-from loadgen.results import publish
+from loadgen.results import column_notes, publish
 
 BENCHMARKS = {"stream_faults": "all"}
 
@@ -58,10 +58,14 @@ _WAYS: dict[str, dict[str, str]] = {
 _ROLES = {"decode": "FakeDecodeServer", "prefill": "FakePrefillServer", "ingress": "EldrIngress"}
 _TIMEOUT_S = 180.0
 _SETTLE_S = 60.0
-NOTES = (
-    "engines that compute nothing; the client shares the cores. own: streams at the ingress's own port; "
-    "other ways: whole answers through a proxy. longest_gap: between two tokens of a stream; settled: from "
-    "the last answer's end until leases and requests in flight are 0 and all processes are there"
+NOTES = column_notes(
+    "The engines compute nothing, and the client shares the cores with the service.",
+    {
+        "way": "own: streams at the ingress's own port; all others: whole answers through a proxy.",
+        "longest_gap_s": "Longest time between two tokens of a stream.",
+        "settled_s": "Time from the end of the last answer until no lease and no request is in flight, and "
+        "as many processes run as before.",
+    },
 )
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.streams
 
-HTTP, the way to the ingress, our ingress, router actor and channels are real, but the engines only wait. So
+HTTP, the way to the ingress, the ingress, router actor and channels are real, but the engines only wait. So
 this measures the limit of the serving layer. At 2,000 open streams there should be no failures. If
 tokens_per_s is below offered_tokens_per_s, the layer or the client is the bottleneck.
 
@@ -185,7 +185,7 @@ def streams(
         },
         seed=seed,
         out=out,
-        notes="one ingress replica; fake engines; the client shares the cores. "
+        notes="One ingress replica with fake engines; the client shares the cores. "
         "TTFT includes the fake prefill; TPOT includes the gap",
     )
 

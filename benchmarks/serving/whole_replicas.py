@@ -1,11 +1,11 @@
-"""Compare our policies for whole replicas with vllm-router's on plain vLLM servers, live, on three workloads.
+"""Compare policies for whole replicas with vllm-router's on plain vLLM servers, live, on three workloads.
 
     python -m venv router-venv && router-venv/bin/pip install vllm-router==0.1.17
     eldr calibrate --deployment deployments/cpu_demo_whole.yaml --prompts DIR --out calibration.safetensors
     python -m benchmarks.serving.whole_replicas --calibration calibration.safetensors --prompts DIR \\
         --trace mooncake_conversation.jsonl.gz --vllm-router-venv router-venv --record trials.jsonl
 
-Two sets of four engines run: the deployment's behind our ingress, whose policy changes with each trial
+Two sets of four engines run: the deployment's behind its ingress, whose policy changes with each trial
 (`eldr/POLICY`), and plain vLLM servers of the same model and settings, without a KV connector, behind one
 vllm-router per policy in its regular mode (`vllm-router/POLICY`). Only one set has requests at a time. The
 workloads are in `benchmarks/lib/whole/workloads.py`. `prefix-affinity` is
@@ -21,10 +21,10 @@ normalised for CPU speed (benchmarks/lib/normalised_time.py). `--record` keeps t
 cores' speed, so that a stopped run can resume.
 
     ours_KEY_pct            how far `eldr/marginal-cost` is above the row's system in the same round, median
-                            and interval; negative is better for ours, except for requests/s
+                            and interval; negative favours eldr_serve, except for requests/s
     engine_ms_per_token     CPU time of the engines' processes, including prefill
     server_..._mean_ms      metrics of the plain servers over a whole trial
-    active_experts          mean over the decode steps of our engines in a trial, as is batch_size
+    active_experts          mean over the decode steps of eldr_serve's engines in a trial, as is batch_size
 """
 
 from __future__ import annotations
@@ -384,8 +384,8 @@ def _publish(
         inputs=settings.inputs() | {"trials": {key: trial | divisors[key] for key, trial in trials.items()}},
         seed=settings.seed,
         out=settings.out,
-        notes="closed loop, greedy; two sets of four whole replicas, of which one has requests at a time, "
-        "share the cores with client and serving layer; cpu_ms includes the idle cost of both sets",
+        notes="Closed loop, greedy. Two sets of four whole replicas share the cores with the client and the "
+        "serving layer, and one set has requests at a time. cpu_ms includes the idle cost of both sets.",
     )
 
 

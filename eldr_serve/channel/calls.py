@@ -92,9 +92,11 @@ class Call:
         if due_s > now:
             self._timer = self._loop.call_at(min(due_s, now + gap_s), self._check_time, first_s, gap_s, since)
             return
-        what = "for its first token" if self._received_at_s is None else "between two tokens"
+        what = (
+            f"nothing for {first_s:g} s" if self._received_at_s is None else f"nothing more for {gap_s:g} s"
+        )
         self._timed_out = True  # even a slow reader waits no longer for the engine to stop
-        self._error = self._error or CallTimeoutError(f"too long {what}")
+        self._error = self._error or CallTimeoutError(f"the engine sent {what}")
         self.cancel()
         self._changed_event.set()
 

@@ -1,6 +1,7 @@
 """The frames of a channel.
 
-A frame is `length u32 | kind u8 | call u32 | tokens u32 | payload`, big-endian; `length` is the payload's.
+A frame is `length u32 | kind u8 | call u32 | tokens u32 | payload`, big-endian.
+`length` is the size of the payload in bytes.
 
     ingress -> engine   HELLO (version and secret), CALL, CANCEL, NOTE, PING
     engine -> ingress   WELCOME, DATA, TOKENS, END, FAIL, PING, LEAVING

@@ -64,8 +64,8 @@ class Reply:
 
 # Handles a call, given its method, header and body, and sends its reply.
 Handler = Callable[[str, dict[str, Any], bytes, Reply], Awaitable[None]]
-# Returns the HTTP status and the body of the response to a call that failed with this exception.
-ErrorResponse = Callable[[Exception], tuple[int, bytes]]
+# Returns the HTTP status and the body of the response to a call of a method that failed with an exception.
+ErrorResponse = Callable[[str, Exception], tuple[int, bytes]]
 
 
 class OpenCallHandler(Protocol):
@@ -93,7 +93,7 @@ class ChannelServer:
     Args:
         secret: shared secret that a peer must present.
         handler: handles calls.
-        error_response: returns the HTTP status and the response body for an exception.
+        error_response: returns the HTTP status and the response body for a method and its exception.
         max_calls: maximum number of calls of `limited_methods` in flight.
         limited_methods: methods whose calls are limited; None: all.
         full_error: returns the exception with which a call beyond the maximum fails.
@@ -225,7 +225,7 @@ class ChannelServer:
                 if not self._in_flight:
                     self._idle.set()
         except Exception as error:
-            return self.failure(reply.call, error)
+            return self.failure(reply.call, method, error)
         return frame(
             Kind.END,
             reply.call,
@@ -237,9 +237,9 @@ class ChannelServer:
             return self.in_flight >= self._max_calls
         return method in self._limited_methods and self.in_flight_of(self._limited_methods) >= self._max_calls
 
-    def failure(self, call: int, error: Exception) -> bytes:
+    def failure(self, call: int, method: str, error: Exception) -> bytes:
         """Return the last frame of a call that has failed."""
-        status, body = self._error_response(error)
+        status, body = self._error_response(method, error)
         return frame(Kind.FAIL, call, body, status)
 
 
@@ -295,7 +295,7 @@ class _Connection(Peer):
         try:
             self._open_calls[call] = self._server.open_methods[method](body, reply)
         except Exception as error:
-            self.send(self._server.failure(call, error))
+            self.send(self._server.failure(call, method, error))
 
     def _note(self, handler: OpenCallHandler, payload: bytes, tokens: int) -> None:
         try:

@@ -157,7 +157,10 @@ class HasSizes(Protocol):
         """
 
     def ranks(self) -> int:
-        """Return the number of data-parallel ranks, each with its own requests and KV cache; 1 without."""
+        """Return the number of data-parallel ranks, each with its own requests and KV cache.
+
+        An engine without data parallelism has one.
+        """
 
     def slots(self) -> int | None:
         """Return the number of requests that one step of a rank can serve; None if it is unknown.

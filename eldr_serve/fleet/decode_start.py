@@ -34,7 +34,7 @@ class DecodeStartEstimator:
             return
         if num_waiting and self._has_waiting_calls(call.worker):
             self._waits.setdefault(call.worker, WaitEstimator(clock=_now)).record_departure(empty=False)
-        else:  # start over; also for a worker that has gone
+        else:  # the next wait starts a new estimate, and a lost worker needs none
             self._waits.pop(call.worker, None)
 
     def estimate_wait_s(self) -> float:

@@ -146,6 +146,7 @@ class Fleet:
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 continue
             if retry_s > _RETRY_S:
+                # A warning too, since it ends the one above.
                 logger.warning("connected to replica %s", replica)
                 retry_s = _RETRY_S
             self._channels[replica] = channel

@@ -52,6 +52,10 @@ class OpenAIEndpoints:
     """Endpoints for inference requests.
 
     Args:
+        path: runs requests through the prefill and decode deployments.
+        router: client of the router, started by the first request.
+        counters: counters of this ingress.
+        log: request log, which makes the context of each request.
         max_sequences: maximum number of answers to one request.
         model_card: description of the model in `GET /v1/models`.
         openapi: the OpenAPI document.

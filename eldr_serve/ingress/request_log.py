@@ -21,7 +21,8 @@ class RequestLog:
     """Request log of one ingress replica.
 
     Args:
-        every: log every request; otherwise only those with failures, answered or not.
+        every: log every request; false: only requests of which an attempt failed, even if they were answered.
+        tracing: traces of the requests; None: no request is traced.
     """
 
     def __init__(self, *, every: bool, tracing: Tracing | None = None) -> None:
@@ -44,7 +45,7 @@ class RequestLog:
         return RequestContext(request, path, on_end, on_overflow, trace_id=trace.id)
 
     def _ended(self, context: RequestContext, trace: Trace | None = None) -> None:
-        if self._every or context.failures.messages:  # as a warning, since deployments show warnings
+        if self._every or context.failures.messages:  # a warning, since deployments hide lower levels
             logger.warning("request %s", json.dumps(context.line()))
         if trace is not None:
             trace.end(context)

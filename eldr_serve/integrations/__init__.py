@@ -1,1 +1,1 @@
-"""Parts for applications other than ours."""
+"""Parts for other Ray Serve applications than eldr_serve's."""

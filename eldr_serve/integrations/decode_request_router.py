@@ -1,4 +1,4 @@
-"""Placement of another Ray Serve LLM application's calls on its decode replicas, without our ingress."""
+"""Placement of another Ray Serve LLM application's calls on its decode replicas, behind its own ingress."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ class DecodeRequestRouter(ReplicaPublisher):
         with self._lock:
             loads = [self._in_flight[replica.replica_id.unique_id] for replica in candidates]
         least = min(loads)
-        return random.choice([replica for replica, load in zip(candidates, loads, strict=True) if load == least])
+        return random.choice(
+            [replica for replica, load in zip(candidates, loads, strict=True) if load == least]
+        )
 
     async def _choose(
         self, candidates: list[RunningReplica], pending: PendingRequest
@@ -119,7 +121,7 @@ class DecodeRequestRouter(ReplicaPublisher):
             is_lost, lost_replica = request_id in self._lost, self._sent.get(request_id)
         if is_lost:
             logger.warning(
-                "request %s is retried, since replica %s was lost; the next one computes its prompt",
+                "request %s is retried, since replica %s was lost; the next replica recomputes its prompt",
                 request_id,
                 lost_replica,
             )

@@ -214,7 +214,8 @@ class Tenants:
         except KeysError as error:
             logger.error("the previous keys stay live: %s", error)
             return None
-        logger.warning("%s: %d keys of %d tenants", self._path, len(keys.keys), len(keys.tenants))
+        # A warning, since deployments hide lower levels.
+        logger.warning("read %d keys of %d tenants: %s", len(keys.keys), len(keys.tenants), self._path)
         return keys
 
     def _apply_keys(self, keys: Keys) -> None:

@@ -8,7 +8,7 @@ from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, by_name
 
 STALL_S = 0.5  # longest time that an event loop may be blocked, s
 
-_ROLE = ("role",)  # router, ingress, prefill or decode; the status has the first two
+_ROLE = ("role",)  # router, ingress, prefill or decode; /eldr/status shows router and ingress
 
 LOOP = {
     "stalls": Metric(

@@ -28,6 +28,9 @@ class LocalPrefill:
     that both predictions need, a prefill engine computes it.
 
     Args:
+        fleets: the replicas of prefill and of decode engines.
+        router_client: knows the loads of the decode workers.
+        counters: counters of the ingress.
         max_tokens: longest prompt that a decode engine computes, in tokens; 0: none.
         admission: estimates the tokens of prompts.
         predictor: predicts both times.

@@ -9,7 +9,7 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.pipeline.request_context import RequestContext
 
-MAX_MOVES = 3  # of one answer; then it stays until it ends
+MAX_MOVES = 3  # moves of one answer, which then stays at its engine until it ends
 
 
 class MoveLimiter:
@@ -19,6 +19,7 @@ class MoveLimiter:
 
     Args:
         decode: the decode replicas.
+        decode_starts: knows the free slots of the decode workers.
         limit: maximum number of answers that move at the same time; 0: none.
     """
 

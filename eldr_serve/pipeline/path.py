@@ -78,7 +78,7 @@ class RequestPath:
             failures.add_prefill(failure)
             more = options.prefill_attempts - failures.prefills
             if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live_names):
-                return False  # without a live replica one more attempt may run on a decode engine alone
+                return False  # without a live replica one more attempt may be prefilled by a decode engine
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True
         failures.add_decode(failure, sent=answer.sent)
@@ -93,8 +93,8 @@ class RequestPath:
         if failures.lost_engines >= self._services.options.max_lost_engines:
             self._services.counters.count(IngressEvent.REFUSED_LOST_ENGINES)
             return EnginesLostError(
-                f"{failures.lost_engines} engines were lost while they worked on this request; it may be the "
-                "cause, so it is not tried again"
+                f"{failures.lost_engines} engines were lost while they worked on this request; the request "
+                "itself may be the cause, so it is not tried again"
             )
         decodes = len(failures.decode_workers)
         return OverloadedError(

@@ -58,7 +58,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         default=3,
         ge=1,
         description="engines that die while they work on one request after which it gets 500 and is not "
-        "tried again, since it may be the cause",
+        "tried again, since the request itself may be the cause",
     )
     retries_at_once: int = Field(
         default=64,
@@ -103,8 +103,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     whole_per_s: float = Field(
         default=8.0,
         ge=0,
-        description="maximum rate at which one ingress lets decode engines compute prompts while no prefill "
-        "replica can be reached, requests/s; further requests wait as for a full KV cache",
+        description="maximum rate of one ingress's requests that are prefilled by decode engines while no "
+        "prefill replica can be reached, requests/s; further requests wait as for a full KV cache",
     )
     local_prefill_tokens: int = Field(
         default=0,

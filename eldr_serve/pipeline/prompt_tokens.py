@@ -22,7 +22,7 @@ _LONG = 4096  # characters; a longer prompt is tokenised in a thread
 
 
 class PromptTokens:
-    """The tokenizer of the served model, without its engine.
+    """The served model's tokenizer, loaded in the ingress.
 
     The ids of a chat come from the texts of its messages, without the chat template. Predictions depend on
     how often each token occurs, and the template's tokens occur in every prompt.

@@ -44,8 +44,14 @@ class SplitPrefill:
     """Prefill on the engines of the prefill deployment.
 
     Args:
-        router_client, predictor: for the choice of prompts that decode engines compute, see LocalPrefill.
-        tokenizer: tokenises prompts that no prefill engine has tokenised.
+        fleets: the replicas of prefill and of decode engines.
+        admission: limits the prompts in prefill, and has the prefill engines' queues.
+        options: timeouts and the maximum size of a locally prefilled prompt.
+        counters: counters of the ingress.
+        kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
+        stage_latencies: latencies of the prefill stage.
+        router_client, predictor: for LocalPrefill, which chooses the prompts that decode engines compute.
+        tokenizer: tokenises prompts that decode engines prefill; None: they stay without token ids.
     """
 
     def __init__(
@@ -91,8 +97,7 @@ class SplitPrefill:
         """Return the prompt, prefilled if the request can be split between two engines.
 
         A short prompt that a decode engine computes sooner is left to it, see LocalPrefill.
-        If prefill fails for an answer that has already begun, it continues on a decode engine that also
-        prefills.
+        If prefill fails for an answer that has already begun, it is prefilled by the next decode engine.
 
         Raises:
             OverloadedError: no engine has room, or none can be reached.
@@ -109,14 +114,14 @@ class SplitPrefill:
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:
                 if not context.answer.num_tokens:
                     raise
-                context.failures.messages.append(f"continues on a decode engine without prefill: {error}")
+                context.failures.messages.append(f"is prefilled by the next decode engine: {error}")
                 self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
         if self._tokenizer is not None:
             await self._tokenizer.add_to(context)
         return prompt
 
     async def _prefill(self, context: RequestContext) -> Prompt:
-        """Prefill the prompt; return it without prefill if a decode engine must compute it.
+        """Prefill the prompt; return it uncomputed if it is to be prefilled by a decode engine.
 
         Raises:
             OverloadedError: no engine has room, or none can be reached.
@@ -202,7 +207,7 @@ class SplitPrefill:
     # -- room --------------------------------------------------------------------------------------
 
     async def _eligible_replicas(self, context: RequestContext, num_tokens: float) -> list[str]:
-        """Return the prefill replicas that may take the prompt; empty if it continues without prefill."""
+        """Return the prefill replicas that may take the prompt; empty if a decode engine prefills it."""
         while await self._wait_for_kv_room(context, num_tokens):
             if context.is_retry:
                 return self._replicas_with_room()
@@ -211,9 +216,9 @@ class SplitPrefill:
         return []
 
     async def _wait_for_kv_room(self, context: RequestContext, num_tokens: float) -> bool:
-        """Wait until some prefill replica has room; return False to run without prefill if none is reachable.
+        """Wait until a prefill replica has room. Return False if none is reachable: a decode engine prefills.
 
-        Requests without prefill proceed in order of arrival, at a limited rate.
+        Requests prefilled by decode engines proceed in order of arrival, at a limited rate.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._options.prefill_wait_s

@@ -63,7 +63,7 @@ class Warmup:
         """Return why the service is not ready, one sentence; None if it is.
 
         At first all pairs must be warm. Later one warm decode engine is enough: new engines are warmed
-        during traffic, and requests run without a prefill engine if there is none.
+        during traffic, and requests are prefilled by decode engines if no prefill engine is warm.
         """
         if self._all_were_warm:
             warm_workers = {decode for _, decode in self._warm}

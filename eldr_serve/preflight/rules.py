@@ -83,7 +83,7 @@ def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iter
 
 
 def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
-    """Yield why vLLM or our extension would refuse an engine."""
+    """Yield why vLLM or eldr_serve's extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"
     hidden = [name for name, hides in result.kernels if hides]
     if hidden:

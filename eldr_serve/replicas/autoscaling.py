@@ -4,7 +4,7 @@ Serve counts only requests that go through its own handles. The ingress sends re
 Serve's default policy sees none. Each engine reports, through `record_autoscaling_stats`, its requests in
 flight (a decode engine adds its share of the router's decode queue) and its KV cache usage.
 Serve's controller runs the policy and applies bounds, delays and factors to its result. Ray sends this module
-to the controller by value, so it imports nothing of ours.
+to the controller by value, so it imports nothing of eldr_serve.
 """
 
 from __future__ import annotations

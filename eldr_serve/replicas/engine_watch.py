@@ -26,7 +26,7 @@ class ReplicaMetrics:
         self._ray_metrics = ray_metrics(REPLICA)
 
     def create_series(self, role: str) -> None:
-        """Create the series."""
+        """Export the counter at zero, so that alerts see its first increase."""
         self._ray_metrics["eldr_engine_lost_total"].inc(SMALLEST, {"role": role})
 
     def count_loss(self, role: str) -> None:
@@ -129,8 +129,7 @@ class EngineWatch:
 
     def _mark_lost(self, why: str) -> None:
         if self.lost_reason is None:
-            calls = self._channel_server.in_flight
-            logger.error("the engine is lost, and so are %d calls: %s", calls, why)
+            logger.error("lost the engine (%s); %d calls failed", why, self._channel_server.in_flight)
             self._metrics.count_loss(self._role)
         self.lost_reason = why
         self._channel_server.suspend(why)

@@ -17,7 +17,7 @@ from eldr_serve.errors import RequestRefusedError
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S, _MAX_PERIOD_S = 2.0, 60.0  # between questions to the router; it doubles with each refusal
+_PERIOD_S, _MAX_PERIOD_S = 2.0, 60.0  # time between two questions to the router; doubles with each refusal
 
 
 async def place_experts(engine: MovesExperts, body: bytes) -> bytes:

@@ -108,8 +108,8 @@ class EngineServer:
         """Send the engine's answer; return its report on the call."""
         return await self._engine.generate(request, send)
 
-    def _error_response(self, error: Exception) -> tuple[int, bytes]:
-        status, body = describe_error(error, self._engine)
+    def _error_response(self, method: str, error: Exception) -> tuple[int, bytes]:
+        status, body = describe_error(method, error, self._engine)
         if status >= 500 and not isinstance(error, RequestRefusedError):
             self._engine_watch.check_soon()
         return status, body
@@ -319,13 +319,13 @@ def _is_from_client(request: EngineRequest) -> bool:
     return bool(request.id) and not request.id.startswith(WARM_UP_ID_PREFIX)
 
 
-def describe_error(error: Exception, engine: ServesRequests) -> tuple[int, bytes]:
-    """Return the HTTP status and the response body for an exception of the engine."""
+def describe_error(method: str, error: Exception, engine: ServesRequests) -> tuple[int, bytes]:
+    """Return the HTTP status and the response body for an exception of a call to the engine."""
     if isinstance(error, CallFailedError):
         return error.status, error.body
     if isinstance(error, RequestRefusedError):
         return error.status, error_body(str(error), error.status, param=error.param)
     status = engine.status_of(error)
     if status >= 500:
-        logger.error("a call failed", exc_info=error)
+        logger.error("the call %s failed", method, exc_info=error)
     return status, error_body(one_line_message(error), status, param=engine.parameter_of(error))

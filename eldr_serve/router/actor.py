@@ -260,10 +260,10 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
     return state
 
 
-def _error_response(error: Exception) -> tuple[int, bytes]:
+def _error_response(method: str, error: Exception) -> tuple[int, bytes]:
     if isinstance(error, SwapRefusedError):
         return 400, str(error).encode()
-    logger.error("a call failed", exc_info=error)
+    logger.error("the call %s failed", method, exc_info=error)
     return 500, one_line_message(error).encode()
 
 

@@ -44,7 +44,7 @@ class LiveView:
         self._number = 0
         self._drawn: deque[_DrawnRequest] = deque(maxlen=_POINTS)
         self._plane: CentroidPlane | CountsPlane | None = None
-        self._spanned_by = 0  # number of requests whose counts span `_plane`; 0 with a table
+        self._spanned_by = 0  # number of requests whose counts define `_plane`; 0 if a table defines it
         self._table: tuple[CentroidTable, int] | None = None
         self._answers: deque[tuple[float, StreamLatencies]] = deque(maxlen=_ANSWERS)
         self._steps: dict[str, deque[tuple[float, StepSums]]] = {}

@@ -46,19 +46,20 @@ _MAX_RECENT_COUNTS = 1024
 
 
 class RouterState:
-    """Placement of prefilled requests on decode workers (see worker_names), for several ingresses.
+    """The state of the router, which places the requests of several ingresses on decode workers.
 
-    Each ingress reports the workers that it can reach. If it can reach any, its requests go only to them.
-
-    Ingresses limit the wait of their requests in the decode queue, and release requests that time out.
+    A worker is a replica or one of its data-parallel ranks (see worker_names). Each ingress reports the
+    workers that it can reach. If it can reach any, its requests go only to them. Ingresses limit the wait of
+    their requests in the decode queue, and release requests that time out.
 
     Args:
         model_id: tables and predictors of other models are refused.
         policy, parameters: the policy to start with; SwapRefusedError if it is unknown.
         shadow: policy to compare it with, if any.
         table: content of a RoutingTable file, or None to place by load until one is swapped in.
-        predictor: content of a SignaturePredictor file, for the ingresses, which predict.
+        predictor: content of a SignaturePredictor file, with which the ingresses predict expert counts.
         cost: cost of a decode step until the engines' steps are measured.
+        seed: seed of the random numbers that policies use.
 
     Attributes:
         epoch: identifies this state; each restart of the actor and each changed deployment has another one.

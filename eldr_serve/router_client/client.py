@@ -57,7 +57,8 @@ class RouterClient:
 
     Args:
         router_calls: calls to the actor.
-        workers, timeout_s: see RouterSubscription; if the actor takes longer, local fallback decides.
+        workers: see RouterSubscription.
+        timeout_s: maximum time for an answer of the actor, s; then local fallback decides.
         counters: counters of the ingress, which this client reports to the actor.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 
@@ -127,6 +128,7 @@ class RouterClient:
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
+        """Set the shape of the expert counts that prompts will have, also at the router."""
         self.scorer.shape = (num_layers, num_experts)
         await self._subscription.send_shape()
 

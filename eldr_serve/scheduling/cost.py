@@ -201,7 +201,7 @@ class StepSums:
     def from_local_prompts(
         cls, requests: ArrayLike, kv_tokens: ArrayLike, prompt_tokens: ArrayLike, seconds: ArrayLike
     ) -> StepSums:
-        """Sum such records of decode engines beside prefill engines."""
+        """Sum records of steps in which decode engines beside prefill engines computed prompts."""
         return cls(local_prompts=cls.from_prompts(requests, kv_tokens, prompt_tokens, seconds).prompts)
 
     def __add__(self, other: StepSums) -> StepSums:

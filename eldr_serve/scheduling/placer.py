@@ -41,9 +41,11 @@ class Placer:
     policy, so call one of them after any change of loads or workers.
 
     Args:
+        policy: the live policy, until `set_policy` replaces it.
         on_policy_error: callback for each exception of the policy, whose decision GuardedPolicy then makes
             by load; may raise it again.
-        ledger: load of the workers.
+        ledger: load of the workers; None: a new one.
+        seed: seed of the random numbers that the policy uses.
         clock: time source for queue waits, s.
 
     Attributes:

@@ -123,7 +123,7 @@ class TrackedBlocks:
             self.remove(block)
 
     def apply(self, changes: BlockChanges) -> None:
-        """Apply changes that were taken from another set, but not all of its blocks."""
+        """Apply another set's changes; a full report is not supported."""
         for block in _split(changes.removed):
             self.remove(block)
         for block in _split(changes.added):
@@ -245,7 +245,7 @@ class ReportedCache:
 
 
 class PrefixMap:
-    """The prefix cache of each worker, by any hashable name.
+    """The prefix caches of all workers, whose names are any hashable values.
 
     A worker whose engine reports its blocks has a ReportedCache for the prompts whose ids are exact. For
     other prompts and workers a PrefixCache estimates the cache. It does not know other evictions of the

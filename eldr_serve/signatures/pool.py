@@ -78,7 +78,8 @@ class SignaturePool:
         """Return the samples of all actors as a CalibrationTrace file.
 
         Args:
-            tokenizer: fingerprint of the served tokenizer; vocabulary: its size.
+            tokenizer: fingerprint of the served tokenizer.
+            vocabulary: size of its vocabulary.
 
         Raises:
             SwapRefusedError: there is no sample yet.

@@ -162,7 +162,7 @@ def trace_of(
     """Return the samples as a calibration trace, in their order and without routes.
 
     Args:
-        samples: of several samples of one request the last one is used, in the place of the first.
+        samples: the samples. Of a request with several, the last one is used, in the place of the first.
         tokenizer: fingerprint of the tokenizer of the token ids; if empty, token ids are left out.
         vocabulary: size of the vocabulary.
 

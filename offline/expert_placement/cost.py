@@ -103,15 +103,15 @@ class LayerFit(BaseModel):
 
 
 class LayerCost(BaseModel):
-    """Time of an MoE layer under EP, s: the sum of the slowest rank."""
+    """Time of an MoE layer under EP, s, which is the time of the slowest rank."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    fixed_s: Seconds = Field(description="every layer, s")
-    per_expert_s: Seconds = Field(description="each activated expert replica of the rank, s")
-    per_token_s: Seconds = Field(description="each pair of token and expert on the rank, s")
-    near_byte_s: Seconds = Field(default=0.0, description="each byte from another rank of the node, s")
-    far_byte_s: Seconds = Field(default=0.0, description="each byte from another node, s")
+    fixed_s: Seconds = Field(description="time of every layer, s")
+    per_expert_s: Seconds = Field(description="time for each activated expert replica of the rank, s")
+    per_token_s: Seconds = Field(description="time for each pair of token and expert on the rank, s")
+    near_byte_s: Seconds = Field(default=0.0, description="time for each byte from a rank of the node, s")
+    far_byte_s: Seconds = Field(default=0.0, description="time for each byte from another node, s")
     fit: LayerFit | None = Field(default=None, description="null: assumed, not measured")
 
     def save(self, path: Path | str) -> None:

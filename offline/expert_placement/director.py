@@ -45,12 +45,12 @@ _TOLERANCE = 2e-3  # relative to the bound: smaller gains are not worth a swap
 
 @dataclass(frozen=True)
 class DirectorReport:
-    """Quality of a placement for its workload; [L] each, s, without `fixed_s`.
+    """Quality of a placement for its workload. All times are float[L], s, without the cost's `fixed_s`.
 
     Attributes:
-        lp_s: optimum of the LP relaxation (or, with many ranks, of its smaller relaxation by nodes): no
-            placement is faster, however finely tokens are shared.
-        bound_s: the same bound, if experts that exceed it also need whole slots for their replicas.
+        lp_s: optimum of the LP relaxation, or with many ranks of its smaller relaxation by nodes. No
+            placement is faster, however finely it shares tokens.
+        bound_s: a higher lower bound, which also counts the whole slots that replicas need.
         rank_s: time of the placement's slowest rank.
     """
 
@@ -91,7 +91,7 @@ def director_placement(
         seed: seed of the random walk that rounds.
 
     Returns:
-        int[L, P], rank-major, and its quality. Slots without need repeat an expert of the same rank.
+        int[L, P], rank-major, and its quality. Slots that need no expert repeat one of the same rank.
 
     Raises:
         UserInputError: the workload has another shape or is not finite, or slots are fewer than experts.

@@ -43,7 +43,7 @@ class DirectorPaperReport:
         infeasible_s: largest budget found without a fractional placement, a lower bound of every placement.
         budget_s: least budget found with a fractional placement.
         reached_s: latency of the whole placement.
-        lp_solves: LPs solved.
+        lp_solves: number of LPs that were solved.
     """
 
     infeasible_s: float

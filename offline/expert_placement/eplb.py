@@ -13,10 +13,10 @@ from eldr_serve.errors import UserInputError
 
 
 def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: int, ranks: int) -> Ints:
-    """Replicate and pack experts by tokens, as EPLB does: hierarchically if groups divide among nodes.
+    """Replicate and pack experts by tokens, as EPLB does, hierarchically if groups divide among nodes.
 
-    Groups of experts are packed onto nodes, the busiest experts of a node replicated until its slots
-    are full, and the replicas packed onto the node's ranks.
+    First groups of experts are packed onto nodes. Then the busiest experts of each node are replicated until
+    its slots are full. Finally the replicas are packed onto the node's ranks.
 
     Args:
         load: [L, E] tokens of each expert.
@@ -27,7 +27,7 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
         int[L, P].
 
     Raises:
-        UserInputError: sizes that do not divide, or fewer slots than experts.
+        UserInputError: the sizes do not divide, or there are fewer slots than experts.
     """
     weight = _check_activity(load)
     num_experts = weight.shape[1]
@@ -71,7 +71,7 @@ def _check_activity(values: ArrayLike) -> Floats:
 
 
 def _pack(weight: Floats, packs: int) -> list[Ints]:
-    """Return the items of each pack, equally many, heaviest first to the lightest pack with room."""
+    """Return the items of each pack, equally many. The heaviest go first, to the lightest pack with room."""
     room = len(weight) // packs
     chosen: list[list[int]] = [[] for _ in range(packs)]
     total = [0.0] * packs

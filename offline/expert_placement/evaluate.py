@@ -137,12 +137,16 @@ def evaluate(
 ) -> dict[str, float]:
     """Return means over batches [B, T, L, k] and layers if experts are on `hosts` bool[L, E, G].
 
-    Keys: `experts_worst_rank` and `experts_mean_rank`, activated expert replicas; `token_skew`, pairs of
-    token and expert on the busiest rank over the mean; `idle_pct`, share of the ranks' time spent waiting if
-    time is proportional to pairs; `load_std_pct`, standard deviation over ranks of all batches' pairs,
-    relative to their mean; `near_copies` and `far_copies`, of hidden states to other ranks of the node and to
-    other nodes, per token and layer; `near_forwarded` and `far_forwarded`, the same by `forwarded_copies`;
-    with a cost `layer_us`.
+    A pair is a token and one of its experts. The keys are:
+
+    - experts_worst_rank, experts_mean_rank: activated expert replicas on the worst rank and on average.
+    - token_skew: pairs on the busiest rank over the mean.
+    - idle_pct: share of the ranks' time spent waiting if time is proportional to pairs.
+    - load_std_pct: standard deviation over ranks of all batches' pairs, relative to their mean.
+    - near_copies, far_copies: hidden states sent to other ranks of the node and to other nodes, per token
+      and layer.
+    - near_forwarded, far_forwarded: the same by `forwarded_copies`.
+    - layer_us: time of a layer, if there is a cost.
     """
     hosted = np.asarray(hosts, bool)
     ranks = serve(batches, hosted, topology, rule)

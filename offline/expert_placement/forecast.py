@@ -25,7 +25,7 @@ def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) ->
         steps: [N] expected decode steps, or one number.
 
     Raises:
-        UserInputError: shapes that do not match, or a prompt without tokens.
+        UserInputError: the shapes do not match, or a prompt has no tokens.
     """
     seen, length = _parse_prompts(counts, tokens)
     if not (length > 0).all():
@@ -70,7 +70,7 @@ def _parse_prompts(counts: ArrayLike, tokens: ArrayLike) -> tuple[Floats, Floats
 def decode_correction(
     prefill_counts: ArrayLike, prompt_tokens: ArrayLike, decode_counts: ArrayLike, decode_steps: ArrayLike
 ) -> Floats:
-    """Return float[L, E], an expert's use by a decode step over that by a prompt token in past requests.
+    """Return float[L, E], an expert's use per decode step over its use per prompt token, in past requests.
 
     Prompts have tokens that answers lack (the first one, the chat template's), so their counts have the same
     bias for every request; `counts * decode_correction(...)` does not have this bias. A tenth of a mean

@@ -92,9 +92,9 @@ def _solve_layer(price: Floats, room: Ints) -> tuple[float, Floats]:
 
 
 def slots_bound(token_s: Floats, active_s: Floats, ranks: int, slots: int) -> Floats:
-    """Return float[L], a lower bound because replicas are whole.
+    """Return float[L], a lower bound of the time that holds because replicas are whole, s.
 
-    Experts that must be split need slots: the bound is the least time with enough of them, by bisection.
+    Experts that must be split need slots. The bound is the least time with enough slots, found by bisection.
     Without spare slots, the rank of the most expensive expert also holds others.
     """
     if ranks * slots == token_s.shape[1]:

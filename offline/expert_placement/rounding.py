@@ -11,11 +11,11 @@ from eldr_serve.arrays import Floats, Ints
 def round_in_polytope(
     replicas: Floats, price: Floats, room: Ints, budget_s: float, rng: np.random.Generator
 ) -> Ints:
-    """Round fractional replicas by column iteratively, by a random walk.
+    """Round fractional replicas by column, by a random walk.
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
-    column's slots, the budget) until a variable becomes whole or another constraint tight. Which of the two
-    ways is drawn so that the expected change is none. If no direction is left, the budget of the column
+    column's slots, the budget) until a variable becomes whole or another constraint tight. Of its two
+    signs one is drawn so that the expected change is zero. If no direction is left, the budget of the column
     with the fewest fractional variables is dropped, as in iterative relaxation.
 
     Args:

@@ -52,9 +52,8 @@ def price_experts(
         reading its weights.
     """
     of_all_ranks = tokens.sum(axis=1)
-    by_node = np.stack(
-        [tokens[:, topology.node_of == n].sum(axis=1) for n in range(topology.nodes)], axis=2
-    )  # [L, E, nodes]
+    # [L, E, nodes]
+    by_node = np.stack([tokens[:, topology.node_of == n].sum(axis=1) for n in range(topology.nodes)], axis=2)
     of_rank, of_node = np.swapaxes(tokens, 1, 2), by_node[:, :, topology.node_of]
     token_s = (
         cost.per_token_s * of_all_ranks[..., None]

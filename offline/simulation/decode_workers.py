@@ -18,7 +18,7 @@ from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, rank_masks
 from offline.simulation.whole import SimulatedPrefill
 
-_AHEAD = 8  # steps; about as many as between two changes of a worker's requests
+_AHEAD = 8  # steps computed at once: about as many as between two changes of a worker's requests
 
 
 class _Worker:

@@ -26,8 +26,8 @@ class Outcome:
         hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
         preempted: number of preemptions by full workers.
         batch, experts, seconds, step_worker: one entry per decode step, experts summed over layers.
-        imbalance, spread: one entry per sample: sum over workers of (largest - own) and largest -
-            smallest KV tokens of the running requests.
+        imbalance: one entry per sample, the sum over workers of their KV tokens below the fullest worker's.
+        spread: one entry per sample, the fullest worker's KV tokens less the emptiest worker's.
         sample_s: time of each sample.
         saving: the shadow's estimate, if there was a shadow.
     """

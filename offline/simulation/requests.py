@@ -23,10 +23,12 @@ class Requests:
     Attributes:
         arrival_s: float64[N], ascending.
         prompt_tokens, output_tokens: int64[N], 1 or more.
-        kind: int64[N], index of the request of `Experts` whose experts each one uses. Empty without experts.
+        kind: int64[N], for each request the index in `Experts` of the request whose experts it uses. Empty
+            without experts.
         blocks: ids of each prompt's prefix blocks, in order. Equal leading ids are an equal prefix.
             Empty if prompts share nothing.
-        keys: equal for prompts that a prompt-keyed predictor treats as one. Empty: as for equal blocks.
+        keys: equal for prompts that a prompt-keyed predictor treats as one. Empty: equal for
+            prompts with equal blocks.
     """
 
     arrival_s: NDArray[np.float64]
@@ -132,7 +134,7 @@ class Experts:
 
         Args:
             max_steps: maximum steps of each request.
-            true_decode: use decode's experts as signatures: the bound of any prediction.
+            true_decode: use the experts of decode as signatures, the upper bound of any prediction.
 
         Raises:
             SimulationError: the trace was made without routes.

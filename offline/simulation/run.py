@@ -29,7 +29,7 @@ from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, SimulationError
 
 _STEP, _ROUND, _PREFILLED, _PLACE, _READY, _CHANGE = range(6)  # kinds of events
-_SAMPLE_INTERVAL_S = 0.1  # between samples of imbalance; with a barrier every step is sampled
+_SAMPLE_INTERVAL_S = 0.1  # time between samples of imbalance; with a barrier, every step is a sample
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def simulate(
         on_finished: callback with the number of requests that ended since its last call.
 
     Raises:
-        SimulationError: a request that no worker can hold, or kinds that `experts` lacks.
+        SimulationError: no worker can hold a request, or `experts` lacks a kind.
     """
     return _Simulation(
         requests,

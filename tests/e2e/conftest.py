@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[str]:
-    """Short and long prompts of several domains. Two share a long prefix."""
+    """Return short and long prompts of several domains, of which two share a long prefix."""
     records = [
         json.loads(line)
         for file in sorted(PROMPTS.glob("*.jsonl"))

@@ -274,7 +274,7 @@ def core_of(replica: str) -> int:
     return core.pid
 
 
-AGENT_PORT = 52365  # of Ray's job agent; no argument of ray.init changes it
+AGENT_PORT = 52365  # port of Ray's job agent, which no argument of ray.init changes
 
 
 def submit_job(dashboard: str, command: list[str], output: Path) -> Background:

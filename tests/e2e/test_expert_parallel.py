@@ -82,7 +82,7 @@ def test_greedy_answers_equal_the_single_engine(
     counters = expert_parallel.status()["counters"]
     assert counters["placed"] >= len(prompts)
     assert counters.get("counts_missing", 0) == 0
-    wait_for(lambda: have_placement(expert_parallel, CONFIGURED.id), "both report what is configured", 30)
+    wait_for(lambda: have_placement(expert_parallel, CONFIGURED.id), "both engines report the placement", 30)
 
 
 def test_moving_experts_during_answers_does_not_change_them(

@@ -72,5 +72,5 @@ def test_an_engine_that_replaces_another_one_takes_its_placement(
     wait_for(lambda: victim not in service.decodes(), "the engine is lost", 60)
     wait_for(lambda: len(service.decodes()) == 2, "Serve has replaced the engine", 240)
     wait_for(service.whole, "the new engine is warm", 120)
-    wait_for(lambda: placements_of(service) == dict(enumerate(ids)), "it has the placement of position 0", 60)
+    wait_for(lambda: placements_of(service) == dict(enumerate(ids)), "the new engine is placed", 60)
     assert [complete(service, prompt)[1] for prompt in prompts] == single_engine["completions"]

@@ -39,7 +39,7 @@ async def test_greedy_answers_equal_a_single_engine_wherever_their_prompts_are_c
         )
         return num_local, num_split
 
-    wait_for(decode_engines_are_measured, "the cost of prompts on decode engines")
+    wait_for(decode_engines_are_measured, "the cost of prompts on decode engines is measured")
     await send_all()  # measures the prefill engine and the hand-over
     num_local, num_split = await send_all()
     assert num_local > 0

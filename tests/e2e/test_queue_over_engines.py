@@ -106,7 +106,7 @@ async def test_a_request_that_waits_too_long_gets_503_with_retry_after(service: 
         assert asyncio.get_running_loop().time() - started >= QUEUE_TIMEOUT_S
         assert refused[0].status_code == 503
         assert int(refused[0].headers["retry-after"]) >= 1
-        await until(lambda: service.counter("queue_expired") > before, "it is counted")
+        await until(lambda: service.counter("queue_expired") > before, "the expired request is counted")
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     # A client that leaves just as it gets a worker may hold blocks until its lease ends; an engine would hold
     # leaked blocks forever.
@@ -117,7 +117,7 @@ async def test_a_change_to_a_policy_without_queue_starts_all_queued_requests(ser
     async with crowd(service, 5):
         await until(lambda: queue_size(service) == 3, "three requests wait")
         await asyncio.to_thread(service.set_policy, "shortest-queue")
-        await until(lambda: queue_size(service) == 0 and service.status()["leases"] == 5, "all run", 5)
+        await until(lambda: queue_size(service) == 0 and service.status()["leases"] == 5, "all five run", 5)
 
 
 async def test_queued_requests_survive_the_death_of_the_router(service: Service) -> None:

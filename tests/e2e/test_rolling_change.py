@@ -63,7 +63,7 @@ class Rolling:
 
 @pytest.fixture(scope="module")
 def rolling(ray_cluster: str) -> Iterator[Rolling]:
-    """The application of deployments/cpu_demo.yaml with two ingresses and one or two decode engines."""
+    """Yield the application of deployments/cpu_demo.yaml with two ingresses and one or two decode engines."""
     arguments = arguments_of("cpu_demo.yaml")
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]
@@ -143,13 +143,13 @@ async def test_scaling_and_redeployment_do_not_affect_clients(rolling: Rolling, 
         def asked_since() -> list[Answer]:
             return [answer for answer in load.answers if answer.sent_s > came_s]
 
-        await until(lambda: len(asked_since()) >= AT_ONCE, "requests come after it", 120)
+        await until(lambda: len(asked_since()) >= AT_ONCE, "requests come after the new engine", 120)
         assert newcomers & {answer.worker for answer in asked_since()[:AT_ONCE]}
         old = rolling.decodes()
         rolling.deploy(router={"policy": NEW}, path={"retry_backoff_s": 0.06})
         await until(lambda: rolling.replaced(old), "all engines are of the new deployment", 300)
     async with load.run_clients(FEW):
-        await until(lambda: len(rolling.decodes()) == 1, "one decode engine is enough", 120)
+        await until(lambda: len(rolling.decodes()) == 1, "Serve has stopped all decode engines but one", 120)
 
     assert len(load.answers) > 3 * CROWD
     assert [answer for answer in load.answers if answer.text != expected[answer.prompt]] == []

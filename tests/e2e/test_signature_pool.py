@@ -20,7 +20,7 @@ from tests.e2e.service import ADMIN_KEY, PROMPTS, Service, run, wait_for
 
 NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
-AT_ONCE, CROWD = 8, 30  # concurrent requests; the second number starts another decode engine
+AT_ONCE, CROWD = 8, 30  # concurrent requests; so many as CROWD start another decode engine
 TOKENS = 8
 # With more than 20 requests in flight it scales up to three engines, and does not scale down.
 _SCALING = {
@@ -85,7 +85,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: str) -> Iterator[Pool]:
-    """The application of deployments/cpu_demo_eldr.yaml, which refits its table within seconds."""
+    """Yield the application of deployments/cpu_demo_eldr.yaml, which refits its table within seconds."""
     arguments = arguments_of("cpu_demo_eldr.yaml")
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]
@@ -100,7 +100,7 @@ def test_a_fitted_table_is_live_within_300_requests(pool: Pool) -> None:
     wait_for(lambda: "no table yet: 0 of 192" in pool.signatures()["note"], "the pool says what it needs", 30)
     pool.send(FIRST, 300)
     wait_for(lambda: pool.service.status()["table"] is not None, "a table is live", 30)
-    wait_for(lambda: pool.signatures()["table"] is not None, "the pool says so", 10)
+    wait_for(lambda: pool.signatures()["table"] is not None, "the status of the pool names the table", 10)
     fit = pool.signatures()["table"]
     assert fit["version"] == 1
     assert fit["samples"] >= 192
@@ -137,7 +137,7 @@ def test_saved_traffic_is_a_trace_that_can_be_fitted(pool: Pool, tmp_path: Path)
 
 def test_a_shift_of_domains_causes_a_refit(pool: Pool) -> None:
     refits = pool.signatures()["refits"]
-    pool.send_until(SHIFTED, lambda: pool.signatures()["refits"] > refits, "a refit")
+    pool.send_until(SHIFTED, lambda: pool.signatures()["refits"] > refits, "the pool has refitted the table")
     assert "drifted" in pool.signatures()["table"]["why"]
     assert pool.service.counter("refits") >= 1
 
@@ -187,7 +187,7 @@ def test_a_dead_pool_loses_only_its_samples(pool: Pool) -> None:
         90,
     )
     pool.send(FIRST, 16)
-    wait_for(lambda: pool.signatures()["samples"] >= 1, "it takes samples", 30)
+    wait_for(lambda: pool.signatures()["samples"] >= 1, "the pool takes samples again", 30)
     after = pool.service.status()["table"]
     assert after["version"] >= table["version"]
     assert after["workers_fitted"] == 3

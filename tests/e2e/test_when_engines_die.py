@@ -30,7 +30,7 @@ async def test_disconnecting_clients_free_their_leases_and_kv(service: Service, 
                 async with asyncio.timeout(after_s), request as response:
                     await response.aread()
 
-    for after_s in (0.0, 0.05, 0.3, 1.0):  # s; far less than the lease in all
+    for after_s in (0.0, 0.05, 0.3, 1.0):  # s; in all far less than the lease
         await asyncio.gather(*(leave(number, after_s) for number in range(6)))
     wait_for(lambda: service.status()["leases"] == 0, "leases are released", 10)
     wait_for(lambda: service.status()["ingress"]["in_flight"] == 0, "no request is left in the ingress", 10)
@@ -102,9 +102,9 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     answers = (service.greedy_async(prompt, cache_salt="survive") for prompt in prompts)
     *texts, _ = await asyncio.gather(*answers, kill())
     assert texts == single_engine["completions"]
-    # Serve sends a call that its replica has not accepted to another one, and we correct the lease; we
-    # place an accepted call again ourselves.
-    wait_for(lambda: service.counter("rerouted") > rerouted_before, "requests went elsewhere", 10)
+    # If the replica had not accepted a call, Serve sends it to another replica and we update its lease. If it
+    # had, we place the call again.
+    wait_for(lambda: service.counter("rerouted") > rerouted_before, "another engine gets the requests", 10)
     # Each at least once, and at most once more for each decode attempt.
     prefills = service.counter("prefills") - prefills_before
     assert len(prompts) <= prefills <= 3 * len(prompts)
@@ -184,15 +184,18 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     os.kill(victim, signal_sent)
     try:
         if find_pid is core_of:
-            await until(lambda: replica not in service.decodes(), "nobody calls it", 3)
-        # The engine goes on as soon as its streams are elsewhere: Serve replaces one that hangs for long.
-        await until(lambda: service.counter("resumed") > before.get("resumed", 0), "they went on", 30)
+            await until(lambda: replica not in service.decodes(), "the stopped replica gets no more calls", 3)
+        # Continue the engine as soon as others have its streams: Serve replaces one that hangs for long.
+        resumed_before = before.get("resumed", 0)
+        await until(
+            lambda: service.counter("resumed") > resumed_before, "the answers resumed on another engine", 30
+        )
     finally:
         if signal_sent is signal.SIGSTOP:
             os.kill(victim, signal.SIGCONT)
     assert await asyncio.gather(*answers) == undisturbed
     if signal_sent is signal.SIGSTOP:
-        wait_for(lambda: replica in service.decodes(), "it is called again", 30)
+        wait_for(lambda: replica in service.decodes(), "the replica gets calls again", 30)
     assert service.counter("streams_lost") == before.get("streams_lost", 0)
     if signal_sent is signal.SIGKILL:
         wait_for(
@@ -289,4 +292,4 @@ async def test_a_killed_core_ends_its_streams_at_once_and_other_engines_serve_th
 
     wait_for(lambda: since("streams_lost") == 1, "the loss is counted", 10)
     assert since("rerouted") > 0
-    wait_for(lambda: service.metric("eldr_engine_lost_total") >= 1, "the replica has counted it too", 20)
+    wait_for(lambda: service.metric("eldr_engine_lost_total") >= 1, "the replica counts the loss too", 20)

@@ -47,7 +47,7 @@ async def test_a_drained_worker_is_soon_empty_and_no_answer_changes(
         asyncio.create_task(read_stream(service, prompt, texts))
         for prompt, texts in zip(prompts_of_streams, received, strict=True)
     ]
-    await until(lambda: all(len(texts) > 20 for texts in received), "all have begun", 60)
+    await until(lambda: all(len(texts) > 20 for texts in received), "all streams have begun", 60)
     assert not any(answer.done() for answer in answers)
     assert in_flight(service, victim) > 0
     await until(lambda: in_flight(service, victim) == 0, "the worker is empty", 60)

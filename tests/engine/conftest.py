@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random MoE model."""
+    """Return a tiny random MoE model."""
     return tiny_model.make(tmp_path_factory.mktemp("model"))
 
 

@@ -1,8 +1,8 @@
 """Run an engine of one process, or of data-parallel ranks with expert parallelism, as a script.
 
 One process writes its answers and counts. Ranks must answer and count the same, whichever rank runs a
-request, also if others are idle; if one rank dies, the engine must end. More than two ranks have replicas
-of experts, which METRO chooses in decode steps.
+request, also if other ranks are idle. If one rank dies, the engine must end. More than two ranks have
+replicas of experts, among which METRO chooses in decode steps.
 """
 
 from __future__ import annotations

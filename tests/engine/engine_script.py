@@ -1,8 +1,8 @@
 """Run one in-process engine as a script (vLLM cannot be started twice in a process).
 
-Serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption) and writes
-the connector's counts; tests, and `benchmarks.engine.exact_counts` on a GPU, compare them with the choices of
-Hugging Face's model.
+It serves random prompts with shared prefixes under pressure (chunked prefill, eviction, preemption), and
+writes the connector's counts. Tests, and `benchmarks.engine.exact_counts` on a GPU, compare the counts with
+the choices of Hugging Face's model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def record_operators(on_host: bool) -> Operators:
-    """Record the operators that our part of the worker calls in a step, except for the copies to the host."""
+    """Record the operators that eldr_serve calls in a worker's step, except for its copies to the host."""
     from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
     from eldr_serve.engine.vllm.capture.host_copy import HostCopies
     from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
@@ -84,7 +84,7 @@ def device_arguments(where: str, graphs: str) -> dict[str, Any]:
 
 
 def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
-    """Record (request, position) of each token fed to the model, by future pure decode step.
+    """Record (request, position) of the tokens that each pure decode step feeds to the model from now on.
 
     On a GPU a step's record arrives one or more steps after its tokens, but records keep their order.
     """
@@ -104,6 +104,7 @@ def note_decode_steps(scheduler: Any) -> list[list[tuple[str, int]]]:
 
 
 def main(model: str, out: str, asynchronous: bool, short: bool, where: str, graphs: str) -> None:
+    """Serve the batches on one engine, and write its counts and decode steps to the file `out`."""
     from prometheus_client import REGISTRY
     from vllm import EngineArgs, SamplingParams
     from vllm.usage.usage_lib import UsageContext

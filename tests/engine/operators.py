@@ -37,6 +37,7 @@ class Operators:
         self._noting = True
 
     def note(self, name: str) -> None:
+        """Record an operator by its name, unless its caller is excluded."""
         if self._noting:
             self.names.add(name)
 

@@ -16,7 +16,7 @@ from tests.engine.engine_script import BATCHES, CHUNK, SHORT
 from tests.engine.operators import WAITING
 from tests.engine.scripts import run_script
 
-# Name -> scheduler, batches, device of counting, NIXL port; v2 is Model Runner V2, avx2 uses the kernels of
+# By name: scheduler, batches, device of counting, NIXL port. v2 is Model Runner V2. avx2 uses the kernels of
 # a CPU without AVX-512.
 RUNS = {
     "async": ("async", "all", "host", "21871"),
@@ -121,10 +121,9 @@ def test_answers_and_counts_equal_those_of_the_default(
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "device" in run])
 def test_no_step_waits_for_the_device(run: Callable[[str], dict[str, Any]], name: str) -> None:
     report = run(name)
-    assert {"copy_", "index_put_", "scatter_add_", "searchsorted"} <= set(
-        report["operators"]
-    )  # calls were recorded
-    assert not set(report["operators"]) & WAITING
+    operators = set(report["operators"])
+    assert {"copy_", "index_put_", "scatter_add_", "searchsorted"} <= operators  # calls were recorded
+    assert not operators & WAITING
 
 
 def test_the_scheduler_keeps_no_state(report: dict[str, Any]) -> None:

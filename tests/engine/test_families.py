@@ -30,7 +30,7 @@ REFUSED = {"ERNIE-4.5": "correction bias"}
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills in one step, without a cache
 NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and its name
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted only requests that it could finish
-NEAR_TIE = 0.05  # share of the range of a router's (or its groups') scores; measured maximum: 0.030
+NEAR_TIE = 0.05  # share of the range of a router's scores, or its groups'; the largest measured was 0.030
 Row = Callable[[str, str], dict[str, Any]]
 
 everything = pytest.mark.parametrize(

@@ -230,9 +230,8 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
             routing_sink=layer.routed_experts.routing_sink,
         )
         assert isinstance(out, Tensor)
-    plan = StepPlan(
-        new_blocks=[1, 2], finished_prompts={"r": [1, 2]}, requests=1, tokens=5
-    )  # the last one is padding
+    # The last of the six rows is padding.
+    plan = StepPlan(new_blocks=[1, 2], finished_prompts={"r": [1, 2]}, requests=1, tokens=5)
     counts, _ = capture.after_forward(torch.tensor([4, 5, 6, 7, 8, -1]), plan)
     expected = torch.zeros(LAYERS, EXPERTS)
     for layer in range(LAYERS):

@@ -245,9 +245,8 @@ def test_prefix_hits_that_end_within_a_counted_block_are_refused() -> None:
         group_of(FULL, STATE, WINDOW)
     assert group_of(FULL, STATE, unit=16, caching=False).index == 0
     assert group_of(FULL, STATE, unit=32).index == group_of(FULL, STATE).index == 0
-    assert (
-        group_of(FULL, WINDOW).index == 0
-    )  # without recurrent states, hits end at whole blocks of all groups
+    # Without recurrent states, hits end at whole blocks of all groups.
+    assert group_of(FULL, WINDOW).index == 0
 
 
 @pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_producer"])

@@ -25,6 +25,6 @@ def test_an_abandoned_prompt_frees_its_blocks(model: Path, tmp_path: Path, mode:
         "abandoned, prolonged by a heartbeat": 0,
         "another was abandoned": 4,
         "without a name": 4,
-        # The nameless prompt has no name to find it by; `oth` and `nameless` were never held.
+        # A prompt without a name cannot be found. `oth` and `nameless` were never held.
         "remembered": [0, 2],
     }

@@ -54,7 +54,7 @@ class ClientScript:
 
     @property
     def body(self) -> bytes:
-        """The JSON body of the request."""
+        """Return the JSON body of the request."""
         body: dict[str, Any] = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream}
         body["temperature"] = 0.0
         if self.n > 1:

@@ -12,15 +12,22 @@ from typing import Any
 
 import numpy as np
 
+from loadgen.results import column_notes
+
 HANG_S = 15.0  # a request without a byte for this long hangs
-NOTES = (
-    "requests are counted with the last fault before their end. own_connection: the killed proxy or ingress "
-    "itself held their connection, found by the client's port at the kill; behind_proxy: requests through "
-    "Serve's proxy that the killed ingress had; nobody_listened: requests refused by the port of Serve's "
-    "only proxy while it is away. gap: between two chunks of a stream; recovery: until there are as many "
-    "processes as before, all pairs of engines are warm and the proxy answers; processes: growth from 20 s "
-    "of load to the end of a run, of the process that grew most; stalls: event loops that were blocked for "
-    "0.5 s, also because their process was stopped"
+NOTES = column_notes(
+    "A request is counted with the last fault before its end.",
+    {
+        "own_connection": "Requests whose connection the killed proxy or ingress held itself, found by the "
+        "client's port at the kill.",
+        "behind_proxy": "Requests through Serve's proxy that the killed ingress had.",
+        "nobody_listened": "Requests that the port of Serve's only proxy refused while the proxy was down.",
+        "gap": "Time between two chunks of a stream.",
+        "recovery": "Time until as many processes run as before, all pairs of engines are warm and the proxy "
+        "answers.",
+        "processes": "Growth from 20 s of load to the end of a run, of the process that grew most.",
+        "stalls": "Event loops that were blocked for 0.5 s, also because their process was stopped.",
+    },
 )
 APART = ("own_connection", "behind_proxy", "nobody_listened")  # failures that a fault explains; see NOTES
 

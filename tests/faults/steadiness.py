@@ -11,7 +11,7 @@ from typing import Any
 from loadgen import processes
 
 WATCHED = ("ingress", "router", "prefill", "decode")
-LOOPS = ("ingress", "router")  # roles whose event loop may never be blocked; engines compile
+LOOPS = ("ingress", "router")  # roles whose event loops may never be blocked; engines block theirs to compile
 MAX_GROWTH_MIB, MAX_GROWTH_SHARE = 64.0, 0.25  # allowed growth after warm-up; a violation exceeds both
 MORE_DESCRIPTORS = 64
 MORE_TASKS = 64

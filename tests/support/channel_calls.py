@@ -25,7 +25,7 @@ class Engine:
         self.server = ChannelServer(
             SECRET,
             self.handle_call,
-            error_response=lambda error: (400 if isinstance(error, ValueError) else 500, f"{error}".encode()),
+            error_response=lambda _, e: (400 if isinstance(e, ValueError) else 500, str(e).encode()),
             max_calls=limit,
             full_error=lambda: RuntimeError("full"),
             report=report,

@@ -126,7 +126,7 @@ class FakeFleet(Fleet):
         except (ChannelLostError, CallFailedError) as error:
             call.on_ended(error)
         except Exception as error:
-            call.on_ended(CallFailedError(*describe_error(error, VllmEngine)))
+            call.on_ended(CallFailedError(*describe_error("generate", error, VllmEngine)))
 
 
 def prefill_result(**params: Any) -> bytes:

@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loadgen.results import publish
+from loadgen.results import column_notes, publish
 from tests.support.vllm_answers import RANDOM, Refusal, Server, differences
 from tests.support.vllm_cases import MODEL
 from tests.support.vllm_fields import (
@@ -18,12 +18,16 @@ from tests.support.vllm_fields import (
     requests_of,
 )
 
-NOTES = (
-    "whole, streamed: `equal` if all answers of the field equal those of a plain vLLM server with the same "
-    "model; `refused` if both servers refuse all requests with the same status and field; `equal or refused` "
-    "if some. Ids, times and the fingerprint of the engine's configuration are not compared, "
-    "log-probabilities to 0.001, and a stream's events are joined; numbers of tokens are not compared if the "
-    "field constrains the text. note: what the service does otherwise, or why the field was not tried"
+NOTES = column_notes(
+    "Ids, times and the fingerprint of the engine's configuration are not compared. Log-probabilities are "
+    "compared to 0.001, and a stream's events are joined. Numbers of tokens are not compared if the field "
+    "constrains the text.",
+    {
+        "whole, streamed": "`equal` if all answers of the field equal those of a plain vLLM server with the "
+        "same model; `refused` if both servers refuse all requests with the same status and field; `equal or "
+        "refused` if some.",
+        "note": "What the service does otherwise, or why the field was not tried.",
+    },
 )
 
 

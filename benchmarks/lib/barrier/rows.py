@@ -15,9 +15,10 @@ from loadgen.statistics import Interval, Sample, interval, put_interval, relativ
 BASE = "shortest-queue"
 QUANTILES = (0.5, 0.99)
 MEASURES = ("spread", "imbalance")
-_BLOCKS = 20  # parts of a trial, the units of an interval if there are few rounds; steps alone would depend
+# With few rounds, intervals resample this many parts of each trial, since single steps are autocorrelated.
+_BLOCKS = 20
 
-Values = tuple[float, Floats]  # a figure, and the same of each resample
+Values = tuple[float, Floats]  # a figure, and its value in each resample
 
 
 def policy_rows(

@@ -128,6 +128,6 @@ async def timed_loop(
         for user in users:
             user.cancel()
         await asyncio.gather(*users, return_exceptions=True)
-    for user in done:  # `send` stores the errors of requests, so this is one of ours
+    for user in done:  # `send` stores the errors of requests, so this is a fault of this code
         user.result()
     return start_s, sent, answers

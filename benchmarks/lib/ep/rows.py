@@ -13,7 +13,7 @@ PHASES = ("before", "first after", "after")  # windows, seen from the shift of d
 BASE = "linear, none"  # at replication 1
 EVEN = "eplb, even"
 _PAPERS: dict[str, dict[str, Any]] = {
-    # METRO: EPLB's spread at replication 1.5 and more against no replicas, and its own choice against EPLB's.
+    # METRO, from replication 1.5: EPLB's even spread against no replicas, and METRO's choice against EPLB's.
     EVEN: {"paper_experts_pct": 30.0, "paper_step_pct": 14.0},
     "metro": {"paper_experts_pct": -42.3},
     # GRACE-MoE's groups against linear blocks within a node, three models: papers/figures/grace.py.

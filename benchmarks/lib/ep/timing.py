@@ -54,7 +54,7 @@ class RankJob:
     seed: int
 
     def routing(self, arm: LayerArm, layer: int) -> Routing:
-        """Return the arm's choice of replicas in a layer."""
+        """Return the function that sends tokens to ranks in this layer, by the arm's rule and placement."""
         hosts = hosts_of(self.placements[arm.replication][layer : layer + 1], self.num_experts, self.ranks)[0]
         if arm.routing == "metro":
             return one_replica(MetroPlan.from_hosts(hosts).route, len(hosts))
@@ -62,7 +62,7 @@ class RankJob:
 
     @property
     def num_experts(self) -> int:
-        """Return E."""
+        """Return the number of routed experts of a layer, E."""
         return int(self.placements[1.0].max()) + 1
 
     def tokens_by_rank(self, arm: LayerArm) -> NDArray[np.int64]:

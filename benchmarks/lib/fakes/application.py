@@ -38,7 +38,7 @@ def fake_application(
     engine_options: Mapping[str, Any] = {},
     ingress_options: Mapping[str, Any] = {},
 ) -> Application:
-    """Return our ingress, router actor and channels over engines that compute nothing.
+    """Return eldr_serve's ingress, router actor and channels over engines that compute nothing.
 
     `engine_options` and `ingress_options` are additional deployment options of Serve.
     """

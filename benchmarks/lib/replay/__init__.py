@@ -1,1 +1,1 @@
-"""Replays of schedules on real engines, which serve one worker's requests after the other's."""
+"""Replays: one real engine serves the requests of simulated workers, one worker after the other."""

@@ -70,9 +70,9 @@ def against(
         rows = [row for case in run.cases for row in arm_rows(case, baselines_of_run, run.seed)]
         alone = "on its own core" if run.inputs["device"] == "cpu" else "alone on the GPU"
         notes = (
-            f"placed in simulation, steps measured on real engines, each {alone}; "
-            f"changes against the best of {', '.join(baselines_of_run)} at that percentile, "
-            "95 % intervals by bootstrap"
+            f"Requests are placed in simulation, and steps measured on real engines, each {alone}. "
+            f"Changes are against the best of {', '.join(baselines_of_run)} at that percentile, with 95 % "
+            "bootstrap intervals"
         )
         notes += f"; {note(rows)}" if note is not None else ""
         path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)

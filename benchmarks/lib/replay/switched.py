@@ -1,4 +1,4 @@
-"""An engine that switches between our connector and scheduler and vLLM's, to measure what capture adds."""
+"""An engine that switches between eldr_serve's connector and scheduler and vLLM's, to measure capture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eldr_serve.engine.vllm.compat.nixl import NixlPullConnector
 from eldr_serve.engine.vllm.kv.connector import EldrConnector
 from eldr_serve.engine.vllm.scheduler import EldrScheduler
 
-# Both states use our stats (some microseconds per step), since an engine has one kind of metrics.
+# Both states use eldr_serve's stats (some microseconds per step), since an engine has one kind of metrics.
 _NOT_SWITCHED = ("__init__", "get_kv_connector_stats")
 
 

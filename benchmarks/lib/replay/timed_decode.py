@@ -1,4 +1,4 @@
-"""Our decode server, which times a call from arrival at the replica to its first chunk, in parts."""
+"""DecodeServer, extended so that it times a call from arrival at the replica to its first chunk, in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _called_at: ContextVar[float] = ContextVar("called_at")
 
 
 class TimedDecodeServer(LLMDecodeServer):
-    """Our decode server, which records the stages of each request by vLLM's own clock.
+    """A DecodeServer that records the stages of each request by vLLM's own clock.
 
     The stage `engine` is the total. `admit` ends when the engine core has the request, `wait` when the first
     step is scheduled, which includes the KV pull, and `step` with the first token. `pull` is NIXL's time of a

@@ -1,4 +1,4 @@
-"""The systems in the comparison of whole replicas: our application, and vllm-router over plain servers."""
+"""The systems in the comparison of whole replicas: eldr_serve, and vllm-router over plain servers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from loadgen.figures import BASELINES
 AFFINITY = "benchmarks.papers.prefix_policies:LongestPrefix"
 POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
 _SETTLE_S = 1.0  # time for plain servers to drop cancelled requests
-Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]  # selects a policy; reads totals so far
+# A function that selects a policy, and one that reads the totals so far.
+Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]
 
 
 @contextmanager
 def _serve_ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Side]:
-    """Run our application. Selecting a policy resets what the policy has learnt."""
+    """Run eldr_serve's application. Selecting a policy resets what the policy has learnt."""
     with serve_without_table(arguments, port=port) as client:
         client.swap_predictor(predictor)
 
@@ -74,7 +75,7 @@ def _server_times(urls: Sequence[str]) -> dict[str, float]:
 
 
 def _step_totals(service: OperatorClient) -> dict[str, float]:
-    """Return our engines' sums over decode steps so far, and the number of steps."""
+    """Return the sums of eldr_serve's engines over decode steps so far, and the number of steps."""
     service.wait_idle()
     totals = service.wait_for_final_totals(at_rest=True) or {}
     return {key: float(totals[key]) for key in ("steps", *STEPS.values()) if key in totals}

@@ -35,7 +35,7 @@ STEPS = 1000  # minimum decode steps; short answers (28 tokens in Azure's code t
 
 PAPER_WORKERS = 8
 TABLE_1_WORKERS = (4, PAPER_WORKERS, 16)
-# Imbalance, TPOT p95 in ms, tokens/s. The paper's imbalance is the largest less the least load: our spread.
+# Imbalance, TPOT p95 in ms, tokens/s. The paper's imbalance is the largest less the least load: `spread`.
 PAPER_TABLE_1 = {
     "random": (146_564, 90.3, 706),
     "round-robin": (110_049, 89.1, 771),
@@ -131,7 +131,7 @@ def sensitivity(options: Options) -> Rows:
 
 
 def forms(options: Options) -> Rows:
-    """Compare the paper's F, candidates and countdown with ours, with the oracle, at G = 8 and 16."""
+    """Compare the paper's F, candidates and countdown with the policies here, with the oracle."""
     changes: dict[str, dict[str, Any]] = {
         "ours": {},
         "s at every step": {"new_requests_end": False},

@@ -90,7 +90,7 @@ def _place_by_lp(cluster: Cluster, workload: NDArray[np.float64]) -> SolvedPlace
 
 
 def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> SolvedPlacement:
-    """Round the LP's solution, knowing only each expert's tokens, not their ranks."""
+    """Place like _place_by_lp, but without knowing which rank each token is on."""
     return _place_by_lp(cluster, workload.sum(axis=1))
 
 

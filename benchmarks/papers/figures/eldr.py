@@ -96,7 +96,7 @@ def prefix_cache(options: Options) -> Rows:
 
 
 def drift(options: Options) -> Rows:
-    """Replace half of the domains by the others during a run: with the old table, a refit, and no table."""
+    """Replace half of the domains by the others in a run. Compare the old table, a refit and no table."""
     trace = _observed(options)
     workload, domains = next(iter(workloads(trace).items()))
     mixes = domains[: len(domains) // 2], domains[len(domains) // 2 :]
@@ -123,7 +123,7 @@ def drift(options: Options) -> Rows:
 
 
 def scaling(options: Options) -> Rows:
-    """Change 16 decode workers to 24 or 8 during a run: with the old table, a refit, and no table."""
+    """Change 16 decode workers to 24 or 8 in a run. Compare the old table, a refit and no table."""
     trace = _observed(options)
     workload, domains = list(workloads(trace).items())[-1]
 

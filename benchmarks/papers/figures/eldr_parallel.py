@@ -24,10 +24,10 @@ from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_calibr
 from offline.simulation.run import simulate
 
 WORKERS, PREFILL_WORKERS, RANKS = 8, 2, 4
-RATES = (24, 40, 56)  # requests/s; the paper's range
+RATES = (24, 40, 56)  # requests/s, over the paper's range
 OUTPUT_TOKENS = 512  # the paper has the same
 SECONDS = 20.0  # duration of arrivals in a run
-BATCH = 16  # batch size that placements are fitted for; 8 to 25 give equal results
+BATCH = 16  # batch size for which placements are fitted; sizes from 8 to 25 give equal results
 ARMS = (
     *((balancer, "linear") for balancer in BALANCERS),
     ("shortest-queue", "one for all"),

@@ -165,7 +165,7 @@ def figure_5(options: Options) -> Rows:
 
 
 def figure_8(options: Options) -> Rows:
-    """Compare the most activated experts on a rank: EPLB, the paper's greedy, ours, the optimum."""
+    """Compare the most activated experts on a rank: EPLB, the paper's greedy, this METRO, the optimum."""
     rows: Rows = []
     for halves, size in steps(product(_sources(options), (32, 256))):
         for ratio in halves[0].ratios[1:]:

@@ -61,7 +61,7 @@ class Batch:
     """Requests that decode together."""
 
     requests: NDArray[np.int64]  # indices in the trace; request i lives on rank i mod G
-    tokens: NDArray[np.float32]  # [T, L, G, E], by source rank in each observed step
+    tokens: NDArray[np.float32]  # [T, L, G, E], tokens of each observed step by layer, source rank and expert
 
     @property
     def workload(self) -> NDArray[np.float64]:

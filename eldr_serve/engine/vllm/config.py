@@ -1,4 +1,4 @@
-"""The engine arguments that load our extension into a vLLM engine.
+"""The engine arguments that load eldr_serve's extension into a vLLM engine.
 
 They are used where a deployment is built, and by calibration, tests and benchmarks.
 """
@@ -40,8 +40,8 @@ def engine_kwargs(
         role: role of the engine; that of a whole replica prefills and decodes.
         device: "cpu" or "gpu", the location of the KV cache.
         kv_lease_s: seconds for which a prefill engine keeps a finished prompt's blocks.
-        overrides: further engine arguments, which replace ours. Exceptions: the keys of
-            `kv_transfer_config` and its `kv_connector_extra_config` are merged into ours.
+        overrides: further engine arguments, which replace the default ones. Exceptions: the keys of
+            `kv_transfer_config` and its `kv_connector_extra_config` are merged into the default ones.
             `speculative_config` applies to engines that decode; a prefill engine keeps it if the drafter has
             a KV cache, since NIXL needs equal caches on both sides. A calibrating engine emits no spans,
             since its prompts are no requests. `disable_log_stats` causes a warning, except on a calibrating

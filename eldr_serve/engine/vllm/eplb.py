@@ -1,4 +1,4 @@
-"""Our expert placements and replica choices in vLLM's expert parallelism (EP).
+"""Expert placements and replica choices in vLLM's expert parallelism (EP).
 
 Engine arguments, on GPUs (docs/replica_routing.md):
 

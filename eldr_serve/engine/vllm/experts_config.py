@@ -23,9 +23,12 @@ class ExpertsConfig(BaseModel):
 
     Attributes:
         placement: file of an ExpertPlacement (`offline.place --out`), with its sidecar file beside it.
-        replica_choice: even: vLLM's own, by the token's position; metro: one replica per batch, so that no
-            rank activates too many experts; metro-paper: the same by METRO's Algorithm 1 as written; local:
-            the rank's own replica, else one on its node, else any.
+        replica_choice: the rule that chooses the replica for a token:
+
+            - even: vLLM's own rule, by the token's position.
+            - metro: one replica per batch, so that no rank activates too many experts.
+            - metro-paper: the same by METRO's Algorithm 1 as written.
+            - local: the rank's own replica, else one on its node, else any.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -35,15 +38,15 @@ class ExpertsConfig(BaseModel):
 
 
 class CpuExpertsConfig(BaseModel):
-    """Setting of a CPU engine, with our expert parallelism (ep/); all fields are optional.
+    """Setting of a CPU engine, with eldr_serve's expert parallelism (ep/); all fields are optional.
 
     Attributes:
         placement: as in ExpertsConfig; null: experts in equal blocks.
         fill_redundant: without a placement, start with replicas of the next rank's experts in the redundant
             slots; false: they are empty until a placement is loaded.
         redundant_experts: slots of a layer beyond one per expert, over all ranks; null: the placement's.
-        replica_choice: as in ExpertsConfig, where a token's own rank follows from its position in the batch;
-            weighted: GRACE-MoE's polling by load; none: an expert's first replica.
+        replica_choice: a rule of ExpertsConfig, where a token's own rank follows from its position in the
+            batch, or `weighted` (GRACE-MoE's polling by load), or `none` (an expert's first replica).
         prefill_replica_choice: the rule for steps that prefill. They have more tokens than the ranks can
             decode at once (`max_num_seqs` each). null: `replica_choice`.
         moves_per_slice: maximum number of experts that move between two steps during a swap.

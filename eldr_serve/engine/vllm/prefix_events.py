@@ -123,5 +123,5 @@ def _first_parent(keys: tuple[Any, ...] | None) -> bytes | None:
     """Return the parent of a prompt's first block with these extra keys; None if it has no id."""
     if keys is None:
         return first_parent("")
-    # Without an adapter a string is the cache salt; images have pairs, prompt embeddings bytes.
+    # Without an adapter, a string key is the cache salt. Images have pairs, and prompt embeddings bytes.
     return first_parent(keys[0]) if len(keys) == 1 and isinstance(keys[0], str) else None

@@ -1,4 +1,4 @@
-"""Ray Serve LLM's configuration of a deployment's vLLM engines, completed with our settings.
+"""Ray Serve LLM's configuration of a deployment's vLLM engines, completed with eldr_serve's settings.
 
 It is completed where the application is built; Ray sends it to the replicas.
 """
@@ -35,7 +35,7 @@ _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole":
 
 
 def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
-    """Return Ray's LLMConfig with our connector and scheduler added; see EngineBackend.spec."""
+    """Return Ray's LLMConfig with EldrConnector and eldr_serve's scheduler added; see EngineBackend.spec."""
     for part in ("engine_kwargs", "experimental_configs", "runtime_env"):
         config[part] = config.get(part) or {}
     loading = config.get("model_loading_config") or {}

@@ -15,7 +15,7 @@ from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.metrics import COUNTER, ENGINE
 from eldr_serve.scheduling.prefixes import BlockChanges
 
-_MAX_RECORDS = 4096  # between two readings of the metrics; the oldest are dropped
+_MAX_RECORDS = 4096  # maximum records between two readings of the metrics; the oldest are dropped
 
 # Histogram -> field of a decode step that it observes; counter -> field that it sums (1 per step if empty).
 _OBSERVED = {
@@ -93,7 +93,7 @@ class EldrStats(KVConnectorStats):
 
 
 class EldrPromMetrics(KVConnectorPromMetrics):
-    """NIXL's Prometheus metrics and ours, with the labels of vLLM's metrics."""
+    """The Prometheus metrics of NIXL and of EldrConnector, with the labels of vLLM's metrics."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any

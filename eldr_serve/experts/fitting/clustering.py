@@ -210,7 +210,7 @@ def _means(
 def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     norm = np.linalg.norm(rows, axis=1, keepdims=True)
     if not norm.all():
-        rows = np.where(norm > 0, rows, 1.0)  # zeros have no direction; any will do
+        rows = np.where(norm > 0, rows, 1.0)  # a zero row has no direction, so any will do
         norm = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: NDArray[np.float32] = (rows / norm).astype(np.float32)
     return unit

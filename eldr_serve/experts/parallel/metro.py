@@ -27,7 +27,7 @@ class MetroPlan:
         shares: int64[N, E, G], expected share of a rank in an expert that is not yet assigned, in units of
             1 / UNIT of an expert; -1 where the rank does not hold it.
         order: int64[N, M], experts with several hosts, fewest hosts first; other experts pad shorter rows.
-            As written in the paper, all experts.
+            A plan of `as_written` has all experts.
     """
 
     shares: Ints
@@ -77,12 +77,12 @@ class MetroPlan:
 
 
 def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Assign each expert to its least loaded host, by METRO's greedy algorithm with our order of experts.
+    """Assign each expert to its least loaded host, by METRO's greedy algorithm with a fixed order of experts.
 
     Experts with fewer hosts are assigned first. The load of a host is its active experts plus its fair share
     of unassigned ones; the first host wins ties. The paper's Algorithm 1 has neither
-    (`MetroPlan.as_written`); both together come within about one percent of the optimum. To route many
-    batches, create one `MetroPlan`.
+    rule (`MetroPlan.as_written`). With both, the result is within about one percent of the optimum. To route
+    many batches, create one `MetroPlan`.
 
     Returns:
         int[..., E] rank of each expert; -1 where it has no tokens.

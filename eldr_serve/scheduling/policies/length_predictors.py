@@ -89,7 +89,7 @@ class PromptKeyed:
     Args:
         horizon: H, tokens.
         capacity: number of stored prompts; the least recently learnt is evicted.
-        lengths_each: number of stored output lengths per prompt, the latest.
+        lengths_each: maximum number of output lengths stored per prompt; the oldest are dropped.
     """
 
     def __init__(self, horizon: int, *, capacity: int = 4096, lengths_each: int = 16) -> None:

@@ -35,7 +35,7 @@ async def test_every_transport_carries_all_tokens_and_cancels(transport: str) ->
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_stream_that_nobody_reads_is_bounded(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our channel ends it; gRPC stops its handler."""
+    """The channel ends it; gRPC stops its handler."""
     monkeypatch.setattr(channel_transports, "_SLOW_S", 0.001)
     async with run_transport_server(transport) as port, connect_by_transport(transport, port) as link:
         slow = link.stream({"stream": 0, "slow": True})

@@ -149,7 +149,7 @@ def test_a_stopped_run_resumes_and_repeats_no_measurement(
         )
         return experiment.compare([ReplayLoad("all", 3, 2, 4)], arms, repeats=2)
 
-    needed = 16 + 3 * 2 * 2  # batches of the fit; workers x arms x repeats
+    needed = 16 + 3 * 2 * 2  # batches of the fit, and workers x arms x repeats
     for runs in (7, 20):
         with pytest.raises(KeyboardInterrupt):
             compare(runs)

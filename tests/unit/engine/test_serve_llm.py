@@ -1,4 +1,4 @@
-"""Our use of Ray Serve LLM: another Ray is refused, and the connector is registered."""
+"""The use of Ray Serve LLM: another Ray is refused, and the connector is registered."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def vllm_engine(**state: Any) -> VllmEngine:
 
 def answer_to(error: Exception) -> tuple[int, bytes]:
     """Return the status and the body that a client gets."""
-    return describe_error(error, VllmEngine)
+    return describe_error("generate", error, VllmEngine)
 
 
 def error(code: int, message: str = "no") -> Any:

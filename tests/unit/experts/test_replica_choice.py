@@ -102,7 +102,7 @@ def test_even_is_vllms_hash_of_the_position_over_all_slots(case: ChoiceCase) -> 
 def test_local_chooses_the_replica_nearest_to_the_tokens_rank(case: ChoiceCase, given_homes: bool) -> None:
     node, tokens, ranks = case.topology.node_of, len(case.batch), case.topology.ranks
     homes = [place * ranks // tokens for place in range(tokens)]
-    if given_homes:  # such as those of data-parallel ranks, whose batches differ in size
+    if given_homes:  # homes as of data-parallel ranks, whose batches differ in size
         homes = [ranks - 1 if place < tokens // 3 else 0 for place in range(tokens)]
     choice = make_choice("local", case.row, case.experts, case.topology)
     slots = choice.slots(case.batch, torch.tensor(homes, dtype=torch.int64) if given_homes else None).numpy()

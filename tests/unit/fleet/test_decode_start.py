@@ -50,7 +50,7 @@ def test_the_wait_for_a_slot_is_that_of_the_replica_with_the_shortest() -> None:
         assert decode.estimate_wait_s() == 0.0  # no departure yet
         await leave(decode, *[decode.enter("a") for _ in range(10)][:4])
         await leave(decode, *[decode.enter("b") for _ in range(5)][:4])
-        # At b one call waits, and four have left in 3 s; at a six wait.
+        # At `b` one call waits, and four calls have left within 3 s. At `a` six calls wait.
         assert decode.estimate_wait_s() == pytest.approx(2 * 3 / 4)
         replicas.calls["a"] = 2  # a slot is free
         assert decode.estimate_wait_s() == 0.0

@@ -58,7 +58,7 @@ def test_an_open_loop_sends_by_the_clock_and_records_every_request(
         assert (len(record["itl_s"]), record["tokens"]) == (5, 6)
         assert record["handover_s"] == pytest.approx(0.0125)
         assert (record["worker"], record["policy"]) == (REPLICAS[0], "locality-band")
-    # The server received the requests at those times; a busy machine may delay some.
+    # The server received the requests at the times of the records. A busy machine may delay some.
     gaps_s = np.diff(sorted(service.arrived_s))
     assert np.median(np.abs(gaps_s - np.diff(sorted(r["sent_s"] for r in records)))) < 0.05
     assert all(body["ignore_eos"] and "seed" not in body for body in service.bodies)
@@ -89,7 +89,7 @@ def test_too_few_users_and_failures_are_in_the_first_line(service: FakeService, 
 def test_a_closed_loop_keeps_every_user_busy(service: FakeService, tmp_path: Path) -> None:
     _, records = locust(service, tmp_path, 3, "--run-time", "2s")
     assert {r["due_s"] for r in records} == {None}
-    # Each answer is followed by a request until 2 s; the last answers are awaited.
+    # Until 2 s a user sends a request after each answer. Then it waits for its last answer.
     assert max(r["sent_s"] for r in records) < 2.0 < max(r["sent_s"] + r["end_s"] for r in records)
     busy_s = sum(max(0.0, min(1.8, r["sent_s"] + r["end_s"]) - max(0.2, r["sent_s"])) for r in records)
     assert 0.75 * 3 < busy_s / 1.6 <= 3

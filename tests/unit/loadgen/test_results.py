@@ -1,4 +1,4 @@
-"""The commit and the machine in a result."""
+"""The commit, the machine and the notes in a result."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.results import _commit, environment
+from loadgen.results import _commit, column_notes, environment
 
 
 def test_a_result_marks_uncommitted_code(tmp_path: Path) -> None:
@@ -36,3 +36,8 @@ def test_a_machine_lists_its_gpus_and_their_driver(tmp_path: Path, monkeypatch: 
     assert (machine["gpu"], machine["driver"]) == ("NVIDIA H100 80GB HBM3, NVIDIA H200", "580.1")
     program.write_text("#!/bin/sh\nexit 9\n")
     assert "gpu" not in environment()["machine"]
+
+
+def test_notes_have_a_line_for_each_column() -> None:
+    notes = column_notes("One engine.", {"step_ms": "Time of a step.", "paper_pct": "The paper's change."})
+    assert notes == "One engine.\n- step_ms: Time of a step.\n- paper_pct: The paper's change."

@@ -28,9 +28,8 @@ def test_the_example_equals_the_papers() -> None:
 
 def test_every_routing_serves_every_token_on_a_host_of_its_expert(options: Options) -> None:
     half = metro.Source.read(options.traces[0], 0)
-    assert sorted([*half.fit, *half.test]) == list(
-        range(N)
-    )  # held-out requests have no influence on the placement
+    # Held-out requests have no influence on the placement.
+    assert sorted([*half.fit, *half.test]) == list(range(N))
     plan = half.plan(1.5)
     tokens = half.batches(16, 5, 0)
     assert (tokens.sum(axis=2) == 16 * TOP_K).all()

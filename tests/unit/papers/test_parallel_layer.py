@@ -25,8 +25,8 @@ from eldr_serve.experts.parallel.placement import hosts_of
 from examples.demo_model import WEIGHTS
 from offline.expert_placement.eplb import activation_placement, eplb_placement
 
-E, TOP_K, LAYER = 64, 4, 2  # of the demo model; any layer
-SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens of each rank; 2 ranks: the first
+E, TOP_K, LAYER = 64, 4, 2  # the demo model's experts and top-k, and one of its layers
+SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens by rank; two ranks: the first two
 PLACEMENTS = ("eplb", "activation", "replicated")
 GATE = top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K)
 ROUTINGS = ("even", "metro", "optimal", "home")

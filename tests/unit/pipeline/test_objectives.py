@@ -305,12 +305,12 @@ def test_requests_for_whole_replicas_that_arrive_together_count_each_other() -> 
         service.report_measurement()
         service.router.loads = loads(0, 0)
         by_prompts = await asyncio.gather(*(service.send(1000, seed=n, ttft_s=2.1) for n in range(8)))
-        assert (
-            sum(context is not None for context in by_prompts) == 3
-        )  # two engines, so 0.5 s for each before
+        # With two engines, each earlier request adds 0.5 s.
+        assert sum(context is not None for context in by_prompts) == 3
         await asyncio.sleep(10)
         by_step = await asyncio.gather(*(service.send(10, seed=n, tpot_s=0.0351) for n in range(8)))
-        assert sum(context is not None for context in by_step) == 4  # one more at both: 30 ms, two: 40 ms
+        # A step takes 30 ms with one more request at both engines, and 40 ms with two.
+        assert sum(context is not None for context in by_step) == 4
 
     run(service, main)
 

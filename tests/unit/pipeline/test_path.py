@@ -125,11 +125,8 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
 @pytest.mark.parametrize(
     ("failure", "suspects_prefill", "released"),
     [
-        (
-            ChannelLostError("away"),
-            False,
-            0,
-        ),  # the engine may still read the blocks, until their KV lease ends
+        # The engine may still read the blocks, until their KV lease ends.
+        (ChannelLostError("away"), False, 0),
         (refusal(500), True, 1),
     ],
     ids=["lost", "fails"],

@@ -82,7 +82,7 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -
     decode.lost = {"d2"}
     decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # a third one, which is cold
     assert (warm.ready, warm.not_ready_reason) == (False, None)
-    prefill.directory.publish({})  # requests run whole
+    prefill.directory.publish({})  # requests are prefilled by decode engines
     assert warm.not_ready_reason is None
     decode.directory.publish({"d2": {}})
     assert warm.not_ready_reason == "no decode engine is up"

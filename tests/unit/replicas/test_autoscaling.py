@@ -67,7 +67,8 @@ def test_the_kv_usage_sets_the_number_of_replicas(kv: dict[str, float], desired:
 
 @pytest.mark.parametrize(
     ("counts", "desired"),
-    [({}, 3), ({"r0": 1}, 3), ({"r0": 60}, 6)],  # no report; one with few requests; one with many
+    # No replica has reported, one has reported few requests, and one has reported many.
+    [({}, 3), ({"r0": 1}, 3), ({"r0": 60}, 6)],
 )
 def test_no_replica_is_removed_before_all_have_reported(counts: dict[str, float], desired: float) -> None:
     assert by_requests_in_flight(context(counts, running=3))[0] == desired

@@ -226,7 +226,9 @@ def test_overtaking_is_counted_if_other_requests_are_dispatched_between(name: st
 
 def test_a_cancelled_request_leaves_no_count() -> None:
     policy: Any = make_policy("balance-route-horizon", slots=2, threshold=99)
-    policy.dispatch([request("large", 5000), *waiting_requests(100)], Loads.from_counts([2, 1], [1000, 900]), RNG)
+    policy.dispatch(
+        [request("large", 5000), *waiting_requests(100)], Loads.from_counts([2, 1], [1000, 900]), RNG
+    )
     assert list(policy._overtaken) == ["large"]
     policy.on_finished("large")
     assert not policy._overtaken

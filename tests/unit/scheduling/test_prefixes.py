@@ -249,11 +249,10 @@ def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None
     state.update_workers("c", ["r1"])
     assert cached("d") == 0
     assert set(loads(state)) == {"r1"}
-    state.observe_steps(
-        StepSums(), "r0", PrefixCacheSize(SIZE, 2 * SIZE)
-    )  # a late report of a removed replica
+    # A late report of a removed replica sets no capacity.
+    state.observe_steps(StepSums(), "r0", PrefixCacheSize(SIZE, 2 * SIZE))
     state.update_workers("c", ["r0"])
-    assert [cached("e"), cached("f")] == [0, 16]  # it has set no capacity
+    assert [cached("e"), cached("f")] == [0, 16]
 
 
 def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() -> None:

@@ -1,4 +1,4 @@
-"""vLLM's metrics and ours in a replica, reported to Ray once per second instead of in each step.
+"""vLLM's and eldr_serve's metrics of a replica, reported to Ray once per second instead of in each step.
 
 A report to Ray takes some microseconds per value, and vLLM has about forty values per step. Gauges are also
 reported while the engine is idle, since Ray drops a gauge that was not set during two of its exports.

@@ -52,7 +52,7 @@ _SELECTORS = (
 
 
 class _FirstRank:
-    """The first rank of a group that has a size but no communication."""
+    """Stand-in for the first rank of a process group: it has the group's size, but cannot communicate."""
 
     def __init__(self, size: int) -> None:
         self.world_size = size
@@ -152,7 +152,7 @@ class DescribedEngine:
         torch.set_default_dtype(self.config.model_config.dtype)
         try:
             with set_current_vllm_config(self.config), _Weightless(), _selecting_for(capability):
-                avoid_kernels_that_hide_choices(self.config)  # as our worker does
+                avoid_kernels_that_hide_choices(self.config)  # as EldrWorker does
                 self._model = initialize_model(self.config)
         finally:
             torch.set_default_dtype(default_dtype)
@@ -183,7 +183,7 @@ class DescribedEngine:
         return len(routers), int(routers[0].global_num_experts) if routers else 0
 
     def check_counting(self) -> None:
-        """Raise UnsupportedEngineError if our connector would, or ConfigurationError for a block size."""
+        """Raise UnsupportedEngineError if EldrConnector would, or ConfigurationError for a block size."""
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
         kv_cache = self._plan_kv_cache(2**60)
         counted_group(self.config, kv_cache)

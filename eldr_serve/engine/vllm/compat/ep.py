@@ -1,4 +1,4 @@
-"""Our expert parallelism on CPUs inside vLLM's MoE layers, in its workers. Checked on vLLM 0.32.0."""
+"""Expert parallelism on CPUs inside vLLM's MoE layers, in its workers. Checked on vLLM 0.32.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our placements in vLLM's expert-parallel load balancer (EPLB), in its workers."""
+"""Placements of `eldr place` in vLLM's expert-parallel load balancer (EPLB), in its workers."""
 
 from __future__ import annotations
 

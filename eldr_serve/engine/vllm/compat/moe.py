@@ -42,7 +42,7 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         UnsupportedEngineError: a router does not expose its choices, or the model has no MoE layer.
     """
     layers: list[tuple[int, Any]] = []
-    model_prefix = None  # of the names of the model's layers; its drafter's layers come later
+    model_prefix = None  # prefix of the model's layer names, which precede those of its drafter
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
         if router is None:

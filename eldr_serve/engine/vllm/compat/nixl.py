@@ -211,7 +211,7 @@ def disable_progress_thread() -> Iterator[None]:
 
 
 def check_vllm_names() -> None:
-    """Raise UnsupportedEngineError if vLLM lacks a name that this module or our connector uses."""
+    """Raise UnsupportedEngineError if vLLM lacks a name that this module or EldrConnector uses."""
     check_names(
         "the ELDR connector",
         (NixlPullConnector, "bind_kv_cache_manager"),

@@ -1,4 +1,4 @@
-"""The plug-in that registers our expert parallelism, if enabled, in each of vLLM's processes."""
+"""The plug-in that registers eldr_serve's expert parallelism, if enabled, in each of vLLM's processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_switched_on() -> bool:
 
 
 def register() -> None:
-    """Make vLLM use our MoE layers, if the environment enables it.
+    """Make vLLM use eldr_serve's MoE layers, if the environment enables it.
 
     Raises:
         UnsupportedEngineError: vLLM is not the checked version, or does not run on a CPU.

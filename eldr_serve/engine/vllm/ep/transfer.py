@@ -31,8 +31,8 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
     Returns:
         Bytes that this rank received from others.
     """
-    sends: list[tuple[Tensor, Any]] = []  # content and request; it keeps the content until it is sent
-    receives: list[tuple[Tensor, int, Tensor, Any]] = []  # weight, slot, its new content, and request
+    sends: list[tuple[Tensor, Any]] = []  # (content, request); keeps each content until it is sent
+    receives: list[tuple[Tensor, int, Tensor, Any]] = []  # (weight, slot, new content, request)
     received_bytes = 0
     for tag, move in enumerate(moves):
         if move.expert < 0:  # the slot becomes empty

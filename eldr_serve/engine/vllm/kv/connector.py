@@ -39,8 +39,8 @@ from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
 class EldrConnector(NixlPullConnector):
     """NIXL's pull connector, which also returns expert counts in `kv_transfer_params`.
 
-    vLLM makes one connector for its scheduler and one for each worker. Each has a part by NIXL, which
-    transfers blocks, and a part by us, which counts experts. In each step:
+    vLLM makes one connector for its scheduler and one for each worker. Each has a part of NIXL's, which
+    transfers blocks, and a part of eldr_serve's, which counts experts. In each step:
 
     1. Scheduler: `build_connector_meta` lists the prompts that end in the step, and their blocks.
     2. Worker: `get_transfer_results` counts experts after the forward, and `build_connector_worker_meta`
@@ -51,7 +51,7 @@ class EldrConnector(NixlPullConnector):
 
     Attributes:
         kv_group: the group of the KV cache by whose blocks tokens are counted.
-        scheduler_side, worker_side: the part by us; a connector has only the side of its role.
+        scheduler_side, worker_side: the part that counts experts; a connector has only the side of its role.
     """
 
     scheduler_side: EldrConnectorScheduler

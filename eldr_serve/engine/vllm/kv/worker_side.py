@@ -48,7 +48,7 @@ class EldrConnectorWorker:
         self._num_blocks = num_blocks
         kv_role = vllm_config.kv_transfer_config.kv_role
         self._is_decode_only = kv_role == "kv_consumer"
-        # Name of a step's prompt tokens in its record (see EldrStats); a prefill engine records no steps.
+        # Key of the prompt tokens in a step's record (see EldrStats). A prefill engine records no steps.
         self._prompt_key = {"kv_both": "prompt_tokens", "kv_consumer": "local_prompt_tokens"}.get(kv_role)
         # All ranks of tensor parallelism choose the same experts, so only the first one reports.
         self._reports = get_tensor_model_parallel_rank() == 0
@@ -62,7 +62,7 @@ class EldrConnectorWorker:
         device = next(iter(kv_caches.values())).device
         routers = [router for _, router in moe_routers(self._vllm_config)]
         cache: dict[str, Any] = {
-            # A decode engine's prompts were counted by prefill engines; it needs no counts of blocks.
+            # Prefill engines have counted a decode engine's prompts, so it needs no counts of blocks.
             "num_blocks": None if self._is_decode_only else self._num_blocks,
             "block_size": self._kv_group.block_size,
             "reports": self._reports,

@@ -78,7 +78,7 @@ class Continuation:
         metrics: vLLM's RequestStateStats; set at the end of the answer, if there are any.
         prompt_token_ids: set at the end of the answer.
         cached_tokens: number of tokens in the engine's prefix cache; set at the end of the answer.
-        counts: fields that our connector added to the answer; set at its end, and hidden from clients.
+        counts: fields that EldrConnector added to the answer; set at its end, and hidden from clients.
     """
 
     def __init__(
