@@ -91,8 +91,8 @@ def test_online_learning_improves_the_fit() -> None:
         both = [p.predict(prompt) for p in (predictor, online.predictor)]
         errors.append([np.square(p - counts).sum() / len(prompt) ** 2 for p in both])
         online.observe(prompt, counts)
-    frozen, policy_data = np.mean(errors[70:], axis=0)
-    assert policy_data < frozen
+    frozen_error, online_error = np.mean(errors[70:], axis=0)
+    assert online_error < frozen_error
     assert online.is_enabled
 
 
