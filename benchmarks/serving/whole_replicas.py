@@ -118,7 +118,7 @@ async def _trial(
         await asyncio.gather(*both, *users, return_exceptions=True)
     if not enough.is_set():
         raise UserInputError(
-            f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}"
+            f"the workload has {next(numbers)} requests, but a trial needs {warm_up + requests + 1}"
         )
     (begin_s, before), (end_s, after) = marks
     row = summarise_answers(counted_answers)

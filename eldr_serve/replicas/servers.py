@@ -77,7 +77,7 @@ class EngineServer:
         self._meter = Meter(clock=asyncio.get_running_loop().time)
         with restore_log_handlers():
             self._engine = await start_engine(llm_config)
-        self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
+        self._tasks = [start_supervised("the event-loop monitor", LoopWatch(self._role).run)]
         max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel_server = await start_channel_server(
             self._on_call,
@@ -87,7 +87,7 @@ class EngineServer:
             report=self.report,
         )
         self._engine_watch = EngineWatch(self._engine, self._channel_server, self._role, stall_timeout_s)
-        self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
+        self._tasks.append(start_supervised("the engine monitor", self._engine_watch.run))
 
     async def _on_call(self, method: str, header: dict[str, Any], _body: bytes, reply: Reply) -> None:
         """Handle a call, and record that the engine has answered a client."""
@@ -230,7 +230,7 @@ class DecodeServer(EngineServer):
         if follows_placements:
             self._placement_follower = PlacementFollower(self._engine, router_name)
             follow = self._placement_follower.run
-            self._tasks.append(start_supervised("the expert placement of the position", follow))
+            self._tasks.append(start_supervised("the expert-placement follower", follow))
         if num_pool_actors:
             self._pool = PoolClient(application, num_pool_actors)
             send = partial(send_samples, self._engine, self._sampler, self._pool)

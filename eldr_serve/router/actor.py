@@ -68,7 +68,7 @@ class DecodeRouter:
                 "the export of metrics": self._export,
                 "the exit of an idle router": self._exit_when_idle,
                 "the shadow policy": self._run_shadow,
-                "the watch of the event loop": self._watch.run,
+                "the event-loop monitor": self._watch.run,
             }.items()
         ]
 

@@ -36,7 +36,10 @@ def split_by_source(workload: ArrayLike, topology: Topology) -> Floats:
 def check_slots(ranks: int, slots: int, experts: int) -> None:
     """Raise UserInputError if ranks with this many slots each cannot hold all experts."""
     if slots < 1 or ranks * slots < experts:
-        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
+        raise UserInputError(
+            f"{ranks} ranks of {slots} slots cannot hold {experts} experts: "
+            f"give each rank {-(-experts // ranks)} slots or more"
+        )
 
 
 def price_experts(
