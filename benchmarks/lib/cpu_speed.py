@@ -29,7 +29,7 @@ _EVERY_S = 0.25  # interval of records
 
 
 class CpuSpeed:
-    """Probe of this core's speed: the time of a matrix product that fits its cache."""
+    """Probe of this core's speed: the time of four matrix products that fit its cache."""
 
     def __init__(self) -> None:
         import torch
@@ -39,7 +39,7 @@ class CpuSpeed:
         self._last: deque[float] = deque(maxlen=3)
 
     def measure(self) -> float:
-        """Measure the CPU time of the product, in seconds."""
+        """Measure the CPU time of four products, in seconds."""
         self._multiply()  # brings it into the cache
         start = time.thread_time()
         for _ in range(4):
@@ -60,7 +60,7 @@ class CpuSpeed:
 def record_cpu_speed(folder: Path) -> Iterator[None]:
     """Record the speed of this process's cores several times per second, in `folder`/cpu_speed_CORE.jsonl.
 
-    A line is [Unix time, CPU time of the product, stolen ticks so far, all ticks so far], times in seconds.
+    A line is [Unix time, CPU time of four products, stolen ticks so far, all ticks so far], times in seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as probes:

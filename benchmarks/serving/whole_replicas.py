@@ -264,7 +264,7 @@ class _Comparison:
     Attributes:
         policies: names of the policies of each side.
         prompts: prompts to which the predictor was not fitted.
-        records: requests of the Mooncake trace; empty without one.
+        records: requests of the Mooncake trace; empty if there is no trace.
     """
 
     settings: ComparisonSettings

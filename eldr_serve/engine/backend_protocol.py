@@ -1,6 +1,6 @@
 """The interface of a kind of engine, through which deployments are built, checked and calibrated.
 
-`eldr_serve.engine.vllm.backend` implements it with vLLM. `eldr_serve.engine.protocol` has running engines.
+`eldr_serve.engine.vllm.backend` implements it with vLLM. `eldr_serve.engine.protocol` is for running engines.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Attempt:
     async def run(self) -> AsyncGenerator[bytes, None]:
         """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
 
-        The bytes may end before the answer, which then moves to another engine (see MoveLimiter).
+        If the answer moves to another engine, the bytes end before it is complete (see MoveLimiter).
 
         Raises:
             OverloadedError: no engine can take the request.

@@ -47,7 +47,7 @@ class RequestContext:
         path: path of the URL.
         on_end: called when the work has ended.
         on_overflow: called when the client is too slow and too much is buffered; the answer ends there.
-        trace_id: id of the trace; "" without tracing.
+        trace_id: id of the trace; "" if the request is not traced.
         request_id: id in answers, logs and engines.
         lease: newest lease of a decode worker.
         record: times and outcome, for the log.
@@ -98,7 +98,7 @@ class RequestContext:
 
     @property
     def due_in_s(self) -> float | None:
-        """Return the time until the first token is due by the objective, s; None without one, or if late."""
+        """Return the time until the objective of the first token, s; None without one or if it has passed."""
         if self.request.objective.ttft_s is None:
             return None
         remaining_s = self.record.started_at_s + self.request.objective.ttft_s - time.monotonic()

@@ -18,7 +18,7 @@ class Stage:
             step, if the engine reports that), first_token or stream, in this order.
         started_at_s, ended_at_s: time.monotonic().
         worker: the worker that was called, if any.
-        error: reason of the failure, one sentence; "" without failure.
+        error: reason of the failure, one sentence; "" if the stage did not fail.
     """
 
     name: str

@@ -28,7 +28,7 @@ class StageLatencies:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def median_s(self, name: str) -> float | None:
-        """Return the median duration of a stage over the newest requests, s; None without one."""
+        """Return the median duration of a stage over the newest requests, s; None if there is none."""
         return float(np.median(self._seconds[name])) if name in self._seconds else None
 
     def summary(self) -> dict[str, dict[str, float]]:

@@ -10,7 +10,7 @@ class CallRateLimiter:
     """Permits calls at a rate, by a token bucket with the capacity of one second and at least one token.
 
     Args:
-        per_s: calls per second; 0: none.
+        per_s: calls per second; 0 if no call is allowed.
         clock: returns the time, s.
     """
 

@@ -53,9 +53,9 @@ class _Queue:
         own_at_report: own tokens at that time.
         own_at_previous_report: own tokens when the report before it arrived.
         other_tokens: tokens of other ingresses.
-        calls_at_report: open calls of all ingresses by the report; 0 without a current report.
+        calls_at_report: open calls of all ingresses by the report; 0 if no report is current.
         own_calls: prompts of this ingress.
-        own_calls_at_report: their number when the report arrived; 0 without a current report.
+        own_calls_at_report: their number when the report arrived; 0 if no report is current.
     """
 
     own: Throughput
@@ -198,7 +198,7 @@ class PrefillQueues:
         return sum(queue.known_rate for queue in self._refresh(workers)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
-        """Estimate the time until a prompt has been computed, s; 0 without a ticket."""
+        """Estimate the time until a prompt has been computed, s; 0 if it has no ticket."""
         if ticket is None or ticket.waiting_call is None:
             return 0.0
         return ticket.waiting_call.expected_start_at_s - self._clock()

@@ -1,4 +1,4 @@
-"""A worker's report of its queue to the ingresses, once per second."""
+"""Reports that a worker sends to the ingresses about its queue, once per second."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class EngineServer:
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
         start_engine: coroutine function that starts an engine with these settings.
-        stall_timeout_s: seconds without an answer of its core after which the engine counts as hung.
+        stall_timeout_s: time after which an engine whose core does not answer counts as hung, s.
     """
 
     _engine: Engine

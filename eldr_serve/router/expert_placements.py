@@ -72,7 +72,7 @@ def _describe(model: str, layers: int, experts: int) -> str:
 def placement_of(
     bodies: Sequence[bytes], workers: Sequence[str | None], worker: str, digest: str
 ) -> PositionPlacement | None:
-    """Return the placement of a worker's position; None without placements or if it has no position.
+    """Return the placement of a worker's position; None if there are no placements or it has no position.
 
     As with the centroids of a table, position i has placement i modulo their number.
 

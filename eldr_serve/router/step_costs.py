@@ -49,7 +49,7 @@ class StepCosts:
         if self.cost is not None:
             status |= self.cost.as_dict()
         if self._fitted is not None:
-            status["relative_error"] = self._recent.error(self._fitted)
+            status["relative_error"] = self._recent.relative_rms_error(self._fitted)
         return status
 
     def totals(self, layers: int | None) -> dict[str, float] | None:

@@ -297,7 +297,7 @@ class ReplayExperiment:
                 f"no step cost fits the engine's {len(steps.seconds)} steps: they are too few (give more "
                 "--fit-requests), or their time does not depend on active experts (give more --intermediate)"
             )
-        return cost, sums.error(cost)
+        return cost, sums.relative_rms_error(cost)
 
     def _plan(self, load: ReplayLoad, arms: Sequence[Arm], repeats: int) -> ReplayCase:
         fit, rest = self.data.split(load.group, 0.4, self._seed)

@@ -418,11 +418,11 @@ def test_the_fit_recovers_the_cost_of_the_steps() -> None:
     sums = StepSums.from_steps(*records(true, 200)) + StepSums.from_steps(*records(true, 300))
     fitted = sums.fit()
     assert fitted.as_dict() == pytest.approx(true.as_dict(), rel=1e-3)
-    assert sums.error(fitted) < 1e-3
+    assert sums.relative_rms_error(fitted) < 1e-3
     noisy = StepSums.from_steps(*records(true, 3000, 0.2))
     again = noisy.fit()
     assert again.per_expert_s == pytest.approx(true.per_expert_s, rel=0.15)
-    assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
+    assert noisy.relative_rms_error(again) == pytest.approx(0.2, abs=0.03)
 
 
 def test_terms_are_never_negative_and_too_little_data_gives_no_fit() -> None:
@@ -445,7 +445,7 @@ def test_the_prefill_part_of_steps_is_divided_among_prompt_tokens() -> None:
     fitted, plain = (decode + halves[0] + halves[1]).fit(), decode.fit()
     assert fitted.per_prompt_token_s == pytest.approx(6e-5, rel=1e-3)
     assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms depend on decode steps alone
-    assert (decode + halves[0]).error(fitted) == decode.error(fitted)
+    assert (decode + halves[0]).relative_rms_error(fitted) == decode.relative_rms_error(fitted)
     cheap = StepSums.from_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
     free = (decode + cheap).fit()
     assert free.per_prompt_token_s == 0
