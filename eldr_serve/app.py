@@ -88,7 +88,7 @@ def build_parts(args: dict[str, Any]) -> ApplicationParts:
             router_name=actor_name(eldr_args.name),
             application=eldr_args.name,
             num_pool_actors=eldr_args.signatures.actors,
-            follows_placements=bool(eldr_args.router.expert_placements),
+            follows_expert_placements=bool(eldr_args.router.expert_placements),
             stall_timeout_s=stall_timeout_s,
         )
     options = {

@@ -41,7 +41,7 @@ from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.queues.reports import Meter
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.replicas.engine_watch import EngineWatch
-from eldr_serve.replicas.expert_placement import PlacementFollower, place_experts
+from eldr_serve.replicas.expert_placement import ExpertPlacementFollower, place_experts
 from eldr_serve.replicas.log_handlers import restore_log_handlers
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.rank_loads import RankLoad
@@ -205,7 +205,7 @@ class DecodeServer(EngineServer):
     Args:
         application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
             actors nothing is sampled.
-        follows_placements: whether the router has expert placements, one for each position.
+        follows_expert_placements: whether the router has expert placements, one for each position.
     """
 
     _role = "decode"
@@ -217,19 +217,19 @@ class DecodeServer(EngineServer):
         router_name: str,
         application: str = "",
         num_pool_actors: int = 0,
-        follows_placements: bool = False,
+        follows_expert_placements: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._placement_follower: PlacementFollower | None = None
+        self._expert_placement_follower: ExpertPlacementFollower | None = None
         self._sampler = Sampler(1.0 if num_pool_actors else 0.0)
         await super().__init__(llm_config, **kwargs)
         clock = asyncio.get_running_loop().time
         self._rank_loads = [RankLoad(clock) for _ in range(self._engine.ranks())]
         self._steps = StepReporter(self._engine, router_name, lambda: self._channel_server.in_flight)
         self._tasks.append(start_supervised("the report of steps", self._steps.run))
-        if follows_placements:
-            self._placement_follower = PlacementFollower(self._engine, router_name)
-            follow = self._placement_follower.run
+        if follows_expert_placements:
+            self._expert_placement_follower = ExpertPlacementFollower(self._engine, router_name)
+            follow = self._expert_placement_follower.run
             self._tasks.append(start_supervised("the expert-placement follower", follow))
         if num_pool_actors:
             self._pool = PoolClient(application, num_pool_actors)
@@ -246,8 +246,8 @@ class DecodeServer(EngineServer):
         """Return the status report of an EngineServer, or a report for each data-parallel rank."""
         if self._engine.ranks() == 1:
             report = super().report()
-            if self._placement_follower is not None and EXPERTS in report:
-                report[EXPERTS] = report[EXPERTS] | self._placement_follower.status
+            if self._expert_placement_follower is not None and EXPERTS in report:
+                report[EXPERTS] = report[EXPERTS] | self._expert_placement_follower.status
             return report
         number = next(self._report_numbers)
         loads = enumerate(self._rank_loads)

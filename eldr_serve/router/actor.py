@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from eldr_serve.channel import ChannelServer, Reply
 from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
-from eldr_serve.engine.methods import PositionPlacement
+from eldr_serve.engine.methods import ExpertPlacementOfPosition
 from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Usage
@@ -161,7 +161,9 @@ class DecodeRouter:
         queued = len(steps) * state.queue_size / max(1, state.num_workers)
         return StepAnswer(queued, all(has_all_blocks))
 
-    async def position_placement(self, replica: str, digest: str) -> PositionPlacement | None:
+    async def expert_placement_of_position(
+        self, replica: str, digest: str
+    ) -> ExpertPlacementOfPosition | None:
         """Return the expert placement of a decode replica's position; see `placement_of`."""
         return placement_of(self._expert_placements, self._state.positions.workers, replica, digest)
 
