@@ -23,9 +23,9 @@ from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.expert_placements import placement_of
+from eldr_serve.router.ingress_calls import Sessions
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
-from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status

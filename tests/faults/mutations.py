@@ -192,12 +192,12 @@ MUTATIONS = (
     ),
     Mutation(
         "a client that is lost for good is not dropped",
-        "eldr_serve.router.sessions",
+        "eldr_serve.router.ingress_calls",
         "asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)",
     ),
     Mutation(
         "a connection that its client has left is still served",
-        "eldr_serve.router.sessions",
+        "eldr_serve.router.ingress_calls",
         'previous.reply.peer.close("its ingress has connected again")',
     ),
     Mutation(

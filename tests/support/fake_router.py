@@ -20,7 +20,7 @@ from eldr_serve.channel.server import _Connection
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.actor import _error_response
-from eldr_serve.router.sessions import Sessions
+from eldr_serve.router.ingress_calls import Sessions
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
 from eldr_serve.router_client.calls import RouterCalls
