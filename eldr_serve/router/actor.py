@@ -23,7 +23,7 @@ from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.expert_placements import placement_of
-from eldr_serve.router.ingress_calls import Sessions
+from eldr_serve.router.ingress_calls import IngressCalls
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
 from eldr_serve.router.settings import RouterSettings
@@ -56,7 +56,7 @@ class DecodeRouter:
         self._state = _new_state(settings)
         self._expert_placements = settings.expert_placements
         self._pool.apply_settings(settings.pool)
-        self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
+        self._ingress_calls = IngressCalls(self._state, self._metrics, settings.ingress_timeout_s)
         self._connected_at_s = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
@@ -82,7 +82,7 @@ class DecodeRouter:
 
     async def _open(self) -> tuple[Address, ChannelServer]:
         return await start_channel_server(
-            self._handle_call, error_response=_error_response, open_methods=self._sessions.open_methods
+            self._handle_call, error_response=_error_response, open_methods=self._ingress_calls.open_methods
         )
 
     async def _handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
@@ -124,7 +124,7 @@ class DecodeRouter:
         self._expert_placements = settings.expert_placements
         if is_new:
             self._state = state
-            self._sessions.serve(self._state, settings.ingress_timeout_s)
+            self._ingress_calls.serve(self._state, settings.ingress_timeout_s)
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
@@ -235,7 +235,7 @@ class DecodeRouter:
         """Exit after a long time without ingresses."""
         while time.monotonic() - self._connected_at_s <= _IDLE_EXIT_S:
             await asyncio.sleep(PERIOD_S)
-            if self._sessions.has_ingresses:
+            if self._ingress_calls.has_ingresses:
                 self._connected_at_s = time.monotonic()
         await self._pool.end()
         # exit_actor would only end this task, by its exception.
