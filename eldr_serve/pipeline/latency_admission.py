@@ -115,15 +115,15 @@ class LatencyAdmission:
         Raises:
             OverloadedError: with the time after which the objective could be met.
         """
-        now = self._clock()
+        now_s = self._clock()
         measured_at_s = max(self._recorder.measured_at_s, self._trial_at_s)
         if math.isinf(measured_at_s):
-            measured_at_s = self._trial_at_s = now
+            measured_at_s = self._trial_at_s = now_s
         if math.isinf(delay_s):
-            if now - measured_at_s >= WINDOW_S:
-                self._trial_at_s = now
+            if now_s - measured_at_s >= WINDOW_S:
+                self._trial_at_s = now_s
                 return
-            retry_s = measured_at_s + WINDOW_S - now
+            retry_s = measured_at_s + WINDOW_S - now_s
         else:
             retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
         self._counters.count(IngressEvent.REFUSED_OBJECTIVE)

@@ -27,9 +27,9 @@ class CallRateLimiter:
         """
         if not self._per_s:
             return None
-        now = self._clock()
-        self._available = min(self._available + (now - self._refilled_at_s) * self._per_s, self._capacity)
-        self._refilled_at_s = now
+        now_s = self._clock()
+        self._available = min(self._available + (now_s - self._refilled_at_s) * self._per_s, self._capacity)
+        self._refilled_at_s = now_s
         after_s = max(0.0, 1 - self._available) / self._per_s
         if after_s > within_s:
             return None

@@ -85,14 +85,14 @@ class _Queue:
     def tokens(self) -> float:
         return self.own.outstanding + self.other_tokens
 
-    def refresh(self, report: QueueReport | None, now: float) -> None:
+    def refresh(self, report: QueueReport | None, now_s: float) -> None:
         """Process the worker's newest report; forget other ingresses' prompts if it is outdated."""
         if report is not None and report.number != self.report.number:
-            self.report, self.reported_at_s = report, now
+            self.report, self.reported_at_s = report, now_s
             self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
             self.other_tokens = max(0.0, report.tokens - self.own_at_report)
             self.calls_at_report, self.own_calls_at_report = report.calls, self.own_calls
-        elif now - self.reported_at_s > _STALE_S:
+        elif now_s - self.reported_at_s > _STALE_S:
             self.other_tokens = 0.0
             self.calls_at_report = self.own_calls_at_report = 0
         if self.report.callers <= 1:
@@ -205,11 +205,11 @@ class PrefillQueues:
 
     def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
         """Process the newest reports of these workers; return their queues."""
-        reports, now = self._reports(), self._clock()
+        reports, now_s = self._reports(), self._clock()
         queues = []
         for name in workers:
             queue = self._queue(name)
-            queue.refresh(reports.get(name), now)
+            queue.refresh(reports.get(name), now_s)
             queues.append(queue)
         return queues
 

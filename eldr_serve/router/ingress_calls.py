@@ -123,10 +123,8 @@ class IngressCalls:
     def _apply(self) -> None:
         self._scheduled = False
         progress, self.token_progress = self.token_progress, {}
-        pending, self.pending_leases = (
-            [lease for lease in self.pending_leases if lease.state is LeaseState.SENT],
-            [],
-        )
+        pending = [lease for lease in self.pending_leases if lease.state is LeaseState.SENT]
+        self.pending_leases = []
         started_at_s = time.perf_counter()
         try:
             self.state.progress(progress)

@@ -194,9 +194,9 @@ class Shadow:
         self.policy.on_progress(totals)
 
     def _count(self, priced: NDArray[np.float64]) -> None:
-        if (now := self._clock()) > self._block_ends_at_s:
+        if (now_s := self._clock()) > self._block_ends_at_s:
             self._blocks.append(np.zeros(5))
-            self._block_ends_at_s = now + _BLOCK_S
+            self._block_ends_at_s = now_s + _BLOCK_S
         self.totals += priced
         self._blocks[-1] += priced
 

@@ -247,7 +247,7 @@ MUTATIONS = (
         "        for task in calls.values():\n            task.cancel()\n",
         "",
     ),
-    Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now >= lost_at_s:", "if False:"),
+    Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now_s >= lost_at_s:", "if False:"),
     # -- admission and tenants
     Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._permits[tenant.name] -= 1"),
     Mutation(

@@ -1,7 +1,7 @@
 """A router without Ray and without a network: its real state, a fake actor around it, and real clients.
 
-`router_state` and `place` test the state alone. `FakeActor` also has the real ingress calls and channel server.
-A `RouterClient` talks to it through connections within this process, which the test can delay or cut.
+`router_state` and `place` test the state alone. `FakeActor` also has the real ingress calls and channel
+server. A `RouterClient` talks to it through connections within this process, which the test can delay or cut.
 `SlotPolicy` is a policy with a decode queue.
 """
 
