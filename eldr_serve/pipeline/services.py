@@ -90,7 +90,7 @@ def build_services(
     stage_latencies = StageLatencies()
     kv_release = KvRelease(fleets.prefill)
     outliers = OutlierDetector(fleets.decode, counters)
-    admission = PrefillAdmission(fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters)
+    admission = PrefillAdmission(fleets.prefill_capable, bound_s=options.prefill_queue_s, counters=counters)
     decode_starts = DecodeStartEstimator(fleets.decode)
     recorder = PredictionRecorder(_now_s)
     predictor = LatencyPredictor(fleets, admission.queues, decode_starts, recorder)

@@ -38,7 +38,7 @@ from eldr_serve.engine.report_fields import (
 from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.supervision import start_supervised
-from eldr_serve.queues.reports import Meter
+from eldr_serve.queues.reports import PromptMeter
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.replicas.engine_watch import EngineWatch
 from eldr_serve.replicas.expert_placement import ExpertPlacementFollower, place_experts
@@ -74,7 +74,7 @@ class EngineServer:
         # again when it frees the object, and that coroutine would never be awaited.
         self.__del__ = self.shut_down
         self._report_numbers = itertools.count()
-        self._meter = Meter(clock=asyncio.get_running_loop().time)
+        self._meter = PromptMeter(clock=asyncio.get_running_loop().time)
         with restore_log_handlers():
             self._engine = await start_engine(llm_config)
         self._tasks = [start_supervised("the event-loop monitor", LoopWatch(self._role).run)]
@@ -129,8 +129,8 @@ class EngineServer:
         experts = self._engine.expert_status()
         return values if experts is None else values | {EXPERTS: experts}
 
-    def _report_load(self, number: int, meter: Meter, calls: int, kv_usage: float) -> dict[str, Any]:
-        queue = meter.report(number, callers=self._channel_server.num_peers, calls=calls)
+    def _report_load(self, number: int, meter: PromptMeter, calls: int, kv_usage: float) -> dict[str, Any]:
+        queue = meter.report(number, num_ingresses=self._channel_server.num_peers, calls=calls)
         return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: queue}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -293,7 +293,7 @@ class DecodeServer(EngineServer):
 
 
 @contextmanager
-def _measure_prompt(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[Send]:
+def _measure_prompt(meter: PromptMeter, prompt_tokens: float, send: Send) -> Iterator[Send]:
     """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
     is_computing = True
 

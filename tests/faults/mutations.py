@@ -128,7 +128,7 @@ MUTATIONS = (
     Mutation(
         "a signature that nobody waits for is still awaited",
         "eldr_serve.fleet.measured_counts",
-        "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",
+        "asyncio.get_running_loop().call_later(_MAX_DELAY_S, self._call.cancel)",
     ),
     Mutation(
         "a replica that fails again and again is not ejected",
