@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lib.engines import process
+from benchmarks.lib.engines import start_process
 
 _EVERY_S = 0.25  # interval of records
 
@@ -67,7 +67,7 @@ def record_cpu_speed(folder: Path) -> Iterator[None]:
         for core in sorted(os.sched_getaffinity(0)):
             file = folder / f"cpu_speed_{core}.jsonl"
             command = [sys.executable, "-m", "benchmarks.lib.cpu_speed", str(core), str(file)]
-            probes.enter_context(process(command, env={}, log=file.with_suffix(".log")))
+            probes.enter_context(start_process(command, env={}, log=file.with_suffix(".log")))
         yield
 
 
