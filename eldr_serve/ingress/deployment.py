@@ -121,7 +121,7 @@ class EldrIngress:
             gate=self.gate, services=self._services, warmup=self._warmup, model_id=model_id
         )
         self.openai = OpenAIEndpoints(
-            path=RequestPath(self._services),
+            request_path=RequestPath(self._services),
             router=router,
             counters=counters,
             log=self._log,

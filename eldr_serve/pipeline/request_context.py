@@ -44,7 +44,7 @@ class RequestContext:
 
     Attributes:
         request: the client's request.
-        path: path of the URL.
+        url_path: path of the URL.
         on_end: called when the work has ended.
         on_overflow: called when the client is too slow and too much is buffered; the answer ends there.
         trace_id: id of the trace; "" if the request is not traced.
@@ -64,7 +64,7 @@ class RequestContext:
     """
 
     request: Request
-    path: str = ""
+    url_path: str = ""
     on_end: Callable[[RequestContext], None] = lambda context: None
     on_overflow: Callable[[], None] = lambda: None
     trace_id: str = ""
@@ -144,7 +144,7 @@ class RequestContext:
         return {
             "request": self.request_id,
             "trace": self.trace_id or None,
-            "path": self.path,
+            "path": self.url_path,
             "tenant": self.request.tenant,
             "status": record.status,
             "error": record.error or None,
