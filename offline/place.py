@@ -185,7 +185,7 @@ def _split_by_worker(
         return [("all", out, fit, held_out)]
     if table is None:
         assert workers is not None
-        clusters, _ = fit_table(trace.subset(fit), workers, seed=seed)
+        clusters, _ = fit_table(trace.subset_without_routes(fit), workers, seed=seed)
     else:
         clusters = RoutingTable.load(table)
         sizes = (clusters.num_layers, clusters.num_experts)

@@ -336,7 +336,7 @@ class ReplayExperiment:
         )
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
-        trace = self.data.trace.subset(fit)
+        trace = self.data.trace.subset_without_routes(fit)
         table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
         if balanced:
             return table
