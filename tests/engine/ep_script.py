@@ -276,8 +276,8 @@ def die_after_sending(worker: Any) -> None:
         return
     send = transfer.dist.isend
 
-    def last(*arguments: Any, **named: Any) -> None:
-        send(*arguments, **named).wait()
+    def last(*args: Any, **kwargs: Any) -> None:
+        send(*args, **kwargs).wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
     transfer.dist.isend = last
