@@ -188,6 +188,7 @@ class _Subscription:
         self._ingress_calls, self.ingress, self.reply = ingress_calls, ingress, reply
 
     def on_note(self, payload: bytes, tokens: int) -> None:
+        """Apply the ingress's list of decode workers, or its report."""
         message = _decode_subscription_note(payload)
         if isinstance(message, Workers):
             self._ingress_calls.state.update_workers(self.ingress, message.workers)
@@ -232,6 +233,7 @@ class _PlaceCall:
         self._pending = None
 
     def on_note(self, payload: bytes, tokens: int) -> None:
+        """Record progress (an empty note) or measured counts, or place the request again."""
         state = self._ingress_calls.state
         if not payload:
             self._ingress_calls.add_progress(self._request_id, tokens)

@@ -112,6 +112,7 @@ class Placer:
 
     @property
     def policy(self) -> Policy:
+        """Return the live policy."""
         return self._policy.policy
 
     def set_policy(self, policy: Policy, cost: StepCost | None = None) -> None:
