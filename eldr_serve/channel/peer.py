@@ -23,7 +23,7 @@ class Peer(asyncio.Protocol, ABC):
 
     Attributes:
         name: address of the other end, for logs.
-        is_logged: whether the log already has the reason for the closed connection.
+        is_logged: whether the log already contains the reason for the closed connection.
         is_leaving: whether the other end takes no further calls; its open ones should move to other engines.
     """
 

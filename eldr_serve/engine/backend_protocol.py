@@ -161,7 +161,7 @@ class EngineBackend(Protocol):
             kv_lease_s: seconds for which a prefill engine keeps a finished prompt's blocks.
 
         Raises:
-            ValueError, TypeError: the configuration cannot be used; a ValidationError has the location.
+            ValueError, TypeError: the configuration cannot be used; a ValidationError names the location.
         """
 
     def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:

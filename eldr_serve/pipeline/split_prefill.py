@@ -45,7 +45,7 @@ class SplitPrefill:
 
     Args:
         fleets: the replicas of prefill and of decode engines.
-        admission: limits the prompts in prefill, and has the prefill engines' queues.
+        admission: limits the prompts in prefill, and keeps the prefill engines' queues.
         options: timeouts and the maximum size of a locally prefilled prompt.
         counters: counters of the ingress.
         kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
