@@ -10,7 +10,7 @@ WINDOW = 256  # number of newest requests for the percentiles
 
 
 class StageLatencies:
-    """Times of the newest requests, by name of the stage.
+    """Durations of the stages of the newest requests, by name of the stage.
 
     Stages of a request: `prefill` (the prefill call), `place` (router), `first_token` (decode call to its
     first chunk: the stages `transport` and `first_token` of `DecodeStages` together), and `handover` (end of

@@ -22,7 +22,7 @@ from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
-from eldr_serve.router.expert_placements import placement_of
+from eldr_serve.router.expert_placements import expert_placement_of
 from eldr_serve.router.ingress_calls import IngressCalls
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
@@ -164,8 +164,8 @@ class DecodeRouter:
     async def expert_placement_of_position(
         self, replica: str, digest: str
     ) -> ExpertPlacementOfPosition | None:
-        """Return the expert placement of a decode replica's position; see `placement_of`."""
-        return placement_of(self._expert_placements, self._state.positions.workers, replica, digest)
+        """Return the expert placement of a decode replica's position; see `expert_placement_of`."""
+        return expert_placement_of(self._expert_placements, self._state.positions.workers, replica, digest)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""

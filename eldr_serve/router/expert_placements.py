@@ -69,7 +69,7 @@ def _describe(model: str, layers: int, experts: int) -> str:
     return f"{model} with {layers} x {experts} experts"
 
 
-def placement_of(
+def expert_placement_of(
     bodies: Sequence[bytes], workers: Sequence[str | None], worker: str, digest: str
 ) -> ExpertPlacementOfPosition | None:
     """Return the placement of a worker's position; None if there are no placements or it has no position.
