@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from starlette.applications import Starlette
 
-from eldr_serve.config.application import CONFIG_OF_ROLE, DRAIN_S, SCALING, EldrArgs, parse
+from eldr_serve.config.application import AUTOSCALING_POLICY, CONFIG_OF_ROLE, DRAIN_S, EldrArgs, parse
 from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.backend_protocol import EngineSpec
 from eldr_serve.engine.protocol import EngineRole
@@ -31,7 +31,7 @@ from eldr_serve.signatures.settings import PoolSettings
 from eldr_serve.validation import first_problem
 
 _REPLICA_PUBLISHER = "eldr_serve.fleet.replica_publisher.ReplicaPublisher"
-_PREFIX = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
+_NAME_PREFIX_OF_ROLE = {"prefill": "Prefill:", "decode": "Decode:", "whole": "Decode:"}
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ def build_parts(args: dict[str, Any]) -> ApplicationParts:
     if "prefill" in specs:
         with _name_part_in_errors("prefill_config.deployment_config"):
             prefill = specs["prefill"].deployment(
-                LLMPrefillServer, name_prefix=_PREFIX["prefill"], stall_timeout_s=stall_timeout_s
+                LLMPrefillServer, name_prefix=_NAME_PREFIX_OF_ROLE["prefill"], stall_timeout_s=stall_timeout_s
             )
     with _name_part_in_errors("decode_config.deployment_config"):
         decode = decode_spec.deployment(
             LLMDecodeServer,
-            name_prefix=_PREFIX[decode_role],
+            name_prefix=_NAME_PREFIX_OF_ROLE[decode_role],
             router_name=actor_name(eldr_args.name),
             application=eldr_args.name,
             num_pool_actors=eldr_args.signatures.actors,
-            follows_placements=bool(eldr_args.router.expert_placements),
+            follows_expert_placements=bool(eldr_args.router.expert_placements),
             stall_timeout_s=stall_timeout_s,
         )
     options = {
@@ -110,7 +110,7 @@ def build_parts(args: dict[str, Any]) -> ApplicationParts:
         admin_key_sha256=_admin_key_sha256(eldr_args),
         engine_version=BACKEND.version(),
     )
-    engine_names = (f"{_PREFIX[role]}{spec.deployment_name}" for role, spec in specs.items())
+    engine_names = (f"{_NAME_PREFIX_OF_ROLE[role]}{spec.deployment_name}" for role, spec in specs.items())
     return ApplicationParts(eldr_args, specs, graph, (ingress.name, *engine_names))
 
 
@@ -186,7 +186,7 @@ def engine_spec(
     config["deployment_config"] = deployment
     deployment.setdefault("graceful_shutdown_timeout_s", DRAIN_S)
     if deployment.get("autoscaling_config"):
-        deployment["autoscaling_config"].setdefault("policy", {"policy_function": SCALING})
+        deployment["autoscaling_config"].setdefault("policy", {"policy_function": AUTOSCALING_POLICY})
     deployment["request_router_config"] = (deployment.get("request_router_config") or {}) | {
         "request_router_class": _REPLICA_PUBLISHER,
         "request_router_kwargs": {"directory_name": directory_name},

@@ -156,7 +156,7 @@ def has_exact_ids(request: Request) -> bool:
 
 
 def tenant_salt(tenant: str, fields: RequestFields) -> str:
-    """Return a cache salt that isolates a named tenant's prefixes; "" without a name.
+    """Return a cache salt that isolates a named tenant's prefixes; "" if the tenant has no name.
 
     A client's own salt isolates its users within the tenant.
     """

@@ -161,7 +161,7 @@ def _linear(problem: Problem) -> Ints:
 
 def _make_topology(ranks: int, nodes: int) -> Topology:
     if ranks % nodes:
-        raise UserInputError(f"{ranks} ranks cannot be split evenly over {nodes} nodes")
+        raise UserInputError(f"{ranks} ranks cannot be split evenly over {nodes} nodes: change --nodes")
     return Topology(ranks=ranks, nodes=nodes)
 
 
@@ -185,15 +185,15 @@ def _split_by_worker(
         return [("all", out, fit, held_out)]
     if table is None:
         assert workers is not None
-        clusters, _ = fit_table(trace.subset(fit), workers, seed=seed)
+        clusters, _ = fit_table(trace.subset_without_routes(fit), workers, seed=seed)
     else:
         clusters = RoutingTable.load(table)
         sizes = (clusters.num_layers, clusters.num_experts)
         if (clusters.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
             shape = trace.prefill_counts.shape
             raise UserInputError(
-                f"{table} is a table of {clusters.model} with {sizes[0]} x {sizes[1]} experts, the trace is "
-                f"of {trace.model} with {shape[1]} x {shape[2]}"
+                f"{table} is for {clusters.model} with {sizes[0]} layers of {sizes[1]} experts, but "
+                f"the trace is of {trace.model} with {shape[1]} layers of {shape[2]} experts"
             )
         if workers not in (None, len(clusters.centroids)):
             raise UserInputError(f"{table} has {len(clusters.centroids)} clusters, not {workers}")
@@ -203,7 +203,8 @@ def _split_by_worker(
         to_fit, to_evaluate = (half[cluster[half] == worker] for half in (fit, held_out))
         if not len(to_fit) or not len(to_evaluate):
             raise UserInputError(
-                f"too few requests are nearest to worker {worker} to fit to and to evaluate on"
+                f"worker {worker} has {len(to_fit)} requests to fit and {len(to_evaluate)} to evaluate: "
+                "lower --workers or give a larger trace"
             )
         parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), to_fit, to_evaluate))
     return parts

@@ -164,7 +164,7 @@ class ScenarioInputs:
             if routes.fit_path is None:
                 cut = max(1, round(routes.fit_share * len(kinds)))
                 self.fitted_on, kinds = kinds[:cut], kinds[cut:]
-                fit = trace.subset(self.fitted_on)
+                fit = trace.subset_without_routes(self.fitted_on)
             else:
                 fit = _trace_to_fit(routes, routes.fit_path, trace)
             self.mix = {name: float(n) for name, n in Counter(fit.domains).items()}
@@ -341,7 +341,7 @@ def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> C
             f"{path} is of {model} with {size[0]} x {size[1]} experts, but {experts.path} is of {own} with "
             f"{own_size[0]} x {own_size[1]}"
         )
-    return fit.subset(_positions_of_domains(fit, path, experts.domains))
+    return fit.subset_without_routes(_positions_of_domains(fit, path, experts.domains))
 
 
 def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:

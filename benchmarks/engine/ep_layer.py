@@ -25,10 +25,10 @@ from benchmarks.lib.ep.timing import (
     STAGES,
     LayerArm,
     RankJob,
-    layers_together,
-    messages,
-    rank_alone,
-    shares_alone,
+    time_layers_together,
+    time_messages,
+    time_rank_alone,
+    time_shares_alone,
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats
@@ -74,11 +74,11 @@ def ep_layer(
 
     two_ranks = make_job(2, batch, [*ARMS, ("even", "all-to-all")])
     many_ranks = make_job(_MANY_RANKS, _MANY_BATCH, ARMS)
-    points = on_ranks(1, rank_alone, two_ranks)[0]
-    message_rows = on_ranks(2, messages, rounds)[0]
-    shares = on_ranks(1, shares_alone, many_ranks)[0]  # [B, L, rounds, G] by arm
+    points = on_ranks(1, time_rank_alone, two_ranks)[0]
+    message_rows = on_ranks(2, time_messages, rounds)[0]
+    shares = on_ranks(1, time_shares_alone, many_ranks)[0]  # [B, L, rounds, G] by arm
     times_alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
-    times_together = _slowest(on_ranks(2, layers_together, two_ranks))
+    times_together = _slowest(on_ranks(2, time_layers_together, two_ranks))
 
     alone_work = _work(points)
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])

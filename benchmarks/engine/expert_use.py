@@ -134,14 +134,15 @@ def prefill_decode(data: CapturedRoutes, seed: int) -> list[Result]:
     figure = Figure(figsize=(8, 4), layout="constrained")
     rows: Rows = []
     for axes, workload in zip(figure.subplots(1, 2), WORKLOADS, strict=True):
-        trace = data.trace.subset(data.group(workload))
+        trace = data.trace.subset_without_routes(data.group(workload))
         domains = np.array(trace.domains)
         points = [
             np.mean([_activation(counts[domains == d]) for d in sorted(set(domains))], axis=0).reshape(-1)
             for counts in (trace.prefill_counts, trace.decode_counts)
         ]
         fit, held_out = data.split(workload, 0.5, seed)
-        spec, test = fit_signature(data.trace.subset(fit), seed=seed), data.trace.subset(held_out)
+        spec = fit_signature(data.trace.subset_without_routes(fit), seed=seed)
+        test = data.trace.subset_without_routes(held_out)
         row = {"workload": workload, "requests": len(trace.ids), "pearson": float(pearsonr(*points)[0])}
         rho = rho_of(spec.encode(test.prefill_counts), test.decode_probability, seed=seed)
         rows.append(row | {"spearman": float(spearmanr(*points)[0]), "rho_held_out": rho})
@@ -200,7 +201,7 @@ def signature_quality(data: CapturedRoutes, seed: int) -> list[Result]:
     rows: Rows = []
     curve: Rows = []
     for workload in WORKLOADS:
-        trace = data.trace.subset(data.group(workload))
+        trace = data.trace.subset_without_routes(data.group(workload))
         for transform, quality in compare_transforms(trace, seed=seed).items():
             label = {"workload": workload, "transform": transform}
             rows.append(label | {k: quality[k] for k in ("rho_all_layers", "rho_kept_layers", "layers_kept")})
@@ -222,7 +223,7 @@ def signature_space(data: CapturedRoutes, seed: int) -> list[Result]:
     rows: Rows = []
     figures = {}
     for workload in WORKLOADS:
-        trace = data.trace.subset(data.group(workload))
+        trace = data.trace.subset_without_routes(data.group(workload))
         table, report = fit_table(trace, CLUSTERS, seed=seed)
         by_domain = np.array(list(report["clusters_by_domain"].values()))
         rows += [

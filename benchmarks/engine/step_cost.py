@@ -177,7 +177,8 @@ def fit_rows(steps: list[TimedStep]) -> list[dict[str, Any]]:
             continue
         rest = seconds - cost.seconds(np.array(requests), 0, np.array(experts))
         rows[-1] |= {"fixed_ms": 1e3 * cost.fixed_s, "per_request_us": 1e6 * cost.per_request_s}
-        rows[-1] |= {"per_expert_us": 1e6 * cost.per_expert_s, "relative_error_pct": 100 * sums.error(cost)}
+        error_pct = 100 * sums.relative_rms_error(cost)
+        rows[-1] |= {"per_expert_us": 1e6 * cost.per_expert_s, "relative_error_pct": error_pct}
         rows[-1]["r2"] = 1 - float(np.mean(rest**2) / np.var(seconds))
     return rows
 

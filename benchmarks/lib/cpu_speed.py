@@ -23,13 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lib.engines import process
+from benchmarks.lib.engines import start_process
 
 _EVERY_S = 0.25  # interval of records
 
 
 class CpuSpeed:
-    """Probe of this core's speed: the time of a matrix product that fits its cache."""
+    """Probe of this core's speed: the time of four matrix products that fit its cache."""
 
     def __init__(self) -> None:
         import torch
@@ -39,7 +39,7 @@ class CpuSpeed:
         self._last: deque[float] = deque(maxlen=3)
 
     def measure(self) -> float:
-        """Measure the CPU time of the product, in seconds."""
+        """Measure the CPU time of four products, in seconds."""
         self._multiply()  # brings it into the cache
         start = time.thread_time()
         for _ in range(4):
@@ -60,14 +60,14 @@ class CpuSpeed:
 def record_cpu_speed(folder: Path) -> Iterator[None]:
     """Record the speed of this process's cores several times per second, in `folder`/cpu_speed_CORE.jsonl.
 
-    A line is [Unix time, CPU time of the product, stolen ticks so far, all ticks so far], times in seconds.
+    A line is [Unix time, CPU time of four products, stolen ticks so far, all ticks so far], times in seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as probes:
         for core in sorted(os.sched_getaffinity(0)):
             file = folder / f"cpu_speed_{core}.jsonl"
             command = [sys.executable, "-m", "benchmarks.lib.cpu_speed", str(core), str(file)]
-            probes.enter_context(process(command, env={}, log=file.with_suffix(".log")))
+            probes.enter_context(start_process(command, env={}, log=file.with_suffix(".log")))
         yield
 
 

@@ -107,7 +107,7 @@ def plain_engine_kwargs(
 
 
 @contextmanager
-def process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def start_process(command: list[str], *, env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command. Stop it and all its children at the end.
 
     The command stays in the session, which Linux schedules as one group (`sched_autogroup_enabled`): in
@@ -170,7 +170,7 @@ def vllm_servers(
                 )
                 log = logs / f"vllm_{role}_{number}.log"
                 url = f"http://127.0.0.1:{port + number}"
-                started.append((url, stack.enter_context(process(command, env=env, log=log)), log))
+                started.append((url, stack.enter_context(start_process(command, env=env, log=log)), log))
                 urls[role].append(url)
         for url, server, log in started:
             wait_http(f"{url}/health", server, log)
@@ -191,7 +191,7 @@ def vllm_router(
         f"--prometheus-port={port + 80 + number}",
         *servers,
     ]
-    with process(command, env={}, log=log) as router:
+    with start_process(command, env={}, log=log) as router:
         wait_http(f"{front}/health", router, log, 60)
         yield front
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from eldr_serve.scheduling import Lease, LeaseState, Placer, Policy
 from loadgen.results import read_rows
-from offline.simulation.placement_requests import PlacementRequests
+from offline.simulation.placement_requests import PlacementRequestFactory
 from offline.simulation.requests import Experts, Requests
 
 _TIMED = 200  # placements
@@ -23,14 +23,14 @@ def placement_s(
         policy: a new policy, with its table and cost.
         in_flight: requests that run meanwhile, at most half of all.
     """
-    sent = PlacementRequests(requests, experts, policy, None, reads_counts=policy.reads_counts)
+    factory = PlacementRequestFactory(requests, experts, policy, None, reads_counts=policy.reads_counts)
     placer = Placer(policy, on_policy_error=_fail)
     placer.set_workers([str(worker) for worker in range(workers)])
     in_flight = min(in_flight, len(requests) // 2)
     calls = min(_TIMED, len(requests) - in_flight)
     seconds = []
     for number in range(in_flight + calls):
-        lease = Lease(sent.make_request(number, ()), LeaseState.SENT)
+        lease = Lease(factory.make_request(number, ()), LeaseState.SENT)
         start = time.thread_time()
         placer.submit([lease])
         if number >= in_flight:

@@ -133,7 +133,7 @@ class EpCase:
                 f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}"
             )
         self._rounds = draw_disjoint_batches(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
-        self._table, _ = fit_table(data.trace.subset(self._fit), workers, seed=seed)
+        self._table, _ = fit_table(data.trace.subset_without_routes(self._fit), workers, seed=seed)
 
     def batches(self, arm: tuple[str, str], turn: int) -> list[tuple[Ints, Ints]]:
         """Return (requests, placement int[L, E]) for each worker with requests."""

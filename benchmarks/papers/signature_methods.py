@@ -36,7 +36,7 @@ class Prompts:
         return cls(trace, token_shares(trace.prompts, trace.vocabulary), expert_frequencies(trace))
 
     def __getitem__(self, index: Ints) -> Prompts:
-        return Prompts(self.trace.subset(index), self.shares[index], self.frequencies[index])
+        return Prompts(self.trace.subset_without_routes(index), self.shares[index], self.frequencies[index])
 
 
 Method = Callable[[Prompts, Prompts], Floats]  # fits the first, returns float64[n, L*E] of the second

@@ -89,7 +89,9 @@ def live(
                 held_out = {data.trace.ids[i] for i in rest}
                 prompts_file = work / f"live_{group}_prompts.jsonl"
                 write_prompts(prompts_file, (p for p in fit_in if p.id in held_out))
-                table, _ = fit_table(data.trace.subset(fit), decode_replicas_of(arguments), seed=seed)
+                table, _ = fit_table(
+                    data.trace.subset_without_routes(fit), decode_replicas_of(arguments), seed=seed
+                )
                 comparison.measure(table, load | {"prompts": prompts_file}, port=port)
     rows: list[Any] = [{"workload": group, **row} for group, c in comparisons.items() for row in c.rows()]
     # All workloads have the same inputs except the prompts, which are parts of one sample.

@@ -74,7 +74,7 @@ def prefix_cache(
     longest = sorted(held_out, key=lambda prompt: -len(prompt.text))[: 8 * distinct]
     write_prompts(repeated, balanced_sample(longest, distinct, seed))
     arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval)
-    table, _ = fit_table(data.trace.subset(fit), decode_replicas_of(arguments), seed=seed)
+    table, _ = fit_table(data.trace.subset_without_routes(fit), decode_replicas_of(arguments), seed=seed)
     rows: list[dict[str, Any]] = []
     for state, comparison in comparisons.items():
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}

@@ -105,8 +105,8 @@ async def converse(
     return requests
 
 
-def row(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
-    """Return the hit rates between two readings of the counters, and their relative difference, in %."""
+def make_row(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    """Make a row of hit rates between two readings of counters, and their relative difference, in %."""
     prompts, predicted, measured = (after.get(name, 0) - before.get(name, 0) for name in _COUNTERS)
     rates = {"predicted_pct": 100 * predicted / prompts, "measured_pct": 100 * measured / prompts}
     error = 100 * (predicted / measured - 1) if measured else float("nan")
@@ -148,7 +148,7 @@ def prefix_hits(
             load = {"in_flight": in_flight, "think_s": think_seconds, "longest": kwargs["max_model_len"]}
             requests = asyncio.run(converse(client.url, chosen, seed=seed, **load))
             time.sleep(_REPORTS_S)
-            rows.append({"map": name, "requests": requests} | row(before, client.status()["counters"]))
+            rows.append({"map": name, "requests": requests} | make_row(before, client.status()["counters"]))
     inputs = {"policy": policy, "sessions": len(chosen), "in_flight": in_flight, "blocks": blocks}
     inputs |= {"think_s": think_seconds, "deployment": deployment.stem, "trace": trace.name}
     notes = (

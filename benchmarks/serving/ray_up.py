@@ -65,7 +65,7 @@ def left_behind(folder: Path) -> list[str]:
 
 def _execute(name: str, command: str) -> dict[str, Any]:
     """Run a command and return its row. Raise UserInputError, after its last output, if it failed."""
-    typer.echo(f"== {name}: {command or f'until {_URL}/eldr/status says so'}")
+    typer.echo(f"== {name}: {command or f'waiting for {_URL}/eldr/status to report ready'}")
     start = time.monotonic()
     if command:
         program, *rest = shlex.split(command)

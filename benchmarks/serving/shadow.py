@@ -64,16 +64,16 @@ class Part:
     step_cost: dict[str, float]  # the cost fitted at the end of the part
 
 
-def sums(status: dict[str, Any]) -> NDArray[np.float64]:
-    """Return float64[8] from a status, in the order of _SUMS."""
+def read_sums(status: dict[str, Any]) -> NDArray[np.float64]:
+    """Read float64[8] from a status, in the order of _SUMS."""
     now, totals = status["comparison"]["now"], status["decode_totals"]
     tokens = now.get("tokens") or 0
     priced = [tokens, *(tokens * (now.get(name) or 0.0) / 1e3 for name in ("live_ms", "shadow_ms"))]
     return np.array([*priced, *(totals[name] for name in _SUMS[3:])])
 
 
-def rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> list[dict[str, Any]]:
-    """Return one row per figure of the module's list, from each policy's trials by round."""
+def make_rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> list[dict[str, Any]]:
+    """Make one row per figure of the module's list, from each policy's trials by round."""
     ours, other = policies
     a, b = parts[ours], parts[other]
     pairs = {
@@ -121,7 +121,7 @@ def _measure(
     def tick(elapsed_s: float) -> None:
         if len(ends) < len(marks_s) and elapsed_s >= marks_s[len(ends)]:
             status = service.status()
-            ends.append(sums(status))
+            ends.append(read_sums(status))
             costs.update(status["step_cost"])
 
     trial = run_trial(service, step, load, scratch=scratch, tick=tick)
@@ -184,7 +184,7 @@ def shadow(
             name: [Part(**journal.get(key(step.key))) for step in steps if step.policy == name]
             for name in names
         }
-        all_rows += [{"intermediate": width, **row} for row in rows(names, parts, seed)]
+        all_rows += [{"intermediate": width, **row} for row in make_rows(names, parts, seed)]
     publish(
         "shadow",
         all_rows,

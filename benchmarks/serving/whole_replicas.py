@@ -94,31 +94,30 @@ async def _trial(
     counted_answers: list[Answer] = []
     marks: list[tuple[float, Counter[str]]] = []  # start of the counted requests, start of later ones
     enough = asyncio.Event()
-    numbers, waiting = count(), iter(chains)
+    request_numbers, next_chains = count(), iter(chains)
 
-    async def user(http: Any) -> None:
-        for chain in waiting:
+    async def run_user(session: Any) -> None:
+        for chain in next_chains:
             for body in chain:
-                number = next(numbers) - warm_up
+                number = next(request_numbers) - warm_up
                 if number in (0, requests):
                     marks.append((time.perf_counter(), cpu_s()))
-                answer = await send(http, body)
+                answer = await send(session, body)
                 if 0 <= number < requests:
                     counted_answers.append(answer)
                 if len(counted_answers) == requests and len(marks) == 2:
                     enough.set()
 
-    async with open_session(_TIMEOUT_S) as http:
-        users = [asyncio.create_task(user(http)) for _ in range(in_flight)]
-        last, everyone = asyncio.create_task(enough.wait()), asyncio.gather(*users)
-        both: list[asyncio.Future[Any]] = [last, everyone]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        for one in both:
-            one.cancel()
-        await asyncio.gather(*both, *users, return_exceptions=True)
+    async with open_session(_TIMEOUT_S) as session:
+        users = [asyncio.create_task(run_user(session)) for _ in range(in_flight)]
+        ends: list[asyncio.Future[Any]] = [asyncio.create_task(enough.wait()), asyncio.gather(*users)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, *users, return_exceptions=True)
     if not enough.is_set():
         raise UserInputError(
-            f"the workload has {next(numbers)} requests, a trial needs {warm_up + requests + 1}"
+            f"the workload has {next(request_numbers)} requests, but a trial needs {warm_up + requests + 1}"
         )
     (begin_s, before), (end_s, after) = marks
     row = summarise_answers(counted_answers)
@@ -140,7 +139,7 @@ def _predictor(trace: CalibrationTrace, seed: int) -> tuple[bytes, set[str]]:
         raise UserInputError("the calibration trace has no token ids; make it with eldr calibrate")
     if len(trace.ids) < CALIBRATION:
         raise UserInputError(f"the calibration trace has {len(trace.ids)} prompts, fewer than {CALIBRATION}")
-    fit = trace.subset(np.random.default_rng(seed).permutation(len(trace.ids))[:CALIBRATION])
+    fit = trace.subset_without_routes(np.random.default_rng(seed).permutation(len(trace.ids))[:CALIBRATION])
     return fit_signature_predictor(fit)[0].to_bytes(), set(fit.ids)
 
 
@@ -264,7 +263,7 @@ class _Comparison:
     Attributes:
         policies: names of the policies of each side.
         prompts: prompts to which the predictor was not fitted.
-        records: requests of the Mooncake trace; empty without one.
+        records: requests of the Mooncake trace; empty if there is no trace.
     """
 
     settings: ComparisonSettings
@@ -338,17 +337,18 @@ class _Comparison:
     def _chains(self, workload: str, rng: random.Random, tag: str) -> Chains:
         """Return as many chains of a workload as a trial can need."""
         settings = self.settings
-        most = settings.warm_up + settings.requests + 4 * settings.in_flight
+        max_requests = settings.warm_up + settings.requests + 4 * settings.in_flight
         if workload == "sessions":
-            return sessions(self.records, self.prompts, self._answer_tokens, rng, tag=tag, count=most)
-        make = many_domains if workload == "many domains" else system_prompts
-        return make(self.prompts, self._answer_tokens, rng, tag=tag, count=most)
+            return sessions(self.records, self.prompts, self._answer_tokens, rng, tag=tag, count=max_requests)
+        make_chains = many_domains if workload == "many domains" else system_prompts
+        return make_chains(self.prompts, self._answer_tokens, rng, tag=tag, count=max_requests)
 
     def _burn_in(self, send: Send, order: random.Random) -> None:
         """Send requests that no figure includes."""
         settings = self.settings
-        tag, most = f"{order.getrandbits(32):08x}", settings.burn_in + 2 * settings.in_flight
-        chains = many_domains(self.prompts, self._answer_tokens, random.Random(tag), tag=tag, count=most)
+        tag, max_requests = f"{order.getrandbits(32):08x}", settings.burn_in + 2 * settings.in_flight
+        rng = random.Random(tag)
+        chains = many_domains(self.prompts, self._answer_tokens, rng, tag=tag, count=max_requests)
         self._run_trial(send, chains, warm_up=1, requests=settings.burn_in - 1)
 
     def _run_trial(self, send: Send, chains: Chains, warm_up: int, requests: int) -> dict[str, Any]:

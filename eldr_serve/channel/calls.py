@@ -81,16 +81,18 @@ class Call:
             since: returns the time, on the loop's clock, from which `first_s` counts. It moves forward
                 while the engine answers other calls first. By default `first_s` counts from now.
         """
-        now = self._loop.time()
+        now_s = self._loop.time()
         self._timer = self._loop.call_later(
-            min(first_s, gap_s), self._check_time, first_s, gap_s, since or (lambda: now)
+            min(first_s, gap_s), self._check_time, first_s, gap_s, since or (lambda: now_s)
         )
 
     def _check_time(self, first_s: float, gap_s: float, since: Callable[[], float]) -> None:
-        now = self._loop.time()
+        now_s = self._loop.time()
         due_s = since() + first_s if self._received_at_s is None else self._received_at_s + gap_s
-        if due_s > now:
-            self._timer = self._loop.call_at(min(due_s, now + gap_s), self._check_time, first_s, gap_s, since)
+        if due_s > now_s:
+            self._timer = self._loop.call_at(
+                min(due_s, now_s + gap_s), self._check_time, first_s, gap_s, since
+            )
             return
         what = (
             f"nothing for {first_s:g} s" if self._received_at_s is None else f"nothing more for {gap_s:g} s"

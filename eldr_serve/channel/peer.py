@@ -23,7 +23,7 @@ class Peer(asyncio.Protocol, ABC):
 
     Attributes:
         name: address of the other end, for logs.
-        is_logged: whether the log already has the reason for the closed connection.
+        is_logged: whether the log already contains the reason for the closed connection.
         is_leaving: whether the other end takes no further calls; its open ones should move to other engines.
     """
 
@@ -114,17 +114,17 @@ class Peer(asyncio.Protocol, ABC):
         self._unsent = []
 
     def _tick(self) -> None:
-        now = self._loop.time()
-        if now - self._due_at_s > PING_S:  # this process was late, not the other end
-            self._received_at_s = now
+        now_s = self._loop.time()
+        if now_s - self._due_at_s > PING_S:  # this process was late, not the other end
+            self._received_at_s = now_s
         lost_at_s = self._received_at_s + self._silent_s
-        if now >= lost_at_s:
+        if now_s >= lost_at_s:
             self.abort(TimeoutError(f"silent for {self._silent_s:g} s"))
             return
         self.send(self.ping())
         # Tick no later than the deadline. Schedule it by absolute time: rounding could shrink a delay to 0
         # forever.
-        self._tick_at(min(now + PING_S, lost_at_s))
+        self._tick_at(min(now_s + PING_S, lost_at_s))
 
     def _tick_at(self, due_at_s: float) -> None:
         self._due_at_s = due_at_s

@@ -19,7 +19,7 @@ from eldr_serve.validation import first_problem
 
 CONFIG_OF_ROLE = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
-SCALING = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
+AUTOSCALING_POLICY = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
 _MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave some to other processes
 
 
@@ -68,7 +68,7 @@ class EldrArgs(BaseModel):
         options |= {name: option for name, option in value.items() if option is not None}
         if scaling := options.get("autoscaling_config"):
             if isinstance(scaling, dict):
-                options["autoscaling_config"] = {"policy": {"policy_function": SCALING}} | scaling
+                options["autoscaling_config"] = {"policy": {"policy_function": AUTOSCALING_POLICY}} | scaling
         else:
             options.setdefault("num_replicas", default_ingresses())
         return options

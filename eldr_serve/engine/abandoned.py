@@ -17,8 +17,8 @@ REMEMBERED_S = 120.0  # longer than a prompt waits and is computed after its cli
 class AbandonedPrompts:
     """The prompts whose blocks a worker holds, and the names of abandoned prompts."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._names: dict[str, str] = {}  # engine's id -> caller's name, of prompts with held blocks
         self._abandoned: OrderedDict[str, float] = OrderedDict()  # caller's name -> time of abandonment
 
@@ -28,11 +28,11 @@ class AbandonedPrompts:
 
     def abandon(self, names: Iterable[str]) -> None:
         """Record that no engine will read these prompts, finished or not."""
-        now = self._now()
-        while self._abandoned and next(iter(self._abandoned.values())) < now - REMEMBERED_S:
+        now_s = self._clock()
+        while self._abandoned and next(iter(self._abandoned.values())) < now_s - REMEMBERED_S:
             self._abandoned.popitem(last=False)
         for name in names:
-            self._abandoned[name] = now
+            self._abandoned[name] = now_s
             self._abandoned.move_to_end(name)
 
     def ids_to_free(self) -> list[str]:

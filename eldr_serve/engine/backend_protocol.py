@@ -1,6 +1,6 @@
 """The interface of a kind of engine, through which deployments are built, checked and calibrated.
 
-`eldr_serve.engine.vllm.backend` implements it with vLLM. `eldr_serve.engine.protocol` has running engines.
+`eldr_serve.engine.vllm.backend` implements it with vLLM. `eldr_serve.engine.protocol` is for running engines.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class EngineBackend(Protocol):
             kv_lease_s: seconds for which a prefill engine keeps a finished prompt's blocks.
 
         Raises:
-            ValueError, TypeError: the configuration cannot be used; a ValidationError has the location.
+            ValueError, TypeError: the configuration cannot be used; a ValidationError names the location.
         """
 
     def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:

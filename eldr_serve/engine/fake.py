@@ -43,7 +43,7 @@ class FakeConfig:
         prompt_tokens: number of tokens of every prompt.
         prefill_s: seconds that a prefill takes.
         step_s: seconds that a decode step takes; all streams get their tokens of a step together.
-        prefix_cache: size of the prefix cache; None without one.
+        prefix_cache: size of the prefix cache; None if the engine has no prefix cache.
         top_k: experts per token; a decode step uses the first k of each layer.
         ranks: number of data-parallel ranks, which behave alike.
     """

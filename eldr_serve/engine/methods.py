@@ -52,7 +52,7 @@ class ExpertsChange(BaseModel):
         return json.dumps({"map": json.loads(content), "meta": json.loads(sidecar)}).encode()
 
 
-class PositionPlacement(NamedTuple):
+class ExpertPlacementOfPosition(NamedTuple):
     """The expert placement of a decode worker's position.
 
     Attributes:

@@ -169,7 +169,7 @@ class HasSizes(Protocol):
         """
 
     def prefix_cache(self) -> PrefixCacheSize | None:
-        """Return the size of a rank's prefix cache; None without one."""
+        """Return the size of a rank's prefix cache; None if it has no prefix cache."""
 
 
 class TakesMeasurements(Protocol):

@@ -138,8 +138,10 @@ class CalibrationTrace(Artifact):
         routes: NDArray[np.unsignedinteger[Any]] = self.routes[np.concatenate(steps)]
         return routes
 
-    def subset(self, index: NDArray[np.int64], ids: list[str] | None = None) -> CalibrationTrace:
-        """Return a trace of the requests at `index`, without routes.
+    def subset_without_routes(
+        self, indices: NDArray[np.int64], ids: list[str] | None = None
+    ) -> CalibrationTrace:
+        """Return a trace of the requests at `indices`, without routes.
 
         Args:
             ids: new ids, which a trace with repeated requests needs; by default the ids remain.
@@ -147,22 +149,22 @@ class CalibrationTrace(Artifact):
         return CalibrationTrace(
             model=self.model,
             top_k=self.top_k,
-            prefill_counts=self.prefill_counts[index],
-            decode_counts=self.decode_counts[index],
-            decode_steps=self.decode_steps[index],
-            prompt_tokens=self.prompt_tokens[index],
-            domains=[self.domains[i] for i in index],
-            ids=ids or [self.ids[i] for i in index],
-            token_ids=self._token_ids_of(index),
+            prefill_counts=self.prefill_counts[indices],
+            decode_counts=self.decode_counts[indices],
+            decode_steps=self.decode_steps[indices],
+            prompt_tokens=self.prompt_tokens[indices],
+            domains=[self.domains[i] for i in indices],
+            ids=ids or [self.ids[i] for i in indices],
+            token_ids=self._token_ids_of(indices),
             tokenizer=self.tokenizer,
             vocabulary=self.vocabulary,
         )
 
-    def _token_ids_of(self, index: NDArray[np.int64]) -> NDArray[np.uint32] | None:
+    def _token_ids_of(self, indices: NDArray[np.int64]) -> NDArray[np.uint32] | None:
         if self.token_ids is None:
             return None
         prompts = self.prompts
-        token_ids: NDArray[np.uint32] = np.concatenate([self.token_ids[:0], *(prompts[i] for i in index)])
+        token_ids: NDArray[np.uint32] = np.concatenate([self.token_ids[:0], *(prompts[i] for i in indices)])
         return token_ids
 
     def to_bytes(self) -> bytes:

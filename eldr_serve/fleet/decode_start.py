@@ -18,7 +18,7 @@ class DecodeStartEstimator:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._call_starts = CallStartEstimator(clock=_now)
+        self._call_starts = CallStartEstimator(clock=_now_s)
         self._waits: dict[str, WaitEstimator] = {}  # of workers with more calls than slots
 
     def enter(self, worker: str, expected_s: float = 0.0) -> WaitingCall:
@@ -33,7 +33,7 @@ class DecodeStartEstimator:
         if num_waiting == num_before:
             return
         if num_waiting and self._has_waiting_calls(call.worker):
-            self._waits.setdefault(call.worker, WaitEstimator(clock=_now)).record_departure(empty=False)
+            self._waits.setdefault(call.worker, WaitEstimator(clock=_now_s)).record_departure(empty=False)
         else:  # the next wait starts a new estimate, and a lost worker needs none
             self._waits.pop(call.worker, None)
 
@@ -58,7 +58,7 @@ class DecodeStartEstimator:
         """
         worker = call.worker
         if self._has_waiting_calls(worker) and self._calls(worker) > self._call_starts.num_waiting(worker):
-            call.expected_start_at_s = _now()
+            call.expected_start_at_s = _now_s()
         return call.expected_start_at_s
 
     def free_slots(self, worker: str) -> float:
@@ -79,5 +79,5 @@ class DecodeStartEstimator:
         return 0 < self.slots(worker) < self._calls(worker)
 
 
-def _now() -> float:
+def _now_s() -> float:
     return asyncio.get_running_loop().time()

@@ -48,7 +48,7 @@ class ReplicaDirectory:
 
     @property
     def block_tokens(self) -> int:
-        """Return the tokens in a block of the replicas' prefix caches; 0 without one or if unknown yet."""
+        """Return the tokens in a block of the replicas' prefix caches; 0 if unknown or if there are none."""
         return max((metadata.get(BLOCK_TOKENS, 0) for metadata in self._metadata.values()), default=0)
 
     def update_reports(self, reports: Mapping[str, Mapping[str, Any]]) -> None:

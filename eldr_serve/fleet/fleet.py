@@ -91,7 +91,7 @@ class Fleet:
 
     @property
     def block_tokens(self) -> int:
-        """Return the tokens in a block of the replicas' prefix caches; 0 without one or if unknown yet."""
+        """Return the tokens in a block of the replicas' prefix caches; 0 if unknown or if there are none."""
         return self.directory.block_tokens
 
     @property

@@ -37,13 +37,13 @@ class KvUsage:
 
     def update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live workers, by name."""
-        now = self._clock()
+        now_s = self._clock()
         before, self._newest = self._newest, {}
         for name, report in reports.items():
             number, usage = report.get(REPORT_NUMBER), report.get(KV_USAGE)
             last = before.get(name)
             if number is not None and usage is not None and (last is None or last.number != number):
-                last = _Report(number, usage, now)
+                last = _Report(number, usage, now_s)
             if last is not None:
                 self._newest[name] = last
 
@@ -54,9 +54,9 @@ class KvUsage:
 
     def replicas_with_room(self, replicas: Iterable[str]) -> list[str]:
         """Return the prefill replicas that may get a prompt."""
-        names, now = list(replicas), self._clock()
+        names, now_s = list(replicas), self._clock()
         newest = {name: self._newest.get(name) for name in names}
-        is_current = {name: last is None or now - last.at_s <= _STALE_S for name, last in newest.items()}
+        is_current = {name: last is None or now_s - last.at_s <= _STALE_S for name, last in newest.items()}
         if not any(is_current.values()):
             return names
         return [name for name in names if is_current[name] and self._has_room(newest[name])]

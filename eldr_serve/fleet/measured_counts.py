@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.experts.signature import unpack_counts
 
-_LATER_S = 1.0  # maximum delay after the answer to the request itself
+_MAX_DELAY_S = 1.0  # maximum delay after the answer to the request itself
 
 _Answer = tuple[int, str]  # tokens of the prompt, its packed counts
 OnCounts = Callable[[NDArray[np.uint32], int], None]  # counts [L, E], tokens of the prompt
@@ -33,7 +33,7 @@ class MeasuredCounts:
 
     def finish(self) -> asyncio.Task[None]:
         """Cancel the call soon after the end of the request; return a task that ends with the call."""
-        asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)
+        asyncio.get_running_loop().call_later(_MAX_DELAY_S, self._call.cancel)
         return self._task
 
     async def _read(self) -> None:

@@ -51,20 +51,20 @@ class OutlierDetector:
         """Count a failed call, unless the replica was merely full; eject a replica that fails repeatedly."""
         if isinstance(error, CallFailedError) and error.status == 503:
             return
-        replica, now = replica_of(worker), self._clock()
+        replica, now_s = replica_of(worker), self._clock()
         self._records = {
-            name: record for name, record in self._records.items() if now - record.failed_at_s < _FORGET_S
+            name: record for name, record in self._records.items() if now_s - record.failed_at_s < _FORGET_S
         }
         record = self._records.setdefault(replica, _Record())
-        record.failed_at_s = now
-        if now < record.ejected_until_s:
+        record.failed_at_s = now_s
+        if now_s < record.ejected_until_s:
             return  # the call began before the ejection
         record.failures += 1
         if record.failures < FAILURES:
             return
         record.failures = 0
         ejection_s = min(_FIRST_EJECTION_S * 2**record.ejections, _MAX_EJECTION_S)
-        record.ejected_until_s = now + ejection_s
+        record.ejected_until_s = now_s + ejection_s
         record.ejections += 1
         logger.warning(
             "replica %s has failed %d calls in a row and is ejected for %.0f s; the last error: %s",
@@ -78,7 +78,7 @@ class OutlierDetector:
     @property
     def usable_names(self) -> list[str]:
         """Return the live workers whose replicas are not ejected, or all of them if more than half are."""
-        names, now = list(self._fleet.live_names), self._clock()
-        ejected_replicas = {name for name, record in self._records.items() if now < record.ejected_until_s}
+        names, now_s = list(self._fleet.live_names), self._clock()
+        ejected_replicas = {name for name, record in self._records.items() if now_s < record.ejected_until_s}
         usable_names = [name for name in names if replica_of(name) not in ejected_replicas]
         return usable_names if 2 * len(usable_names) >= len(names) else names

@@ -70,9 +70,11 @@ def read(
     """
     gpus = list_gpus()
     if setting.gpu not in gpus:
-        raise UserInputError(f"--gpu is {setting.gpu!r}: unknown, there are {', '.join(gpus)}")
+        raise UserInputError(f"--gpu is {setting.gpu!r}, which is unknown; choose one of {', '.join(gpus)}")
     if setting.dtype not in (None, *DTYPES):
-        raise UserInputError(f"--dtype is {setting.dtype!r}: unknown, there are {', '.join(DTYPES)}")
+        raise UserInputError(
+            f"--dtype is {setting.dtype!r}, which is unknown; choose one of {', '.join(DTYPES)}"
+        )
     if setting.tp % setting.ep:
         raise UserInputError(f"--ep must be 1 or a divisor of --tp ({setting.tp}), got {setting.ep}")
     with _suppressed_log(), _model_path(setting.model, config) as path:

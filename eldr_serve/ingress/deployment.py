@@ -121,7 +121,7 @@ class EldrIngress:
             gate=self.gate, services=self._services, warmup=self._warmup, model_id=model_id
         )
         self.openai = OpenAIEndpoints(
-            path=RequestPath(self._services),
+            request_path=RequestPath(self._services),
             router=router,
             counters=counters,
             log=self._log,
@@ -168,8 +168,8 @@ class EldrIngress:
         name = uuid.uuid4().hex
         works: dict[str, Callable[[], Awaitable[None]]] = {
             "the export of metrics": self._export,
-            "the watch of the event loop": self._status.watch.run,
-            "the watch of the keys file": tenants.watch,
+            "the event-loop monitor": self._status.watch.run,
+            "the keys-file monitor": tenants.watch,
             "the exchange of tenants' usage": partial(
                 tenants.share_usage, lambda usage: self._router.share_limits(name, usage)
             ),

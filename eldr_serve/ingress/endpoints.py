@@ -19,7 +19,7 @@ from eldr_serve.objective import MILLISECONDS, TPOT_HEADER, TTFT_HEADER
 from eldr_serve.request import DOMAIN_HEADER, LABEL_PREFIX, MAX_LABEL_CHARACTERS, MAX_LABELS
 
 
-class Replica(Protocol):
+class IngressParts(Protocol):
     """The parts of an ingress replica that handle requests."""
 
     gate: Gate
@@ -27,7 +27,7 @@ class Replica(Protocol):
     admin: AdminEndpoints
 
 
-class Caller(StrEnum):
+class Audience(StrEnum):
     """The clients that may call an endpoint, each with a sentence for the OpenAPI document."""
 
     ANYONE = "No key is needed."
@@ -48,7 +48,7 @@ class RequestHeader:
     pattern: str | None = None
 
 
-_Handler = Callable[[Replica, Request], Awaitable[Response]]
+_Handler = Callable[[IngressParts, Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Endpoint:
         path: its path, in which Starlette finds the parameters.
         methods: its HTTP methods.
         handle: answers a request; its docstring is shown in the API reference.
-        caller: who may call it.
+        audience: who may call it.
         body: key of its request body among the engine's request types; None if no engine reads the body.
         headers: request headers that it reads, beside the keys.
     """
@@ -67,7 +67,7 @@ class Endpoint:
     path: str
     methods: tuple[str, ...]
     handle: _Handler
-    caller: Caller = Caller.TENANTS
+    audience: Audience = Audience.TENANTS
     body: str | None = None
     headers: tuple[RequestHeader, ...] = ()
 
@@ -94,8 +94,8 @@ def _generation(path: str, method: str) -> Endpoint:
     """Return an endpoint that generates text by this method of the engines."""
 
     @functools.wraps(OpenAIEndpoints.generate)
-    async def handle(replica: Replica, request: Request) -> Response:
-        return await replica.openai.generate(method, request)
+    async def handle(ingress: IngressParts, request: Request) -> Response:
+        return await ingress.openai.generate(method, request)
 
     return Endpoint(path, ("POST",), handle, body=method, headers=_HEADERS_OF_GENERATION)
 
@@ -104,34 +104,34 @@ def _forwarding(path: str, method: str) -> Endpoint:
     """Return an endpoint that one decode engine answers by this method."""
 
     @functools.wraps(OpenAIEndpoints.forward)
-    async def handle(replica: Replica, request: Request) -> Response:
-        return await replica.openai.forward(method, request)
+    async def handle(ingress: IngressParts, request: Request) -> Response:
+        return await ingress.openai.forward(method, request)
 
     return Endpoint(path, ("POST",), handle, body=method)
 
 
 def _openai(handler: Callable[[OpenAIEndpoints, Request], Awaitable[Response]]) -> _Handler:
     @functools.wraps(handler)
-    async def handle(replica: Replica, request: Request) -> Response:
-        return await handler(replica.openai, request)
+    async def handle(ingress: IngressParts, request: Request) -> Response:
+        return await handler(ingress.openai, request)
 
     return handle
 
 
 def _admin(handler: Callable[[AdminEndpoints, Request], Awaitable[Response]]) -> _Handler:
     @functools.wraps(handler)
-    async def handle(replica: Replica, request: Request) -> Response:
-        return await handler(replica.admin, request)
+    async def handle(ingress: IngressParts, request: Request) -> Response:
+        return await handler(ingress.admin, request)
 
     return handle
 
 
 def _operation(path: str, handler: Callable[[AdminEndpoints, Request], Awaitable[Response]]) -> Endpoint:
     """Return an endpoint that changes the service."""
-    return Endpoint(path, ("PUT",), _admin(handler), Caller.OPERATORS)
+    return Endpoint(path, ("PUT",), _admin(handler), Audience.OPERATORS)
 
 
-async def _page(replica: Replica, request: Request) -> Response:
+async def _page(ingress: IngressParts, request: Request) -> Response:
     """Return the live page."""
     return HTMLResponse(live_page(), headers={"Content-Security-Policy": SELF_CONTAINED})
 
@@ -153,22 +153,22 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _forwarding("/detokenize", "detokenize"),
     Endpoint("/v1/models", _GET, _openai(OpenAIEndpoints.models)),
     Endpoint("/v1/models/{model:path}", _GET, _openai(OpenAIEndpoints.model)),
-    Endpoint("/openapi.json", _GET, _openai(OpenAIEndpoints.openapi), Caller.ANYONE),
-    Endpoint("/health", _GET, _admin(AdminEndpoints.health), Caller.ANYONE),
-    Endpoint("/ping", ("GET", "POST"), _admin(AdminEndpoints.health), Caller.ANYONE),
-    Endpoint("/version", _GET, _admin(AdminEndpoints.version), Caller.ANYONE),
-    Endpoint("/metrics", _GET, _admin(AdminEndpoints.metrics), Caller.ANYONE),
-    Endpoint("/eldr/status", _GET, _admin(AdminEndpoints.status), Caller.ANYONE),
-    Endpoint("/eldr/ready", _GET, _admin(AdminEndpoints.ready), Caller.ANYONE),
-    Endpoint("/eldr/", _GET, _page, Caller.ANYONE),
-    Endpoint("/eldr/live", _GET, _admin(AdminEndpoints.live), Caller.OPERATORS),
-    Endpoint("/eldr/trace", _GET, _admin(AdminEndpoints.trace), Caller.OPERATORS),
-    Endpoint("/eldr/table", ("GET", "PUT"), _admin(AdminEndpoints.table), Caller.OPERATORS),
-    Endpoint("/eldr/shadow", ("PUT", "DELETE"), _admin(AdminEndpoints.set_shadow), Caller.OPERATORS),
+    Endpoint("/openapi.json", _GET, _openai(OpenAIEndpoints.openapi), Audience.ANYONE),
+    Endpoint("/health", _GET, _admin(AdminEndpoints.health), Audience.ANYONE),
+    Endpoint("/ping", ("GET", "POST"), _admin(AdminEndpoints.health), Audience.ANYONE),
+    Endpoint("/version", _GET, _admin(AdminEndpoints.version), Audience.ANYONE),
+    Endpoint("/metrics", _GET, _admin(AdminEndpoints.metrics), Audience.ANYONE),
+    Endpoint("/eldr/status", _GET, _admin(AdminEndpoints.status), Audience.ANYONE),
+    Endpoint("/eldr/ready", _GET, _admin(AdminEndpoints.ready), Audience.ANYONE),
+    Endpoint("/eldr/", _GET, _page, Audience.ANYONE),
+    Endpoint("/eldr/live", _GET, _admin(AdminEndpoints.live), Audience.OPERATORS),
+    Endpoint("/eldr/trace", _GET, _admin(AdminEndpoints.trace), Audience.OPERATORS),
+    Endpoint("/eldr/table", ("GET", "PUT"), _admin(AdminEndpoints.table), Audience.OPERATORS),
+    Endpoint("/eldr/shadow", ("PUT", "DELETE"), _admin(AdminEndpoints.set_shadow), Audience.OPERATORS),
     _operation("/eldr/policy", AdminEndpoints.set_policy),
     _operation("/eldr/refit", AdminEndpoints.refit),
     _operation("/eldr/predictor", AdminEndpoints.swap_predictor),
     _operation("/eldr/experts", AdminEndpoints.place_experts),
     _operation("/eldr/drain", AdminEndpoints.drain),
 )
-PUBLIC_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.caller is Caller.ANYONE)
+PUBLIC_PATHS = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.audience is Audience.ANYONE)

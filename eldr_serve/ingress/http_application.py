@@ -18,12 +18,12 @@ from starlette.routing import Route
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.errors import RequestRefusedError, one_line_message
 from eldr_serve.ingress.admission import AdmissionMiddleware
-from eldr_serve.ingress.endpoints import ENDPOINTS, PUBLIC_PATHS, Caller, Endpoint, Replica
+from eldr_serve.ingress.endpoints import ENDPOINTS, PUBLIC_PATHS, Audience, Endpoint, IngressParts
 from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
 
 
-def _replica() -> Replica:
-    return cast(Replica, serve.get_replica_context().servable_object)
+def _ingress_parts() -> IngressParts:
+    return cast(IngressParts, serve.get_replica_context().servable_object)
 
 
 def _route(endpoint: Endpoint) -> Route:
@@ -34,10 +34,10 @@ def _route(endpoint: Endpoint) -> Route:
 
     @functools.wraps(endpoint.handle)
     async def handle(request: Request) -> Response:
-        replica = _replica()
-        if endpoint.caller is Caller.OPERATORS:
-            replica.gate.require_admin_key(request.headers)
-        return await endpoint.handle(replica, request)
+        ingress = _ingress_parts()
+        if endpoint.audience is Audience.OPERATORS:
+            ingress.gate.require_admin_key(request.headers)
+        return await endpoint.handle(ingress, request)
 
     return Route(endpoint.path, handle, methods=endpoint.methods)
 
@@ -53,7 +53,7 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
         routes=[_route(endpoint) for endpoint in ENDPOINTS],
         middleware=[
             *([cors] if cors_origins else []),
-            Middleware(AdmissionMiddleware, gate=lambda: _replica().gate, public_paths=PUBLIC_PATHS),
+            Middleware(AdmissionMiddleware, gate=lambda: _ingress_parts().gate, public_paths=PUBLIC_PATHS),
         ],
         exception_handlers={
             RequestRefusedError: _refused,

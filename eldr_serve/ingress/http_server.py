@@ -222,7 +222,7 @@ class HttpServer:
         """Wait until the server has drained; raise the error that ended it before, if any."""
         await asyncio.shield(self._serving)
         if not self._draining.is_set():
-            raise RuntimeError("the HTTP server has ended although nobody stopped it")
+            raise RuntimeError("the HTTP server stopped unexpectedly")
 
     async def drain(self) -> None:
         """Accept no further connections, and wait until the open ones have their responses."""

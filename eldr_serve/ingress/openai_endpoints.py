@@ -52,7 +52,7 @@ class OpenAIEndpoints:
     """Endpoints for inference requests.
 
     Args:
-        path: runs requests through the prefill and decode deployments.
+        request_path: runs requests through the prefill and decode deployments.
         router: client of the router, started by the first request.
         counters: counters of this ingress.
         log: request log, which makes the context of each request.
@@ -64,7 +64,7 @@ class OpenAIEndpoints:
     def __init__(
         self,
         *,
-        path: RequestPath,
+        request_path: RequestPath,
         router: RouterClient,
         counters: IngressCounters,
         log: RequestLog,
@@ -72,7 +72,7 @@ class OpenAIEndpoints:
         model_card: dict[str, Any],
         openapi: dict[str, Any],
     ) -> None:
-        self._path = path
+        self._request_path = request_path
         self._router = router
         self._counters = counters
         self._log = log
@@ -101,7 +101,7 @@ class OpenAIEndpoints:
         request.state.id_headers = {"x-eldr-request": context.request_id}
         if context.trace_id:
             request.state.id_headers["x-eldr-trace"] = context.trace_id
-        run = self._path.generate(context)
+        run = self._request_path.generate(context)
         try:
             first = await anext(run)
         except BaseException:
@@ -136,7 +136,7 @@ class OpenAIEndpoints:
             reservation.reserve(prompt_tokens)
             reservation.used = lambda: prompt_tokens
         engine_request = EngineRequest(method, body, headers=_headers_for_engines(request), cache_salt=salt)
-        return Response(await self._path.forward(engine_request), media_type="application/json")
+        return Response(await self._request_path.forward(engine_request), media_type="application/json")
 
     async def models(self, request: HTTPRequest) -> Response:
         """Return the served model as a list in OpenAI's format."""

@@ -26,7 +26,7 @@ def openapi_document(requests: Mapping[str, Any]) -> dict[str, Any]:
                 _no_parameters if endpoint.body is None else _takes_body(requests[endpoint.body]),
                 methods=[method],
                 name=endpoint.handle.__name__,
-                description=f"{inspect.getdoc(endpoint.handle)}\n\n{endpoint.caller}",
+                description=f"{inspect.getdoc(endpoint.handle)}\n\n{endpoint.audience}",
                 openapi_extra={"parameters": _parameters(endpoint)},
             )
     return app.openapi()

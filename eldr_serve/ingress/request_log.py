@@ -29,7 +29,7 @@ class RequestLog:
         self._every = every
         self._tracing = tracing
 
-    def begin(self, path: str, request: Request, on_overflow: Callable[[], None]) -> RequestContext:
+    def begin(self, url_path: str, request: Request, on_overflow: Callable[[], None]) -> RequestContext:
         """Return the context of a new request, which is logged when the request has ended.
 
         With tracing, the headers of the trace are added to the request's.
@@ -37,12 +37,12 @@ class RequestLog:
         Args:
             on_overflow: see RequestContext.
         """
-        trace = self._tracing.begin(path, request.headers) if self._tracing else None
+        trace = self._tracing.begin(url_path, request.headers) if self._tracing else None
         if trace is None:
-            return RequestContext(request, path, self._ended, on_overflow)
+            return RequestContext(request, url_path, self._ended, on_overflow)
         request.headers.update(trace.headers)
         on_end = partial(self._ended, trace=trace)
-        return RequestContext(request, path, on_end, on_overflow, trace_id=trace.id)
+        return RequestContext(request, url_path, on_end, on_overflow, trace_id=trace.id)
 
     def _ended(self, context: RequestContext, trace: Trace | None = None) -> None:
         if self._every or context.failures.messages:  # a warning, since deployments hide lower levels

@@ -89,7 +89,7 @@ def digest(key: str) -> str:
 
 
 def bearer_key(authorization: str) -> str | None:
-    """Return the key of an Authorization header; None without the scheme Bearer, in any case."""
+    """Return the key of an Authorization header; None unless its scheme is Bearer, in any case."""
     scheme, _, key = authorization.partition(" ")
     return key if scheme.lower() == "bearer" else None
 

@@ -19,7 +19,7 @@ class SharedLimits:
 
     def exchange(self, ingress: str, usage: Usage) -> dict[str, Usage]:
         """Store one replica's usage since its start; return that of the other replicas."""
-        now = self._clock()
-        self._usage[ingress] = (now, usage)
-        self._usage = {name: item for name, item in self._usage.items() if now - item[0] <= _SILENT_S}
+        now_s = self._clock()
+        self._usage[ingress] = (now_s, usage)
+        self._usage = {name: item for name, item in self._usage.items() if now_s - item[0] <= _SILENT_S}
         return {name: item[1] for name, item in self._usage.items() if name != ingress}

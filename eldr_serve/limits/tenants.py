@@ -62,12 +62,12 @@ class Bucket:
         self._used = max(self._used + units, 0.0)
 
     def _refill(self) -> None:
-        now = self._clock()
+        now_s = self._clock()
         if self.per_minute is None:
             self._used = 0.0
         else:
-            self._used = max(self._used - (now - self._refilled_at_s) * self.per_minute / _MINUTE_S, 0.0)
-        self._refilled_at_s = now
+            self._used = max(self._used - (now_s - self._refilled_at_s) * self.per_minute / _MINUTE_S, 0.0)
+        self._refilled_at_s = now_s
 
 
 class Tenant:

@@ -59,7 +59,7 @@ INGRESS_STATUS = {
         "eldr_stage_seconds",
         GAUGE,
         "s",
-        "time of a stage, newest 256 requests",
+        "stage time over the last 256 requests",
         ("stage", "quantile"),
         only="with prefill engines, once a request was served",
     ),
@@ -108,7 +108,7 @@ _PREDICTED = {
         "eldr_prediction_margin_seconds",
         GAUGE,
         "s",
-        "what is added to a prediction so that 95 % of recent answers were within it",
+        "safety margin added to predictions (95 % of recent answers)",
     ),
 }
 OBJECTIVES = {

@@ -42,7 +42,7 @@ class Attempt:
     async def run(self) -> AsyncGenerator[bytes, None]:
         """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
 
-        The bytes may end before the answer, which then moves to another engine (see MoveLimiter).
+        If the answer moves to another engine, the bytes end before it is complete (see MoveLimiter).
 
         Raises:
             OverloadedError: no engine can take the request.
@@ -210,16 +210,16 @@ class Attempt:
 
     def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
         record = self._context.record
-        stages.first_chunk_at_s = now = time.monotonic()
+        stages.first_chunk_at_s = now_s = time.monotonic()
         if record.first_token_at_s is None:
-            record.first_token_at_s = now
+            record.first_token_at_s = now_s
         if self._context.request.fields.stream:
             record.status = 200
         if self._prompt.prefilled_at_s is not None:
-            record.handover_s = now - self._prompt.prefilled_at_s
+            record.handover_s = now_s - self._prompt.prefilled_at_s
             self._services.stage_latencies.record(
                 place=placing.seconds,
-                first_token=now - stages.started_at_s,
+                first_token=now_s - stages.started_at_s,
                 handover=record.handover_s,
             )
 

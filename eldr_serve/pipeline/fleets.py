@@ -18,7 +18,7 @@ class Fleets:
     whole: bool = False  # decode engines prefill too
 
     @property
-    def prefilling(self) -> Fleet:
+    def prefill_capable(self) -> Fleet:
         """Return the fleet of the engines that prefill."""
         return self.decode if self.whole else self.prefill
 

@@ -67,7 +67,8 @@ class LatencyAdmission:
         latencies = self._predictor.predict(num_tokens, loads, other_s)
         load = min(latencies.batches.values(), default=float(self._recorder.num_running))
         tpot_s = min(latencies.tpot_s.values(), default=None)
-        prediction = LatencyPrediction(latencies.ttft_s, tpot_s, load, *self._recorder.find_margins(load))
+        margins_s = self._recorder.compute_margins_s(load)
+        prediction = LatencyPrediction(latencies.ttft_s, tpot_s, load, *margins_s)
         ttft_delays, tpot_delays = self._predict_delays(context, latencies, prediction)
         late_replicas: tuple[str, ...] = ()
         late_workers: tuple[str, ...] = ()
@@ -114,15 +115,15 @@ class LatencyAdmission:
         Raises:
             OverloadedError: with the time after which the objective could be met.
         """
-        now = self._clock()
+        now_s = self._clock()
         measured_at_s = max(self._recorder.measured_at_s, self._trial_at_s)
         if math.isinf(measured_at_s):
-            measured_at_s = self._trial_at_s = now
+            measured_at_s = self._trial_at_s = now_s
         if math.isinf(delay_s):
-            if now - measured_at_s >= WINDOW_S:
-                self._trial_at_s = now
+            if now_s - measured_at_s >= WINDOW_S:
+                self._trial_at_s = now_s
                 return
-            retry_s = measured_at_s + WINDOW_S - now
+            retry_s = measured_at_s + WINDOW_S - now_s
         else:
             retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
         self._counters.count(IngressEvent.REFUSED_OBJECTIVE)

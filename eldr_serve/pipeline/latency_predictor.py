@@ -88,7 +88,7 @@ class LatencyPredictor:
         the router knows how many tokens of this prompt a worker has cached, its uncached tokens are divided
         by the uncached share of the mean prompt.
         """
-        queues, names = self._queues, self._fleets.prefilling.live_names
+        queues, names = self._queues, self._fleets.prefill_capable.live_names
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)

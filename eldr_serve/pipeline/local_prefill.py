@@ -31,7 +31,7 @@ class LocalPrefill:
         fleets: the replicas of prefill and of decode engines.
         router_client: knows the loads of the decode workers.
         counters: counters of the ingress.
-        max_tokens: longest prompt that a decode engine computes, in tokens; 0: none.
+        max_tokens: longest prompt that a decode engine computes, in tokens; 0 if it computes no prompts.
         admission: estimates the tokens of prompts.
         predictor: predicts both times.
         stage_latencies: the durations of the stages of earlier requests that were prefilled elsewhere.

@@ -20,7 +20,7 @@ class MoveLimiter:
     Args:
         decode: the decode replicas.
         decode_starts: knows the free slots of the decode workers.
-        limit: maximum number of answers that move at the same time; 0: none.
+        limit: maximum number of answers that move at the same time; 0 if no answer may move.
     """
 
     def __init__(self, decode: Fleet, decode_starts: DecodeStartEstimator, limit: int) -> None:

@@ -1,7 +1,7 @@
 """The path of one request: attempts until one of them has answered it.
 
-An answer whose engine is lost or leaves continues on another one, which recomputes the prompt and the tokens
-generated so far (see continuation.py for the engine's part).
+If an answer's engine fails or is drained, the answer continues on another engine, which recomputes the prompt
+and the tokens generated so far (see continuation.py for the engine's part).
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class PredictionRecorder:
         """Return counts and errors of the predictions, by latency."""
         return {"ttft": self._ttft.status(), "tpot": self._tpot.status()}
 
-    def find_margins(self, load: float) -> tuple[float, float]:
-        """Return what to add to a predicted TTFT and TPOT at this load, s; see PredictionAccuracy."""
+    def compute_margins_s(self, load: float) -> tuple[float, float]:
+        """Compute the safety margins of a predicted TTFT and TPOT at this load, s; see PredictionAccuracy."""
         return self._ttft.compute_margin_s(load), self._tpot.compute_margin_s(load)
 
     def estimate_ends_s(self, num_requests: float) -> float:
@@ -63,7 +63,7 @@ class PredictionRecorder:
         """Record the latencies of a complete answer of one sequence that stayed at its engine.
 
         Args:
-            growth: mean number of requests that ran meanwhile, times that at the admission.
+            growth: mean number of requests that ran meanwhile, divided by the number at the admission.
         """
         request, record, prediction = context.request, context.record, context.admission.prediction
         first_token_at_s = record.first_token_at_s

@@ -44,10 +44,10 @@ class RequestContext:
 
     Attributes:
         request: the client's request.
-        path: path of the URL.
+        url_path: path of the URL.
         on_end: called when the work has ended.
         on_overflow: called when the client is too slow and too much is buffered; the answer ends there.
-        trace_id: id of the trace; "" without tracing.
+        trace_id: id of the trace; "" if the request is not traced.
         request_id: id in answers, logs and engines.
         lease: newest lease of a decode worker.
         record: times and outcome, for the log.
@@ -64,7 +64,7 @@ class RequestContext:
     """
 
     request: Request
-    path: str = ""
+    url_path: str = ""
     on_end: Callable[[RequestContext], None] = lambda context: None
     on_overflow: Callable[[], None] = lambda: None
     trace_id: str = ""
@@ -98,7 +98,7 @@ class RequestContext:
 
     @property
     def due_in_s(self) -> float | None:
-        """Return the time until the first token is due by the objective, s; None without one, or if late."""
+        """Return the time until the objective of the first token, s; None without one or if it has passed."""
         if self.request.objective.ttft_s is None:
             return None
         remaining_s = self.record.started_at_s + self.request.objective.ttft_s - time.monotonic()
@@ -144,7 +144,7 @@ class RequestContext:
         return {
             "request": self.request_id,
             "trace": self.trace_id or None,
-            "path": self.path,
+            "path": self.url_path,
             "tenant": self.request.tenant,
             "status": record.status,
             "error": record.error or None,

@@ -18,7 +18,7 @@ async def request_decode_loads(
     """Return the loads of the decode workers from the router; None if it does not answer in time.
 
     Args:
-        block_tokens: tokens in a block of the decode engines' prefix caches; 0 without one.
+        block_tokens: tokens in a block of the decode engines' prefix caches; 0 if they have none.
     """
     if router_client.router_unreachable:
         return None

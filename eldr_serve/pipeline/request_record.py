@@ -18,7 +18,7 @@ class RequestRecord:
     Attributes:
         started_at_s, ended_at_s: begin and end of the work, time.monotonic().
         first_token_at_s: time of the first token, time.monotonic(); None before it.
-        handover_s: time from the end of prefill to the first answer of decode, s; None without either.
+        handover_s: time from the end of prefill to the first answer of decode, s; None if either is missing.
         stages: finished stages, in the order of their ends.
         status: HTTP status of the answer; None if the client disconnected before it.
         error: why a client that waited got no complete answer.
@@ -53,7 +53,7 @@ class RequestRecord:
 
     @property
     def prefill_replica(self) -> str | None:
-        """Return the prefill replica of the newest prefill call; None without one."""
+        """Return the prefill replica of the newest prefill call; None if there was no call."""
         return next((stage.worker for stage in reversed(self.stages) if stage.name == "prefill"), None)
 
     @property

@@ -90,9 +90,9 @@ def build_services(
     stage_latencies = StageLatencies()
     kv_release = KvRelease(fleets.prefill)
     outliers = OutlierDetector(fleets.decode, counters)
-    admission = PrefillAdmission(fleets.prefilling, bound_s=options.prefill_queue_s, counters=counters)
+    admission = PrefillAdmission(fleets.prefill_capable, bound_s=options.prefill_queue_s, counters=counters)
     decode_starts = DecodeStartEstimator(fleets.decode)
-    recorder = PredictionRecorder(_now)
+    recorder = PredictionRecorder(_now_s)
     predictor = LatencyPredictor(fleets, admission.queues, decode_starts, recorder)
     prefill: Prefill
     if fleets.whole:
@@ -127,7 +127,7 @@ def build_services(
             prefill_admission=admission,
             predictor=predictor,
             recorder=recorder,
-            clock=_now,
+            clock=_now_s,
         ),
         prediction_recorder=recorder,
         moves=MoveLimiter(fleets.decode, decode_starts, options.moves_at_once),
@@ -135,5 +135,5 @@ def build_services(
     )
 
 
-def _now() -> float:
+def _now_s() -> float:
     return time.monotonic()  # the clock of RequestRecord

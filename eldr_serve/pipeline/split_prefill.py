@@ -45,7 +45,7 @@ class SplitPrefill:
 
     Args:
         fleets: the replicas of prefill and of decode engines.
-        admission: limits the prompts in prefill, and has the prefill engines' queues.
+        admission: limits the prompts in prefill, and keeps the prefill engines' queues.
         options: timeouts and the maximum size of a locally prefilled prompt.
         counters: counters of the ingress.
         kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
@@ -97,7 +97,7 @@ class SplitPrefill:
         """Return the prompt, prefilled if the request can be split between two engines.
 
         A short prompt that a decode engine computes sooner is left to it, see LocalPrefill.
-        If prefill fails for an answer that has already begun, it is prefilled by the next decode engine.
+        If prefill fails for an answer that has already begun, the next decode engine computes the prompt.
 
         Raises:
             OverloadedError: no engine has room, or none can be reached.
@@ -114,7 +114,9 @@ class SplitPrefill:
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:
                 if not context.answer.num_tokens:
                     raise
-                context.failures.messages.append(f"is prefilled by the next decode engine: {error}")
+                context.failures.messages.append(
+                    f"prefill failed, so the next decode engine computes the prompt: {error}"
+                )
                 self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
         if self._tokenizer is not None:
             await self._tokenizer.add_to(context)

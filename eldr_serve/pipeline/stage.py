@@ -18,7 +18,7 @@ class Stage:
             step, if the engine reports that), first_token or stream, in this order.
         started_at_s, ended_at_s: time.monotonic().
         worker: the worker that was called, if any.
-        error: reason of the failure, one sentence; "" without failure.
+        error: reason of the failure, one sentence; "" if the stage did not fail.
     """
 
     name: str
@@ -55,16 +55,16 @@ class DecodeStages:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self.first_chunk_at_s is None:
-            self._add("first_token", self.started_at_s, now, error)
+            self._add("first_token", self.started_at_s, now_s, error)
             return
         started_at_s = self.started_at_s
         if self.transport_s is not None:
             started_at_s = min(started_at_s + self.transport_s, self.first_chunk_at_s)
             self._add("transport", self.started_at_s, started_at_s)
         self._add("first_token", started_at_s, self.first_chunk_at_s)
-        self._add("stream", self.first_chunk_at_s, now, error)
+        self._add("stream", self.first_chunk_at_s, now_s, error)
 
     def _add(self, name: str, from_s: float, until_s: float, error: BaseException | None = None) -> None:
         why = one_line_message(error) if isinstance(error, Exception) else ""

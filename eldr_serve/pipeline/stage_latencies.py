@@ -10,7 +10,7 @@ WINDOW = 256  # number of newest requests for the percentiles
 
 
 class StageLatencies:
-    """Times of the newest requests, by name of the stage.
+    """Durations of the stages of the newest requests, by name of the stage.
 
     Stages of a request: `prefill` (the prefill call), `place` (router), `first_token` (decode call to its
     first chunk: the stages `transport` and `first_token` of `DecodeStages` together), and `handover` (end of
@@ -28,7 +28,7 @@ class StageLatencies:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def median_s(self, name: str) -> float | None:
-        """Return the median duration of a stage over the newest requests, s; None without one."""
+        """Return the median duration of a stage over the newest requests, s; None if there is none."""
         return float(np.median(self._seconds[name])) if name in self._seconds else None
 
     def summary(self) -> dict[str, dict[str, float]]:

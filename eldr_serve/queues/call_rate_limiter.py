@@ -10,7 +10,7 @@ class CallRateLimiter:
     """Permits calls at a rate, by a token bucket with the capacity of one second and at least one token.
 
     Args:
-        per_s: calls per second; 0: none.
+        per_s: calls per second; 0 if no call is allowed.
         clock: returns the time, s.
     """
 
@@ -27,9 +27,9 @@ class CallRateLimiter:
         """
         if not self._per_s:
             return None
-        now = self._clock()
-        self._available = min(self._available + (now - self._refilled_at_s) * self._per_s, self._capacity)
-        self._refilled_at_s = now
+        now_s = self._clock()
+        self._available = min(self._available + (now_s - self._refilled_at_s) * self._per_s, self._capacity)
+        self._refilled_at_s = now_s
         after_s = max(0.0, 1 - self._available) / self._per_s
         if after_s > within_s:
             return None

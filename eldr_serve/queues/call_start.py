@@ -51,8 +51,8 @@ class CallStartEstimator:
         if not waiting:
             del self._waiting[call.worker]
         if answered:
-            now = self._clock()
+            now_s = self._clock()
             for later in reversed(waiting.values()):
                 if later.number < call.number:
                     break
-                later.expected_start_at_s = max(later.expected_start_at_s, now)
+                later.expected_start_at_s = max(later.expected_start_at_s, now_s)

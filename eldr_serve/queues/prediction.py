@@ -110,9 +110,9 @@ class Concurrency:
 
     def add(self, requests: int) -> float:
         """Add requests that start, or subtract those that end; return the mark of this moment for `mean`."""
-        now = self._clock()
-        self._request_s += self.running * (now - self._changed_at_s)
-        self._changed_at_s = now
+        now_s = self._clock()
+        self._request_s += self.running * (now_s - self._changed_at_s)
+        self._changed_at_s = now_s
         self.running += requests
         return self._request_s
 

@@ -53,9 +53,9 @@ class _Queue:
         own_at_report: own tokens at that time.
         own_at_previous_report: own tokens when the report before it arrived.
         other_tokens: tokens of other ingresses.
-        calls_at_report: open calls of all ingresses by the report; 0 without a current report.
+        calls_at_report: open calls of all ingresses by the report; 0 if no report is current.
         own_calls: prompts of this ingress.
-        own_calls_at_report: their number when the report arrived; 0 without a current report.
+        own_calls_at_report: their number when the report arrived; 0 if no report is current.
     """
 
     own: Throughput
@@ -85,30 +85,30 @@ class _Queue:
     def tokens(self) -> float:
         return self.own.outstanding + self.other_tokens
 
-    def refresh(self, report: QueueReport | None, now: float) -> None:
+    def refresh(self, report: QueueReport | None, now_s: float) -> None:
         """Process the worker's newest report; forget other ingresses' prompts if it is outdated."""
         if report is not None and report.number != self.report.number:
-            self.report, self.reported_at_s = report, now
+            self.report, self.reported_at_s = report, now_s
             self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
             self.other_tokens = max(0.0, report.tokens - self.own_at_report)
             self.calls_at_report, self.own_calls_at_report = report.calls, self.own_calls
-        elif now - self.reported_at_s > _STALE_S:
+        elif now_s - self.reported_at_s > _STALE_S:
             self.other_tokens = 0.0
             self.calls_at_report = self.own_calls_at_report = 0
-        if self.report.callers <= 1:
+        if self.report.num_ingresses <= 1:
             self.other_tokens = 0.0
 
-    def other_calls(self, callers: int) -> int:
-        """Estimate the number of open calls of the other ingresses, if there are `callers` ingresses.
+    def other_calls(self, num_ingresses: int) -> int:
+        """Estimate the number of open calls of the other ingresses, if there are `num_ingresses` ingresses.
 
         The number of calls of each ingress is assumed to have changed since the report as that of this one.
         So the mean of all ingresses' estimates of the worker's load is the load, and ingresses that keep a
         bound by their estimates keep it together.
         """
-        if callers <= 1:
+        if num_ingresses <= 1:
             return 0
         change = self.own_calls - self.own_calls_at_report
-        return max(0, self.calls_at_report - self.own_calls_at_report + (callers - 1) * change)
+        return max(0, self.calls_at_report - self.own_calls_at_report + (num_ingresses - 1) * change)
 
     def has_room(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
@@ -124,11 +124,11 @@ class _Queue:
         token_limit = bound_s * self.known_rate
         if self.tokens + more > token_limit:
             return False
-        if self.report.callers <= 1:
+        if self.report.num_ingresses <= 1:
             return True
         free = max(0.0, token_limit - self.own_at_report - self.other_tokens)
         own_since = self.own.outstanding - min(self.own_at_report, self.own_at_previous_report)
-        return own_since <= free / self.report.callers
+        return own_since <= free / self.report.num_ingresses
 
 
 class PrefillQueues:
@@ -181,8 +181,8 @@ class PrefillQueues:
         A worker without a current report is assumed to have as many calls of each ingress as of this one.
         """
         queues = self._refresh(workers)
-        callers = max((queue.report.callers for queue in queues), default=1)
-        return {name: queue.other_calls(callers) for name, queue in zip(workers, queues, strict=True)}
+        num_ingresses = max((queue.report.num_ingresses for queue in queues), default=1)
+        return {name: queue.other_calls(num_ingresses) for name, queue in zip(workers, queues, strict=True)}
 
     def tokens_before(self, worker: str) -> float:
         """Return the tokens before a prompt that arrives now, if all prompts without a worker join first."""
@@ -198,18 +198,18 @@ class PrefillQueues:
         return sum(queue.known_rate for queue in self._refresh(workers)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
-        """Estimate the time until a prompt has been computed, s; 0 without a ticket."""
+        """Estimate the time until a prompt has been computed, s; 0 if it has no ticket."""
         if ticket is None or ticket.waiting_call is None:
             return 0.0
         return ticket.waiting_call.expected_start_at_s - self._clock()
 
     def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
         """Process the newest reports of these workers; return their queues."""
-        reports, now = self._reports(), self._clock()
+        reports, now_s = self._reports(), self._clock()
         queues = []
         for name in workers:
             queue = self._queue(name)
-            queue.refresh(reports.get(name), now)
+            queue.refresh(reports.get(name), now_s)
             queues.append(queue)
         return queues
 
@@ -242,12 +242,12 @@ class PrefillQueues:
         """
         queues = self._refresh(workers)
         rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
-        callers = max((queue.report.callers for queue in queues), default=1)
+        num_ingresses = max((queue.report.num_ingresses for queue in queues), default=1)
         own_tokens = self._unplaced + sum(queue.own.outstanding for queue in queues)
         known_tokens = self._unplaced + sum(queue.tokens for queue in queues)
-        waiting_tokens = max(known_tokens, min(callers * own_tokens, self._bound_s * rate))
+        waiting_tokens = max(known_tokens, min(num_ingresses * own_tokens, self._bound_s * rate))
         excess_tokens = max(0.0, waiting_tokens - _RETRY_ROOM * self._bound_s * rate)
-        after_s = (excess_tokens + callers * (self._retries.tokens + num_tokens)) / rate
+        after_s = (excess_tokens + num_ingresses * (self._retries.tokens + num_tokens)) / rate
         measured_s = max((queue.measured_s for queue in queues), default=0.0)
         max_s = min(MAX_RETRY_AFTER_S, _TRUST_S + _TRUST_FACTOR * measured_s)
         return max(1, math.ceil(self._retries.reserve(key, num_tokens, after_s, max_s)))

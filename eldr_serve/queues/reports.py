@@ -1,4 +1,4 @@
-"""A worker's report of its queue to the ingresses, once per second."""
+"""Reports that a worker sends to the ingresses about its queue, once per second."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from eldr_serve.queues.throughput import Throughput
 
 
-class Meter(Throughput):
+class PromptMeter(Throughput):
     """Measures, in a replica, the prompts that all ingresses have sent to one of its workers."""
 
-    def report(self, number: int, *, callers: int, calls: int) -> dict[str, float]:
+    def report(self, number: int, *, num_ingresses: int, calls: int) -> dict[str, float]:
         """Return the worker's report of its queue; see QueueReport."""
         rate, tokens = self.rate or 0.0, self.outstanding
         measured = {"tokens": tokens, "rate": rate, "measured_s": self.measured_s}
-        return {"number": number, **measured, "callers": callers, "calls": calls}
+        return {"number": number, **measured, "num_ingresses": num_ingresses, "calls": calls}
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class QueueReport:
         tokens: number of tokens of all ingresses' prompts that the worker has not computed yet.
         rate: throughput, tokens/s; 0 if not known yet.
         measured_s: busy time over which the rate was measured, s.
-        callers: number of ingresses that have a channel to its replica.
+        num_ingresses: number of ingresses that have a channel to its replica.
         calls: number of open calls of all ingresses that need a slot.
     """
 
     number: int = -1
     tokens: float = 0.0
     rate: float = 0.0
-    callers: int = 1
+    num_ingresses: int = 1
     calls: int = 0
     measured_s: float = 0.0
 

@@ -58,12 +58,12 @@ class RetryTimes:
                 is drawn at random from the upper half of the range up to `max_s`.
         """
         self._expire()
-        now = self._clock()
+        now_s = self._clock()
         if after_s >= max_s:
             return random.uniform(max_s / 2, max_s)
         if len(self._queue) >= _MAX_RESERVATIONS:
-            return max(after_s, self._queue[-1].due_s - now)
-        insort(self._queue, _Reservation(now + after_s, tokens, key), key=attrgetter("due_s"))
+            return max(after_s, self._queue[-1].due_s - now_s)
+        insort(self._queue, _Reservation(now_s + after_s, tokens, key), key=attrgetter("due_s"))
         self._tokens += tokens
         return after_s
 

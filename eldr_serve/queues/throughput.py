@@ -66,7 +66,7 @@ class Throughput:
 
     def _advance(self) -> None:
         """Account for the time since the last event."""
-        now = self._clock()
+        now_s = self._clock()
         if self.outstanding >= _IDLE_BELOW_TOKENS:
-            self._uncounted_s += now - self._advanced_at_s
-        self._advanced_at_s = now
+            self._uncounted_s += now_s - self._advanced_at_s
+        self._advanced_at_s = now_s

@@ -11,7 +11,7 @@ from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
 from eldr_serve.channel.actors import find_actor
-from eldr_serve.engine.methods import ExpertsChange, PositionPlacement
+from eldr_serve.engine.methods import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.engine.protocol import MovesExperts
 from eldr_serve.errors import RequestRefusedError
 
@@ -27,7 +27,7 @@ async def place_experts(engine: MovesExperts, body: bytes) -> bytes:
     return msgspec.msgpack.encode(await engine.place_experts(placement, load))
 
 
-class PlacementFollower:
+class ExpertPlacementFollower:
     """Gives an engine the expert placement of its replica's position.
 
     It asks the router for the position, and moves the experts when the position or its placement changes. So
@@ -62,7 +62,7 @@ class PlacementFollower:
                 if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
-                answer = await router.position_placement.remote(replica, self._digest)
+                answer = await router.expert_placement_of_position.remote(replica, self._digest)
             except (ValueError, RayError) as error:  # the router is unavailable
                 if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                     router = None
@@ -71,7 +71,7 @@ class PlacementFollower:
             is_refused = answer is not None and not await self._follow(answer)
             period_s = min(2 * period_s, _MAX_PERIOD_S) if is_refused else _PERIOD_S
 
-    async def _follow(self, answer: PositionPlacement) -> bool:
+    async def _follow(self, answer: ExpertPlacementOfPosition) -> bool:
         """Apply the placement unless the engine has it; return False if the engine refuses it."""
         self.status["position"] = answer.position
         if answer.body is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from eldr_serve.queues.reports import Meter
+from eldr_serve.queues.reports import PromptMeter
 
 
 class RankLoad:
@@ -21,7 +21,7 @@ class RankLoad:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.calls = 0
-        self.meter = Meter(clock=clock)
+        self.meter = PromptMeter(clock=clock)
 
     @contextmanager
     def track_call(self) -> Iterator[None]:

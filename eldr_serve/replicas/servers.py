@@ -38,10 +38,10 @@ from eldr_serve.engine.report_fields import (
 from eldr_serve.errors import RequestRefusedError, error_body, one_line_message
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.supervision import start_supervised
-from eldr_serve.queues.reports import Meter
+from eldr_serve.queues.reports import PromptMeter
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.replicas.engine_watch import EngineWatch
-from eldr_serve.replicas.expert_placement import PlacementFollower, place_experts
+from eldr_serve.replicas.expert_placement import ExpertPlacementFollower, place_experts
 from eldr_serve.replicas.log_handlers import restore_log_handlers
 from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.rank_loads import RankLoad
@@ -57,7 +57,7 @@ class EngineServer:
     Args:
         llm_config: the engine's settings; Ray Serve LLM uses this name.
         start_engine: coroutine function that starts an engine with these settings.
-        stall_timeout_s: seconds without an answer of its core after which the engine counts as hung.
+        stall_timeout_s: time after which an engine whose core does not answer counts as hung, s.
     """
 
     _engine: Engine
@@ -74,10 +74,10 @@ class EngineServer:
         # again when it frees the object, and that coroutine would never be awaited.
         self.__del__ = self.shut_down
         self._report_numbers = itertools.count()
-        self._meter = Meter(clock=asyncio.get_running_loop().time)
+        self._meter = PromptMeter(clock=asyncio.get_running_loop().time)
         with restore_log_handlers():
             self._engine = await start_engine(llm_config)
-        self._tasks = [start_supervised("the watch of the event loop", LoopWatch(self._role).run)]
+        self._tasks = [start_supervised("the event-loop monitor", LoopWatch(self._role).run)]
         max_calls = int(llm_config.deployment_config.get("max_ongoing_requests") or MAX_CALLS)
         self._address, self._channel_server = await start_channel_server(
             self._on_call,
@@ -87,7 +87,7 @@ class EngineServer:
             report=self.report,
         )
         self._engine_watch = EngineWatch(self._engine, self._channel_server, self._role, stall_timeout_s)
-        self._tasks.append(start_supervised("the watch of the engine", self._engine_watch.run))
+        self._tasks.append(start_supervised("the engine monitor", self._engine_watch.run))
 
     async def _on_call(self, method: str, header: dict[str, Any], _body: bytes, reply: Reply) -> None:
         """Handle a call, and record that the engine has answered a client."""
@@ -129,8 +129,8 @@ class EngineServer:
         experts = self._engine.expert_status()
         return values if experts is None else values | {EXPERTS: experts}
 
-    def _report_load(self, number: int, meter: Meter, calls: int, kv_usage: float) -> dict[str, Any]:
-        queue = meter.report(number, callers=self._channel_server.num_peers, calls=calls)
+    def _report_load(self, number: int, meter: PromptMeter, calls: int, kv_usage: float) -> dict[str, Any]:
+        queue = meter.report(number, num_ingresses=self._channel_server.num_peers, calls=calls)
         return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: queue}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -205,7 +205,7 @@ class DecodeServer(EngineServer):
     Args:
         application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
             actors nothing is sampled.
-        follows_placements: whether the router has expert placements, one for each position.
+        follows_expert_placements: whether the router has expert placements, one for each position.
     """
 
     _role = "decode"
@@ -217,20 +217,20 @@ class DecodeServer(EngineServer):
         router_name: str,
         application: str = "",
         num_pool_actors: int = 0,
-        follows_placements: bool = False,
+        follows_expert_placements: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._placement_follower: PlacementFollower | None = None
+        self._expert_placement_follower: ExpertPlacementFollower | None = None
         self._sampler = Sampler(1.0 if num_pool_actors else 0.0)
         await super().__init__(llm_config, **kwargs)
         clock = asyncio.get_running_loop().time
         self._rank_loads = [RankLoad(clock) for _ in range(self._engine.ranks())]
         self._steps = StepReporter(self._engine, router_name, lambda: self._channel_server.in_flight)
         self._tasks.append(start_supervised("the report of steps", self._steps.run))
-        if follows_placements:
-            self._placement_follower = PlacementFollower(self._engine, router_name)
-            follow = self._placement_follower.run
-            self._tasks.append(start_supervised("the expert placement of the position", follow))
+        if follows_expert_placements:
+            self._expert_placement_follower = ExpertPlacementFollower(self._engine, router_name)
+            follow = self._expert_placement_follower.run
+            self._tasks.append(start_supervised("the expert-placement follower", follow))
         if num_pool_actors:
             self._pool = PoolClient(application, num_pool_actors)
             send = partial(send_samples, self._engine, self._sampler, self._pool)
@@ -246,8 +246,8 @@ class DecodeServer(EngineServer):
         """Return the status report of an EngineServer, or a report for each data-parallel rank."""
         if self._engine.ranks() == 1:
             report = super().report()
-            if self._placement_follower is not None and EXPERTS in report:
-                report[EXPERTS] = report[EXPERTS] | self._placement_follower.status
+            if self._expert_placement_follower is not None and EXPERTS in report:
+                report[EXPERTS] = report[EXPERTS] | self._expert_placement_follower.status
             return report
         number = next(self._report_numbers)
         loads = enumerate(self._rank_loads)
@@ -293,7 +293,7 @@ class DecodeServer(EngineServer):
 
 
 @contextmanager
-def _measure_prompt(meter: Meter, prompt_tokens: float, send: Send) -> Iterator[Send]:
+def _measure_prompt(meter: PromptMeter, prompt_tokens: float, send: Send) -> Iterator[Send]:
     """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
     is_computing = True
 

@@ -15,17 +15,17 @@ from ray.actor import ActorHandle
 from eldr_serve.channel import ChannelServer, Reply
 from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
-from eldr_serve.engine.methods import PositionPlacement
+from eldr_serve.engine.methods import ExpertPlacementOfPosition
 from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
-from eldr_serve.router.expert_placements import placement_of
+from eldr_serve.router.expert_placements import expert_placement_of
+from eldr_serve.router.ingress_calls import IngressCalls
 from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
-from eldr_serve.router.sessions import Sessions
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
@@ -56,7 +56,7 @@ class DecodeRouter:
         self._state = _new_state(settings)
         self._expert_placements = settings.expert_placements
         self._pool.apply_settings(settings.pool)
-        self._sessions = Sessions(self._state, self._metrics, settings.ingress_timeout_s)
+        self._ingress_calls = IngressCalls(self._state, self._metrics, settings.ingress_timeout_s)
         self._connected_at_s = time.monotonic()
         self._limits = SharedLimits()
         self._watch = LoopWatch("router")
@@ -68,7 +68,7 @@ class DecodeRouter:
                 "the export of metrics": self._export,
                 "the exit of an idle router": self._exit_when_idle,
                 "the shadow policy": self._run_shadow,
-                "the watch of the event loop": self._watch.run,
+                "the event-loop monitor": self._watch.run,
             }.items()
         ]
 
@@ -82,7 +82,7 @@ class DecodeRouter:
 
     async def _open(self) -> tuple[Address, ChannelServer]:
         return await start_channel_server(
-            self._handle_call, error_response=_error_response, open_methods=self._sessions.open_methods
+            self._handle_call, error_response=_error_response, open_methods=self._ingress_calls.open_methods
         )
 
     async def _handle_call(self, method: str, header: dict[str, Any], body: bytes, reply: Reply) -> None:
@@ -124,7 +124,7 @@ class DecodeRouter:
         self._expert_placements = settings.expert_placements
         if is_new:
             self._state = state
-            self._sessions.serve(self._state, settings.ingress_timeout_s)
+            self._ingress_calls.serve(self._state, settings.ingress_timeout_s)
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
@@ -161,9 +161,11 @@ class DecodeRouter:
         queued = len(steps) * state.queue_size / max(1, state.num_workers)
         return StepAnswer(queued, all(has_all_blocks))
 
-    async def position_placement(self, replica: str, digest: str) -> PositionPlacement | None:
-        """Return the expert placement of a decode replica's position; see `placement_of`."""
-        return placement_of(self._expert_placements, self._state.positions.workers, replica, digest)
+    async def expert_placement_of_position(
+        self, replica: str, digest: str
+    ) -> ExpertPlacementOfPosition | None:
+        """Return the expert placement of a decode replica's position; see `expert_placement_of`."""
+        return expert_placement_of(self._expert_placements, self._state.positions.workers, replica, digest)
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         """Set the policy; change nothing and raise SwapRefusedError if it is unknown."""
@@ -233,7 +235,7 @@ class DecodeRouter:
         """Exit after a long time without ingresses."""
         while time.monotonic() - self._connected_at_s <= _IDLE_EXIT_S:
             await asyncio.sleep(PERIOD_S)
-            if self._sessions.has_ingresses:
+            if self._ingress_calls.has_ingresses:
                 self._connected_at_s = time.monotonic()
         await self._pool.end()
         # exit_actor would only end this task, by its exception.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eldr_serve.artifact_metadata import ArtifactError, require
-from eldr_serve.engine.methods import ExpertsChange, PositionPlacement
+from eldr_serve.engine.methods import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 
@@ -69,10 +69,10 @@ def _describe(model: str, layers: int, experts: int) -> str:
     return f"{model} with {layers} x {experts} experts"
 
 
-def placement_of(
+def expert_placement_of(
     bodies: Sequence[bytes], workers: Sequence[str | None], worker: str, digest: str
-) -> PositionPlacement | None:
-    """Return the placement of a worker's position; None without placements or if it has no position.
+) -> ExpertPlacementOfPosition | None:
+    """Return the placement of a worker's position; None if there are no placements or it has no position.
 
     As with the centroids of a table, position i has placement i modulo their number.
 
@@ -87,4 +87,4 @@ def placement_of(
     position = workers.index(worker)
     body = bodies[position % len(bodies)]
     new_digest = hashlib.sha256(body).hexdigest()
-    return PositionPlacement(position, new_digest, None if new_digest == digest else body)
+    return ExpertPlacementOfPosition(position, new_digest, None if new_digest == digest else body)

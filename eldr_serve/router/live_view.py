@@ -60,8 +60,8 @@ class LiveView:
 
     def add_answers(self, answers: Iterable[StreamLatencies]) -> None:
         """Add streams that have ended."""
-        now = self._clock()
-        self._answers.extend((now, answer) for answer in answers)
+        now_s = self._clock()
+        self._answers.extend((now_s, answer) for answer in answers)
 
     def observe_steps(self, worker: str, steps: StepSums) -> None:
         """Add the decode steps of a worker since its last report, if there were any."""
@@ -86,13 +86,13 @@ class LiveView:
         Args:
             layers: number of MoE layers, by which active experts are divided; None: unknown so far.
         """
-        now = self._clock()
+        now_s = self._clock()
         return {
             "requests": self._requests(placer),
             "space": self._space(),
-            "steps": {name: self._series(reports, now, layers) for name, reports in self._steps.items()},
-            "latency": self._latencies(now),
-            "changes": [{"ago_s": round(now - at, 1), "policy": name} for at, name in self._changes],
+            "steps": {name: self._series(reports, now_s, layers) for name, reports in self._steps.items()},
+            "latency": self._latencies(now_s),
+            "changes": [{"ago_s": round(now_s - at, 1), "policy": name} for at, name in self._changes],
         }
 
     def _requests(self, placer: Placer) -> dict[str, Any]:
@@ -142,10 +142,10 @@ class LiveView:
                 self._plane, self._spanned_by = CountsPlane(counts), len(counts)
         return self._plane
 
-    def _latencies(self, now: float) -> dict[str, Any]:
+    def _latencies(self, now_s: float) -> dict[str, Any]:
         bins: dict[int, list[StreamLatencies]] = {}
         for at, answer in self._answers:
-            if (ago := int((now - at) / _BIN_S)) < _BINS:
+            if (ago := int((now_s - at) / _BIN_S)) < _BINS:
                 bins.setdefault(ago, []).append(answer)
         rows = []
         for ago, answers in sorted(bins.items(), reverse=True):
@@ -159,13 +159,18 @@ class LiveView:
         return {"columns": columns, "rows": rows}
 
     def _series(
-        self, reports: Iterable[tuple[float, StepSums]], now: float, layers: int | None
+        self, reports: Iterable[tuple[float, StepSums]], now_s: float, layers: int | None
     ) -> dict[str, Any]:
         rows = []
         for at, steps in reports:
             n = steps.steps
             experts = None if not layers else round(steps.active_experts / n / layers, 2)
             rows.append(
-                [round(now - at, 1), round(steps.requests / n, 2), experts, round(1e3 * steps.seconds / n, 3)]
+                [
+                    round(now_s - at, 1),
+                    round(steps.requests / n, 2),
+                    experts,
+                    round(1e3 * steps.seconds / n, 3),
+                ]
             )
         return {"columns": ["ago_s", "batch", "active_experts", "step_ms"], "rows": rows}

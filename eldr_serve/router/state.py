@@ -211,7 +211,7 @@ class RouterState:
         """Add a decode worker's measurements, and update the policy's cost model from recent steps.
 
         Args:
-            prefix_cache: size of the worker's cache; None without one.
+            prefix_cache: size of the worker's cache; None if it has no prefix cache.
             prefix_changes: changes of the cache's blocks, if there are any and the engine reports them.
 
         Returns:

@@ -49,7 +49,7 @@ def _counters(state: RouterState) -> dict[str, int]:
 
 
 def _prediction(state: RouterState) -> dict[str, Any] | None:
-    """Return the quality of the ingresses' predictions against measured counts; None without a predictor.
+    """Return how well the ingresses' predictions agree with measured counts; None without a predictor.
 
     `cosine` and `gain` (see OnlinePredictor) are means over the prompts that ingresses have observed.
     `on` is the number of `ingresses` whose predictor is better than the mean prompt.
@@ -66,7 +66,7 @@ def _prediction(state: RouterState) -> dict[str, Any] | None:
 
 
 def _oldest_wait_s(state: RouterState) -> float:
-    """Return the longest current wait for a worker, s; 0 without waiting requests."""
+    """Return the longest current wait for a worker, s; 0 if no request waits."""
     queued_at_s = min((lease.queued_at_s for lease in state.placer.queue.values()), default=None)
     return 0.0 if queued_at_s is None else state.clock() - queued_at_s
 

@@ -33,10 +33,10 @@ class StepCosts:
 
     def observe(self, steps: StepSums) -> None:
         """Add steps, and fit the cost to them and earlier ones."""
-        now = self._clock()
+        now_s = self._clock()
         self._total += steps
-        remaining_share = 0.5 ** ((now - self._recent_at_s) / _HALF_LIFE_S)
-        self._recent, self._recent_at_s = self._recent.scale(remaining_share) + steps, now
+        remaining_share = 0.5 ** ((now_s - self._recent_at_s) / _HALF_LIFE_S)
+        self._recent, self._recent_at_s = self._recent.scale(remaining_share) + steps, now_s
         self._fitted = self._recent.fit() or self._fitted
 
     def time_model(self, num_experts: int) -> StepTimeModel:
@@ -49,7 +49,7 @@ class StepCosts:
         if self.cost is not None:
             status |= self.cost.as_dict()
         if self._fitted is not None:
-            status["relative_error"] = self._recent.error(self._fitted)
+            status["relative_error"] = self._recent.relative_rms_error(self._fitted)
         return status
 
     def totals(self, layers: int | None) -> dict[str, float] | None:

@@ -299,6 +299,7 @@ class RouterClient:
             self._send(lease)
 
     def on_settings(self, settings: LiveSettings) -> None:
+        """Score requests by these settings, and send waiting requests if the router is connected."""
         self.scorer.apply_settings(settings)
         if self._subscription.connected:
             self.send_waiting()

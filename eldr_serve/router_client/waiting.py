@@ -102,10 +102,10 @@ class WaitingRequests:
 
     def wait_again(self) -> None:
         """Let all requests wait for an answer again, including those that were in the decode queue."""
-        now = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time()
         for entry in self._waiting.values():
             if entry.lease.state is LeaseState.QUEUED:
-                entry.unanswered_since_s = now
+                entry.unanswered_since_s = now_s
             if entry.lease.state in (LeaseState.SENT, LeaseState.QUEUED):
                 entry.lease.become(LeaseState.UNSENT)
         if self._waiting:

@@ -81,7 +81,7 @@ class ExpectedActivation:
         return self._expected_active
 
     def estimate_levels(self, request: PlacementRequest) -> Levels | None:
-        """Return the levels of a request, uint8[L*E], from its counts or else the mean; None without both."""
+        """Return the levels of a request, uint8[L*E], from its counts or the mean; None without both."""
         counts = request.expert_counts
         if counts is not None and self.has_usable_counts(request):
             if self._is_running(request):  # a change of workers assigns all running requests again

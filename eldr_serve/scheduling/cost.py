@@ -36,10 +36,10 @@ class StepCost:
     """Time of a decode step, linear in requests, KV tokens, active experts and prompt tokens.
 
     On a GPU the time also jumps with the batch, as kernels have tiles and CUDA graphs are captured for some
-    sizes. `batch_s` has this part for some batches; it is linear between two of them and beyond the last two.
+    sizes. `batch_s` lists this part for some batches; it is linear between two of them and beyond the last.
 
-    The defaults have the ratios of a small model on a CPU core. Placement hardly depends on them, and
-    fitted values replace them after the first steps.
+    The ratios of the defaults are those of a small model on a CPU core. Placement hardly depends on them,
+    and fitted values replace them after the first steps.
     """
 
     fixed_s: Seconds = Field(default=4e-3, description="every step, s")
@@ -63,12 +63,12 @@ class StepCost:
     @classmethod
     def _check_not_falling(cls, batch_s: dict[int, float]) -> dict[int, float]:
         if len(batch_s) == 1:
-            raise ValueError("must have two batches or more, or none")
+            raise ValueError("must list two batches or more, or none")
         rows = sorted(batch_s.items())
         for (few, before), (many, after) in pairwise(rows):
             if after < before:
                 raise ValueError(
-                    f"must not fall, but it has {before:g} s for {few} requests and {after:g} for {many}"
+                    f"must not fall, but is {before:g} s for {few} requests and {after:g} s for {many}"
                 )
         return dict(rows)
 
@@ -149,8 +149,8 @@ class StepSums:
         requests, active_experts, seconds: unweighted sums over decode steps, experts also over MoE layers.
         prompts: float64[5], sums over steps that computed prompts, which no other sum includes: steps,
             requests, KV tokens, prompt tokens, seconds.
-        local_prompts: the same of decode engines beside prefill engines. The fit ignores these steps, because
-            placement expects that prefill engines compute the prompts.
+        local_prompts: the same sums for decode engines beside prefill engines. The fit ignores these steps,
+            because placement expects that prefill engines compute the prompts.
         token_seconds: sum of seconds times requests: total time that tokens waited for their decode steps, s.
     """
 
@@ -212,9 +212,9 @@ class StepSums:
         return StepSums(*(keep * getattr(self, f.name) for f in fields(self)))
 
     def fit(self) -> StepCost | None:
-        """Fit the cost by non-negative least squares; None with too few steps or if experts cost nothing.
+        """Fit the cost by non-negative least squares; None for too few steps, or if experts cost nothing.
 
-        The cost of a prompt token is that of `prompts`; see prompt_token_s.
+        The cost of a prompt token is computed from `prompts`; see prompt_token_s.
         """
         if self.steps < 10 * len(_TERMS):
             return None
@@ -241,7 +241,7 @@ class StepSums:
         per_token_s = (seconds - steps * decode_s) / prompt_tokens
         return min(max(0.0, float(per_token_s)), _MAX_S)
 
-    def error(self, cost: StepCost) -> float:
+    def relative_rms_error(self, cost: StepCost) -> float:
         """Return the root mean square of the relative error of `cost` over the decode steps."""
         c = np.array([getattr(cost, name) for name in _TERMS])
         square = self.steps - 2 * c @ self.moment + c @ self.gram @ c

@@ -31,6 +31,7 @@ class GuardedPolicy:
 
     @property
     def name(self) -> str:
+        """Return the policy's name; the name of its class if it has none."""
         return getattr(self.policy, "name", type(self.policy).__name__)
 
     @property

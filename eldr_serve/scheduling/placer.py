@@ -112,6 +112,7 @@ class Placer:
 
     @property
     def policy(self) -> Policy:
+        """Return the live policy."""
         return self._policy.policy
 
     def set_policy(self, policy: Policy, cost: StepCost | None = None) -> None:
@@ -294,12 +295,12 @@ class Placer:
     def _enqueue(self, lease: Lease) -> None:
         self._stop(lease.request_id)
         before = self.queue.get(lease.request_id)
-        now = self._clock()
-        lease.queued_at_s = now if before is None else before.queued_at_s
+        now_s = self._clock()
+        lease.queued_at_s = now_s if before is None else before.queued_at_s
         if before is not None:
             lease.first_token_deadline_s = before.first_token_deadline_s
         elif lease.request.first_token_due_in_s is not None:
-            lease.first_token_deadline_s = now + lease.request.first_token_due_in_s
+            lease.first_token_deadline_s = now_s + lease.request.first_token_due_in_s
         lease.become(LeaseState.QUEUED)
         self.queue[lease.request_id] = lease
 
@@ -312,8 +313,8 @@ class Placer:
         """
         waiting = list(self.queue.values())
         if any(lease.first_token_deadline_s is not None for lease in waiting):
-            now = self._clock()
-            waiting.sort(key=lambda lease: _turn_s(lease, now))
+            now_s = self._clock()
+            waiting.sort(key=lambda lease: _turn_s(lease, now_s))
         tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
         if len(set(tenants)) < 2:
             return waiting
@@ -381,11 +382,11 @@ class Placer:
             self._notify_assigned(observer, lease)
 
 
-def _turn_s(lease: Lease, now: float) -> float:
+def _turn_s(lease: Lease, now_s: float) -> float:
     """Return the deadline of a waiting request, by which it takes its turn."""
     patient_s = lease.queued_at_s + PATIENCE_S
     deadline_s = lease.first_token_deadline_s
-    return patient_s if deadline_s is None or deadline_s < now else min(deadline_s, patient_s)
+    return patient_s if deadline_s is None or deadline_s < now_s else min(deadline_s, patient_s)
 
 
 def _is_most_similar(position: int, request: PlacementRequest, loads: Loads) -> bool:

@@ -130,7 +130,7 @@ class TrackedBlocks:
             self.add(block)
 
     def take(self, *, full: bool = False) -> BlockChanges | None:
-        """Return the changes since the last call; None without any.
+        """Return the changes since the last call; None if there are none.
 
         Args:
             full: return all blocks instead, also without changes.

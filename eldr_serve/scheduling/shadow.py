@@ -29,7 +29,7 @@ class Saving:
     Attributes:
         tokens: number of priced tokens.
         live_ms, shadow_ms: time per token by the fitted step cost.
-        measured_ms: time per token under the live policy, measured by the engines; None without reports.
+        measured_ms: time per token under the live policy, measured by engines; None if none has reported.
         change_pct: relative change, live policy against shadow; below 0 the live one is faster.
         low_pct, high_pct: 95 % interval of `change_pct`, from the means of 10 s blocks; None below 3 blocks.
     """
@@ -194,9 +194,9 @@ class Shadow:
         self.policy.on_progress(totals)
 
     def _count(self, priced: NDArray[np.float64]) -> None:
-        if (now := self._clock()) > self._block_ends_at_s:
+        if (now_s := self._clock()) > self._block_ends_at_s:
             self._blocks.append(np.zeros(5))
-            self._block_ends_at_s = now + _BLOCK_S
+            self._block_ends_at_s = now_s + _BLOCK_S
         self.totals += priced
         self._blocks[-1] += priced
 

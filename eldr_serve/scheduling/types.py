@@ -26,7 +26,7 @@ class PlacementRequest:
         expert_counts: the prompt's counts, unsigned[L,E], or floating[L,E] if predicted; None if unknown.
         domain: kind of request, as the client named it in x-eldr-domain; None if it named none.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
-            caller has scored the counts, which it may then omit.
+            caller has scored the counts. It may then omit the counts.
         labels: what the client says by headers to a policy outside this project, by name.
         prompt_key: equal for equal prompts.
         counts_missing: there are neither usable counts nor a prediction.
@@ -38,7 +38,7 @@ class PlacementRequest:
         tenant: name of the tenant.
         priority: weight of the tenant's fair share of workers while requests wait.
         worker_failed: a worker has just failed this request.
-        first_token_due_in_s: time until its first token is due by its objective, s; None without one.
+        first_token_due_in_s: time until its first token is due by its objective, s; None if it has none.
     """
 
     request_id: str
@@ -104,7 +104,7 @@ class Lease:
         policy: name of the policy that chose the worker; "" while there is none.
         queued_at_s: in the router, time of entry into the decode queue, by its clock.
         first_token_deadline_s: in the router, time by its clock at which the first token is due by the
-            objective; None without one.
+            objective; None if the request has no objective.
         deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
         waited_s: wait in the decode queue, s.
         generated_tokens: number of tokens that the answer has so far, by the newest report.
@@ -149,9 +149,9 @@ class Loads:
         in_flight: int64[W], requests.
         kv_tokens: int64[W], prompt + generated tokens of these requests.
         available: bool[W]; False for a worker that must not be chosen.
-        prefill_tokens: int64[W], prompt tokens of these requests still to be computed; None: none.
+        prefill_tokens: int64[W], prompt tokens of these requests still to be computed; None if all are 0.
         cached_tokens: int64[W], prompt tokens of the request to place that are expected in the worker's
-            prefix cache; None: none.
+            prefix cache; None if all are 0.
     """
 
     in_flight: NDArray[np.int64]

@@ -188,7 +188,7 @@ class _RemoteRouter:
         return view
 
     async def table(self) -> bytes | None:
-        """Return the live table's file; None without a table."""
+        """Return the live table's file; None if there is no table."""
         table: bytes | None = (await self._call("settings")).table
         return table
 

@@ -33,10 +33,10 @@ class SampleShare:
     def count(self, samples: int) -> None:
         """Count new samples, and adjust the share every few seconds."""
         self._samples += samples
-        now = self._clock()
-        elapsed_s = now - self._started_at_s
+        now_s = self._clock()
+        elapsed_s = now_s - self._started_at_s
         if elapsed_s < _PERIOD_S:
             return
         requests_per_s = self._samples / elapsed_s / self.current
         self._share = max(_MIN_SHARE, min(1.0, self.rate / requests_per_s if requests_per_s else 1.0))
-        self._started_at_s, self._samples = now, 0
+        self._started_at_s, self._samples = now_s, 0

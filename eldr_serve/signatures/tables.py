@@ -42,8 +42,8 @@ def fit_new_table(live: bytes | None, trace: CalibrationTrace, workers: int, why
         UserInputError: the trace cannot be fitted.
     """
     seen, unseen = split_halves(len(trace.ids))
-    trial, _ = fit_table(trace.subset(seen), workers)
-    verdict = _require_better_than_load(trial, trace.subset(unseen))
+    trial, _ = fit_table(trace.subset_without_routes(seen), workers)
+    verdict = _require_better_than_load(trial, trace.subset_without_routes(unseen))
     table, _ = fit_table(trace, workers)
     if live is not None:
         live_table = RoutingTable.from_bytes(live)
@@ -70,7 +70,9 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
     if why is None:
         return None
     seen, unseen = split_halves(len(trace.ids))
-    verdict = _require_better_than_load(refit_centroids(table, counts[seen], workers), trace.subset(unseen))
+    verdict = _require_better_than_load(
+        refit_centroids(table, counts[seen], workers), trace.subset_without_routes(unseen)
+    )
     return FittedTable(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo_model import sources
-from examples.demo_model.patterns import PATTERNS, Pair, options
+from examples.demo_model.patterns import PATTERNS, Pair, shuffle_options
 
 _QUESTIONS: dict[str, list[tuple[str, str]]] = json.loads(
     (Path(__file__).parent / "questions.json").read_text("utf-8")
@@ -133,7 +133,7 @@ def maths(rng: random.Random) -> Iterator[Pair]:
         style = rng.randrange(4)
         if style == 0 and isinstance(result, int):
             wrong = [str(result + d) for d in rng.sample([-7, -5, -3, -2, -1, 1, 2, 4, 6, 10], 4)]
-            lines, right = options(rng, str(result), wrong, ")")
+            lines, right = shuffle_options(rng, str(result), wrong, ")")
             yield f"{question}\nOptions:\n{lines}", f"{worked} The answer is {right}."
         elif style == 1:
             yield question, f"{worked} The answer is $\\boxed{{{result}}}$."

@@ -196,7 +196,7 @@ def active_experts(
 def quality(requests: CalibrationTrace, seed: int) -> dict[str, float]:
     """Return rho of count and count-idf signatures, fitted to half of the requests, measured on the rest."""
     order = np.random.default_rng(seed).permutation(len(requests.domains))
-    fit, test = requests.subset(order[::2]), requests.subset(order[1::2])
+    fit, test = requests.subset_without_routes(order[::2]), requests.subset_without_routes(order[1::2])
     layers = np.arange(fit.prefill_counts.shape[1])
     mask = select_layers(fit.prefill_counts, fit.decode_probability).best_layers
     decode = test.decode_probability.reshape(len(test.domains), -1)
@@ -302,7 +302,7 @@ def evaluate(
             row = {"measure": "continuations_in_domain", "prompts": name, "domain": domain}
             rows.append(row | {"share": round(share, 3), "requests": requests.domains.count(domain)})
         for group, domains in GROUPS.items():
-            picked = requests.subset(np.flatnonzero([d in domains for d in requests.domains]))
+            picked = requests.subset_without_routes(np.flatnonzero([d in domains for d in requests.domains]))
             numbers = correlation(picked) | quality(picked, seed)
             row = {"measure": "signature", "prompts": name, "group": group, "requests": len(picked.domains)}
             rows.append(row | {k: round(v, 3) for k, v in numbers.items()})

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from examples.demo_model.patterns import PATTERNS, Pair, options
+from examples.demo_model.patterns import PATTERNS, Pair, shuffle_options
 
 
 def glossary(rng: random.Random, terms: list[Pair]) -> Iterator[Pair]:
@@ -17,11 +17,11 @@ def glossary(rng: random.Random, terms: list[Pair]) -> Iterator[Pair]:
         (term, gloss), *others = rng.sample(terms, 4)
         style = rng.randrange(4)
         if style == 0:
-            lines, right = options(rng, term, [t for t, _ in others])
+            lines, right = shuffle_options(rng, term, [t for t, _ in others])
             question = f"Which of the following is best described as: {gloss}?\n{lines}"
             yield question, f"{right}. {term}: {gloss}"
         elif style == 1:
-            lines, right = options(rng, gloss, [g for _, g in others])
+            lines, right = shuffle_options(rng, gloss, [g for _, g in others])
             yield f"All of the following are false about {term} except:\n{lines}", right
         elif style == 2:
             yield f"What is {term}?", f"{term}: {gloss}\n\nSee also {others[0][0]}: {others[0][1]}"
@@ -80,7 +80,7 @@ def medical(
             )
         elif style == 4:
             wrong = [str(diseases[o]["medications"][-1]) for o in patient.others]
-            lines, letter = options(rng, patient.medicines[0], wrong)
+            lines, letter = shuffle_options(rng, patient.medicines[0], wrong)
             asked = [
                 "The drug of choice in",
                 "First-line treatment of",
@@ -90,7 +90,7 @@ def medical(
             yield question, f"{letter} is used in {patient.disease.lower()}, {patient.history.lower()}."
         else:
             wrong = [c for c, _ in rng.sample(codes, 3)]
-            lines, letter = options(rng, patient.history, wrong)
+            lines, letter = shuffle_options(rng, patient.history, wrong)
             first, second = patient.symptoms[:2]
             caused = f"{first} and {second} due to {patient.history.lower()}"
             question = f"A patient is admitted with {'; '.join(patient.notes[:3]) or caused}. Which diagnosis applies?"
@@ -122,7 +122,7 @@ def _vignette(
     if asks_treatment:
         asked, right = "most appropriate next step in management", medicines[0]
         wrong = [str(diseases[o]["medications"][0]) for o in patient.others]
-    lines, letter = options(rng, right, wrong)
+    lines, letter = shuffle_options(rng, right, wrong)
     return (
         f"{vignette} Which of the following is the {asked}?\n{lines}",
         f"{letter}. The patient has {name.lower()}, which causes {', '.join(patient.symptoms)}. The treatment of "
@@ -178,7 +178,7 @@ def legal(rng: random.Random, paragraphs: list[str]) -> Iterator[Pair]:
                     f"If the {a} sues the {b}, what is the most likely result?",
                 ]
             )
-            lines, letter = options(rng, outcomes[0], outcomes[1:])
+            lines, letter = shuffle_options(rng, outcomes[0], outcomes[1:])
             start = f"{article} {a} and {'an' if b[0] in 'aeiou' else 'a'} {b} entered into a dispute. "
             yield (
                 f"{start}{facts} {ask}\n{lines}",

@@ -12,8 +12,8 @@ PATTERNS: dict[str, Any] = json.loads((Path(__file__).parent / "patterns.json").
 LETTERS = "ABCDE"
 
 
-def options(rng: random.Random, right: str, wrong: list[str], mark: str = ".") -> tuple[str, str]:
-    """Return the shuffled answers, one per line, and the line of the right one."""
+def shuffle_options(rng: random.Random, right: str, wrong: list[str], mark: str = ".") -> tuple[str, str]:
+    """Shuffle the answers; return them, one per line, and the line of the right one."""
     answers = [right, *wrong]
     rng.shuffle(answers)
     lines = "\n".join(f"{letter}{mark} {text}" for letter, text in zip(LETTERS, answers, strict=False))

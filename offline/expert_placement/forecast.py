@@ -28,8 +28,6 @@ def expected_workload(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike) ->
         UserInputError: the shapes do not match, or a prompt has no tokens.
     """
     seen, length = _parse_prompts(counts, tokens)
-    if not (length > 0).all():
-        raise UserInputError("a prompt has no tokens")
     weight = np.divide(steps, length, dtype=np.float64)
     expected: Floats = np.tensordot(weight, seen, axes=1)
     return expected
@@ -60,10 +58,12 @@ def workload_by_rank(counts: ArrayLike, tokens: ArrayLike, steps: ArrayLike, top
 
 
 def _parse_prompts(counts: ArrayLike, tokens: ArrayLike) -> tuple[Floats, Floats]:
-    """Return the counts [N, L, E] and lengths [N] of prompts. Raise UserInputError if they do not match."""
+    """Return the counts [N, L, E] and lengths [N] of prompts. Raise UserInputError if they are unusable."""
     seen, length = np.asarray(counts, np.float64), np.asarray(tokens, np.float64)
     if seen.ndim != 3 or length.shape != seen.shape[:1]:
         raise UserInputError(f"counts of shape {seen.shape} do not match {length.shape} prompt lengths")
+    if not (length > 0).all():
+        raise UserInputError(f"prompt {(length > 0).argmin()} of {len(length)} has no tokens")
     return seen, length
 
 

@@ -49,14 +49,14 @@ def route_local(
 def weighted_rule(load: ArrayLike, hosts: ArrayLike, *, seed: int = 0) -> Rule:
     """Return the rule `route_weighted` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
-    return lambda layer, experts, source, hosts: route_weighted(experts, hosts, weights[layer], rng)
+    return lambda layer, experts, _, layer_hosts: route_weighted(experts, layer_hosts, weights[layer], rng)
 
 
 def local_rule(load: ArrayLike, hosts: ArrayLike, topology: Topology, *, seed: int = 0) -> Rule:
     """Return the rule `route_local` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
-    return lambda layer, experts, source, hosts: route_local(
-        experts, source, hosts, weights[layer], topology, rng
+    return lambda layer, experts, source, layer_hosts: route_local(
+        experts, source, layer_hosts, weights[layer], topology, rng
     )
 
 

@@ -36,7 +36,10 @@ def split_by_source(workload: ArrayLike, topology: Topology) -> Floats:
 def check_slots(ranks: int, slots: int, experts: int) -> None:
     """Raise UserInputError if ranks with this many slots each cannot hold all experts."""
     if slots < 1 or ranks * slots < experts:
-        raise UserInputError(f"{ranks} ranks of {slots} slots cannot hold {experts} experts")
+        raise UserInputError(
+            f"{ranks} ranks of {slots} slots cannot hold {experts} experts: "
+            f"give each rank {-(-experts // ranks)} slots or more"
+        )
 
 
 def price_experts(
@@ -51,16 +54,16 @@ def price_experts(
         token_s[L, E, G], the price of all the expert's tokens on the rank, and active_s[L, E], the price of
         reading its weights.
     """
-    of_all_ranks = tokens.sum(axis=1)
+    tokens_of_all = tokens.sum(axis=1)
     # [L, E, nodes]
     by_node = np.stack([tokens[:, topology.node_of == n].sum(axis=1) for n in range(topology.nodes)], axis=2)
-    of_rank, of_node = np.swapaxes(tokens, 1, 2), by_node[:, :, topology.node_of]
+    tokens_of_rank, tokens_of_node = np.swapaxes(tokens, 1, 2), by_node[:, :, topology.node_of]
     token_s = (
-        cost.per_token_s * of_all_ranks[..., None]
-        + cost.near_byte_s * token_bytes * (of_node - of_rank)
-        + cost.far_byte_s * token_bytes * (of_all_ranks[..., None] - of_node)
+        cost.per_token_s * tokens_of_all[..., None]
+        + cost.near_byte_s * token_bytes * (tokens_of_node - tokens_of_rank)
+        + cost.far_byte_s * token_bytes * (tokens_of_all[..., None] - tokens_of_node)
     )
-    return token_s, cost.per_expert_s * (of_all_ranks > 0)
+    return token_s, cost.per_expert_s * (tokens_of_all > 0)
 
 
 def placed_work(

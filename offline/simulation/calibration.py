@@ -44,7 +44,7 @@ def fit_steps(path: Path) -> FittedCost:
     return FittedCost(
         cost=fitted,
         steps=len(steps),
-        rms_relative_error=sums.error(fitted),
+        rms_relative_error=sums.relative_rms_error(fitted),
         median_relative_error=float(np.median(relative)),
         source=f"{path.name} {hashlib.sha256(content).hexdigest()[:16]}",
     )

@@ -12,8 +12,8 @@ from offline.simulation.cluster import Whole
 from offline.simulation.requests import Experts, Requests
 
 
-class PlacementRequests:
-    """The placement request of each simulated request, by its number.
+class PlacementRequestFactory:
+    """Makes the placement requests of simulated requests, by their numbers.
 
     Args:
         policy: its table gives similarities.

@@ -23,7 +23,7 @@ from eldr_serve.scheduling import (
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome
-from offline.simulation.placement_requests import PlacementRequests
+from offline.simulation.placement_requests import PlacementRequestFactory
 from offline.simulation.prefill_engines import PrefillEngines
 from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, SimulationError
@@ -132,7 +132,7 @@ class _Simulation:
             for name in self._names:
                 self._placer.report_prefix_cache(name, PrefixCacheSize(whole.block_tokens, kv_tokens))
         self._shadow = None if shadow is None else self._add_shadow(shadow, seed)
-        self._placements = PlacementRequests(
+        self._request_factory = PlacementRequestFactory(
             requests, experts, policy, whole, reads_counts=policy.reads_counts or shadow is not None
         )
         self._wants_progress = shadow is not None or type(policy).on_progress is not Policy.on_progress
@@ -220,7 +220,9 @@ class _Simulation:
         self._at(self._router_free_s, _PLACE, request_index)
 
     def _place(self, now: float, request_index: int) -> None:
-        request = self._placements.make_request(request_index, self._decode.cacheable_blocks(request_index))
+        request = self._request_factory.make_request(
+            request_index, self._decode.cacheable_blocks(request_index)
+        )
         self._submit(now, [Lease(request, LeaseState.SENT)])
 
     def _submit(self, now: float, leases: Sequence[Lease] = ()) -> None:
@@ -261,7 +263,7 @@ class _Simulation:
         change = self._changes[index]
         if change.table is not None:
             self._placer.policy.set_table(change.table)
-            self._placements.discard_similarities()
+            self._request_factory.discard_similarities()
         if change.workers is not None:
             self._placer.set_workers(self._names, draining=self._names[change.workers :])
             self._submit(now)
@@ -311,7 +313,7 @@ class _Simulation:
             self._recorder.prefilled_s[request_index] = now
             running = self._placer.running.get(str(request_index))
             if running is not None and (
-                counted := self._placements.with_true_counts(request_index, running.request)
+                counted := self._request_factory.with_true_counts(request_index, running.request)
             ):
                 self._placer.set_measured_counts(counted)
             self._placer.progress({str(request_index): 1})

@@ -41,14 +41,14 @@ class Collector(HttpCollector, TraceServiceServicer):
     """An HttpCollector that also accepts gRPC.
 
     Attributes:
-        grpc: its gRPC address, in an exporter's format.
+        grpc_url: its gRPC address, in an exporter's format.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._grpc = grpc.server(ThreadPoolExecutor(2))
         add_TraceServiceServicer_to_server(self, self._grpc)
-        self.grpc = f"http://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
+        self.grpc_url = f"http://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
 
     def spans(self, trace: str) -> list[Received]:
         """Return the spans of a trace received so far."""

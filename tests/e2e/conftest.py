@@ -88,11 +88,11 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         }
     arguments["ingress_deployment_config"] |= {"graceful_shutdown_timeout_s": 20}
     # Only requests whose clients ask for it are traced; vLLM exports spans in both its ways.
-    arguments["ingress"] |= {"tracing": {"endpoint": collector.http, "sample": 0}}
+    arguments["ingress"] |= {"tracing": {"endpoint": collector.http_url, "sample": 0}}
     over_http = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     for role, endpoint, variables in (
-        ("prefill_config", collector.grpc, {}),
-        ("decode_config", collector.http, over_http),
+        ("prefill_config", collector.grpc_url, {}),
+        ("decode_config", collector.http_url, over_http),
     ):
         config = arguments[role]
         config["engine_kwargs"] = config["engine_kwargs"] | {"otlp_traces_endpoint": endpoint}

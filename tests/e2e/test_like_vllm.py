@@ -18,7 +18,7 @@ import anthropic
 import httpx
 import pytest
 
-from benchmarks.lib.engines import process, wait_http
+from benchmarks.lib.engines import start_process, wait_http
 from benchmarks.lib.ports import free_port
 from tests.e2e.service import ENGINE_ENV, HTTP, Demo, Service
 from tests.support.vllm_answers import Server
@@ -69,7 +69,7 @@ def plain(demo: Demo, service: Service) -> Iterator[str]:
     url, log = f"http://127.0.0.1:{port}", demo.out / "plain_vllm.txt"
     # Otherwise the first request for log-probabilities waits for a compilation.
     environment = ENGINE_ENV | {"TORCHDYNAMO_DISABLE": "1"}
-    with process(command, env=environment, log=log) as server:
+    with start_process(command, env=environment, log=log) as server:
         wait_http(f"{url}/health", server, log, 180)
         yield url
 

@@ -226,7 +226,7 @@ def check_log(session: Session) -> None:
 
 
 def check_refusals(session: Session) -> None:
-    from eldr_serve.engine.vllm.ep.swap import PlacementError
+    from eldr_serve.engine.vllm.ep.swap import ExpertPlacementError
     from eldr_serve.experts.parallel.replica_choice import RULES
 
     before = session.ask("status")
@@ -238,13 +238,13 @@ def check_refusals(session: Session) -> None:
         ([[*range(SLOTS)]] * LAYERS, RANKS, "outside 0 to 15"),
         (good, 4, "for 4 ranks, the engine has 2"),
     ):
-        with pytest.raises(PlacementError, match=sentence):
+        with pytest.raises(ExpertPlacementError, match=sentence):
             session.swap(rows, ranks)
     assert session.ask("status") == before
     backwards = [row[::-1] for row in before[0]["placement"]]
     assert session.ask("begin", backwards, RANKS)[0] > 1
     under_way = session.ask("status")
-    with pytest.raises(PlacementError, match="under way"):
+    with pytest.raises(ExpertPlacementError, match="under way"):
         session.swap(good)
     assert session.ask("status") == under_way
     session.ask("stop")
@@ -276,8 +276,8 @@ def die_after_sending(worker: Any) -> None:
         return
     send = transfer.dist.isend
 
-    def last(*arguments: Any, **named: Any) -> None:
-        send(*arguments, **named).wait()
+    def last(*args: Any, **kwargs: Any) -> None:
+        send(*args, **kwargs).wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
     transfer.dist.isend = last

@@ -109,14 +109,14 @@ def find_leftovers(world: World) -> list[str]:
             + sum(ingress._fleets.decode.open_calls.values()),
         }
     state = router_state(world)
-    sessions = world.router().servable_object._sessions  # type: ignore[union-attr]
+    ingress_calls = world.router().servable_object._ingress_calls  # type: ignore[union-attr]
     cached = state.placer.prefixes._caches.keys() | state.placer.prefixes._capacity.keys()
     held_items |= {
         "router leases": dict(state.placer.running),
         "router queue": dict(state.placer.queue),
-        "router calls": dict(sessions.open),
-        "router progress": sessions.progress,
-        "router clients too many": len(sessions.by_ingress) - world.target_numbers["ingress"],
+        "router calls": dict(ingress_calls.place_calls),
+        "router progress": ingress_calls.token_progress,
+        "router clients too many": len(ingress_calls.by_ingress) - world.target_numbers["ingress"],
         "router ledger": len(state.placer._ledger),
         "router prompt tokens to compute": int(abs(state.placer._ledger._prefill_tokens).sum()),
         "prefixes of workers that have gone": cached - set(state.positions.workers),

@@ -128,7 +128,7 @@ MUTATIONS = (
     Mutation(
         "a signature that nobody waits for is still awaited",
         "eldr_serve.fleet.measured_counts",
-        "asyncio.get_running_loop().call_later(_LATER_S, self._call.cancel)",
+        "asyncio.get_running_loop().call_later(_MAX_DELAY_S, self._call.cancel)",
     ),
     Mutation(
         "a replica that fails again and again is not ejected",
@@ -192,12 +192,12 @@ MUTATIONS = (
     ),
     Mutation(
         "a client that is lost for good is not dropped",
-        "eldr_serve.router.sessions",
+        "eldr_serve.router.ingress_calls",
         "asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)",
     ),
     Mutation(
         "a connection that its client has left is still served",
-        "eldr_serve.router.sessions",
+        "eldr_serve.router.ingress_calls",
         'previous.reply.peer.close("its ingress has connected again")',
     ),
     Mutation(
@@ -247,7 +247,7 @@ MUTATIONS = (
         "        for task in calls.values():\n            task.cancel()\n",
         "",
     ),
-    Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now >= lost_at_s:", "if False:"),
+    Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now_s >= lost_at_s:", "if False:"),
     # -- admission and tenants
     Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._permits[tenant.name] -= 1"),
     Mutation(

@@ -1,7 +1,7 @@
 """A router without Ray and without a network: its real state, a fake actor around it, and real clients.
 
-`router_state` and `place` test the state alone. `FakeActor` also has the real sessions and channel server. A
-`RouterClient` talks to it through connections within this process, which the test can delay or cut.
+`router_state` and `place` test the state alone. `FakeActor` also has the real ingress calls and channel
+server. A `RouterClient` talks to it through connections within this process, which the test can delay or cut.
 `SlotPolicy` is a policy with a decode queue.
 """
 
@@ -20,7 +20,7 @@ from eldr_serve.channel.server import _Connection
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.actor import _error_response
-from eldr_serve.router.sessions import Sessions
+from eldr_serve.router.ingress_calls import IngressCalls
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
 from eldr_serve.router_client.calls import RouterCalls
@@ -124,7 +124,7 @@ class _End(asyncio.Transport):
 
 
 class FakeActor(RouterCalls):
-    """The actor's state and sessions without Ray, and a client's calls to it.
+    """The actor's state and ingress calls without Ray, and a client's calls to it.
 
     Attributes:
         delay_s: travel time of a message.
@@ -137,7 +137,7 @@ class FakeActor(RouterCalls):
         self.options = {"model_id": "m", "policy": "locality-band", "table": table} | options
         self.state = RouterState(**self.options)
         self._grace_s = grace_s
-        self.sessions = Sessions(self.state, Mock(), grace_s)
+        self.ingress_calls = IngressCalls(self.state, Mock(), grace_s)
         self.server = ChannelServer(
             "secret",
             self._handle_call,
@@ -178,15 +178,15 @@ class FakeActor(RouterCalls):
         """Begin with a new state and no connections, as after the actor's death."""
         self.disconnect()
         self.state = RouterState(**self.options)
-        self.sessions = Sessions(self.state, Mock(), self._grace_s)
+        self.ingress_calls = IngressCalls(self.state, Mock(), self._grace_s)
         self.alive = True
 
     def _subscribe(self, body: bytes, reply: Reply) -> Any:
-        handler = self.sessions.open_methods["subscribe"](body, reply)
+        handler = self.ingress_calls.open_methods["subscribe"](body, reply)
         return self._record_notes(handler, decoder(Any))
 
     def _place(self, body: bytes, reply: Reply) -> Any:
-        handler = self.sessions.open_methods["place"](body, reply)
+        handler = self.ingress_calls.open_methods["place"](body, reply)
         self.messages.append(decoder(Place)(body))
         return self._record_notes(handler, decoder(Place | Counted))
 
@@ -294,13 +294,13 @@ async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> No
 
 async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
     """Wait until neither router nor client has a lease or a waiting request."""
-    await wait_until(lambda: not (actor.state.queue_size or actor.running or actor.sessions.open))
+    await wait_until(lambda: not (actor.state.queue_size or actor.running or actor.ingress_calls.place_calls))
     assert set(loads(actor.state).values()) <= {(0, 0)}
     assert not client.held_leases()
     assert not client.leases
     assert not client._calls
     assert not list(client._waiting)
-    assert not actor.sessions.open
+    assert not actor.ingress_calls.place_calls
 
 
 SLOTS = "tests.support.fake_router:SlotPolicy"  # its import path

@@ -12,13 +12,13 @@ class HttpCollector:
 
     Attributes:
         received: (path, request) of each received request.
-        http: URL of the collector, as exporters expect it.
+        http_url: URL of the collector, as exporters expect it.
     """
 
     def __init__(self) -> None:
         self.received: list[tuple[str, ExportTraceServiceRequest]] = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self.received))
-        self.http = f"http://127.0.0.1:{self._http.server_port}/v1/traces"
+        self.http_url = f"http://127.0.0.1:{self._http.server_port}/v1/traces"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._http.serve_forever, daemon=True).start()

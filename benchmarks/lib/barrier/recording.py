@@ -21,14 +21,14 @@ class RecordingScheduler(EldrAsyncScheduler):
     scheduled. Steps without requests have no line. RECORD_FOLDER_ENV is the variable that names the folder.
     """
 
-    def __init__(self, vllm_config: Any, *arguments: Any, **named: Any) -> None:
-        super().__init__(vllm_config, *arguments, **named)
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
         path = file_of(Path(os.environ[RECORD_FOLDER_ENV]), vllm_config.parallel_config.data_parallel_rank)
         self._steps = path.open("w", buffering=1)
 
-    def schedule(self, *arguments: Any, **named: Any) -> Any:
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step, and write its line."""
-        output = super().schedule(*arguments, **named)
+        output = super().schedule(*args, **kwargs)
         if scheduled := output.num_scheduled_tokens:
             # Scheduler and model run in one process, so all earlier forwards have begun.
             forward = rank_batches().forwards + 1

@@ -102,19 +102,19 @@ class _Experts:
         gate, experts = top_k_gate(self._gates[layer], self.top_k), torch.as_tensor(recorded, device=device())
         return lambda tokens: (gate(tokens)[0], experts)
 
-    def seconds(self, layer: int, rows: Tensor, slot: Tensor) -> float:
-        """Return the seconds that these rows' experts take, all of which are local."""
+    def time_products(self, layer: int, rows: Tensor, slot: Tensor) -> float:
+        """Time the experts of these rows, all of which are local; return the seconds."""
         products = self.products(layer, np.arange(self._job.num_experts))
         started_at_s = _now_s()
         products(rows, slot)
         return _now_s() - started_at_s
 
-    def tokens(self, number: int) -> Tensor:
-        """Return hidden states. Their values do not affect a layer's time."""
+    def draw_tokens(self, number: int) -> Tensor:
+        """Draw hidden states. Their values do not affect a layer's time."""
         return torch.randn(number, self.hidden, device=device()).bfloat16()
 
 
-def layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
+def time_layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
     """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
     experts_of_rank = _Experts(job)
     batches, layers, tokens, _ = job.routes.shape
@@ -132,7 +132,7 @@ def layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float6
             num_experts=job.num_experts,
             route=job.routing(arm, layer),
         )
-        x = experts_of_rank.tokens(rank_tokens)
+        x = experts_of_rank.draw_tokens(rank_tokens)
         clock = _Clock()
         dist.barrier()
         clock.start()
@@ -144,12 +144,12 @@ def layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float6
     return times
 
 
-def shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
+def time_shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
     """Time each rank's experts with nothing else running: [B, L, rounds, G] s, by arm."""
     experts_of_rank = _Experts(job)
     batches, layers, tokens, _ = job.routes.shape
     times = {arm: np.zeros((batches, layers, job.rounds, job.ranks)) for arm in job.arms}
-    x = experts_of_rank.tokens(tokens)
+    x = experts_of_rank.draw_tokens(tokens)
     for b, layer, turn, arm in _schedule(job):
         experts = job.routes[b, layer]
         ranks = job.routing(arm, layer)(experts, np.zeros(tokens, np.int64))
@@ -157,12 +157,12 @@ def shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]
             token, choice = np.nonzero(ranks == g)
             rows = x[torch.as_tensor(token, device=device())]
             slot = torch.as_tensor(experts[token, choice], device=device())
-            times[arm][b, layer, turn, g] = experts_of_rank.seconds(layer, rows, slot)
+            times[arm][b, layer, turn, g] = experts_of_rank.time_products(layer, rows, slot)
     return times
 
 
-def rank_alone(rank: int, job: RankJob) -> list[dict[str, Any]]:
-    """Return a rank's median time by activated experts and pairs. Each call uses other experts."""
+def time_rank_alone(rank: int, job: RankJob) -> list[dict[str, Any]]:
+    """Time a rank by activated experts and pairs; return medians. Each call uses other experts."""
     experts_of_rank = _Experts(job)
     rng = np.random.default_rng(job.seed)
     counts = [count for count in ACTIVATED if count <= job.num_experts]
@@ -174,16 +174,16 @@ def rank_alone(rank: int, job: RankJob) -> list[dict[str, Any]]:
             layer = int(rng.integers(job.routes.shape[1]))
             experts = rng.permutation(job.num_experts)[:activated]
             slot = torch.as_tensor(np.resize(experts, pairs), device=device())
-            rows = experts_of_rank.tokens(pairs)
-            seconds[activated, pairs].append(experts_of_rank.seconds(layer, rows, slot))
+            rows = experts_of_rank.draw_tokens(pairs)
+            seconds[activated, pairs].append(experts_of_rank.time_products(layer, rows, slot))
     return [
         {"activated": activated, "pairs": pairs, "s": float(np.median(times[1:]))}
         for (activated, pairs), times in seconds.items()
     ]
 
 
-def messages(rank: int, rounds: int) -> list[dict[str, Any]]:
-    """Return medians of both ways to move tokens to experts and back, by bytes received per rank."""
+def time_messages(rank: int, rounds: int) -> list[dict[str, Any]]:
+    """Time both ways to move tokens to experts and back; return medians by bytes received per rank."""
     rows = []
     for size in MESSAGE_BYTES:
         own = torch.zeros(size, dtype=torch.uint8, device=device())

@@ -297,7 +297,7 @@ class ReplayExperiment:
                 f"no step cost fits the engine's {len(steps.seconds)} steps: they are too few (give more "
                 "--fit-requests), or their time does not depend on active experts (give more --intermediate)"
             )
-        return cost, sums.error(cost)
+        return cost, sums.relative_rms_error(cost)
 
     def _plan(self, load: ReplayLoad, arms: Sequence[Arm], repeats: int) -> ReplayCase:
         fit, rest = self.data.split(load.group, 0.4, self._seed)
@@ -336,7 +336,7 @@ class ReplayExperiment:
         )
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
-        trace = self.data.trace.subset(fit)
+        trace = self.data.trace.subset_without_routes(fit)
         table, _ = fit_table(trace, workers, transform=transform, seed=self._seed)
         if balanced:
             return table

@@ -263,7 +263,7 @@ def _outcome(
 
 def _table(trace: CalibrationTrace, domains: Sequence[str], workers: int, seed: int) -> RoutingTable:
     index = np.flatnonzero(np.isin(trace.domains, domains))
-    return fit_table(trace.subset(index), workers, seed=seed)[0]
+    return fit_table(trace.subset_without_routes(index), workers, seed=seed)[0]
 
 
 def _with_blocks(inputs: ScenarioInputs) -> ScenarioInputs:

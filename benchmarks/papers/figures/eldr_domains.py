@@ -160,7 +160,7 @@ def simulate_policies(
 
 def _repeat_requests(trace: CalibrationTrace, index: Index) -> CalibrationTrace:
     """Return the requests at `index`, where one may occur several times, each with an id of its own."""
-    return trace.subset(index, ids=[str(n) for n in range(len(index))])
+    return trace.subset_without_routes(index, ids=[str(n) for n in range(len(index))])
 
 
 def _times(row: dict[str, Any]) -> dict[str, float]:

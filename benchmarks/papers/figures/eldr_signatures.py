@@ -66,7 +66,7 @@ def signatures(options: Options) -> Rows:
     def run(case: tuple[Path, str], seed: int) -> dict[str, float]:
         path, transform = case
         trace = read_calibration_trace(path)
-        fit, test = (trace.subset(part) for part in halves(trace, seed))
+        fit, test = (trace.subset_without_routes(part) for part in halves(trace, seed))
         masked = fit_signature(fit, transform, seed=seed)
         rhos: dict[str, float] = {}
         for layers, spec in (("all_layers", _all_layers(masked)), ("kept_layers", masked)):
@@ -101,7 +101,7 @@ def prompt_length(options: Options) -> Rows:
             for transform in IDF:
                 rhos = []
                 for seed in options.seeds:
-                    fit, test = (part.subset(index) for index in halves(part, seed))
+                    fit, test = (part.subset_without_routes(index) for index in halves(part, seed))
                     element, weights = signature_weights(fit, transform)
                     spec = SignatureSpec(weights, np.arange(len(weights)), element)
                     signature = spec.encode(test.prefill_counts)
@@ -159,7 +159,7 @@ def variants(options: Options) -> Rows:
             settings = PAPER | changes
             band, key = settings.pop("band"), str(settings)
             if key not in tables:
-                tables[key] = _table(trace.subset(fit), workers, seed=seed, **settings)
+                tables[key] = _table(trace.subset_without_routes(fit), workers, seed=seed, **settings)
             summaries[label] = summary("locality-band", tables[key], band=band)
         return summaries
 

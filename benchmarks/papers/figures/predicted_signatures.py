@@ -79,7 +79,7 @@ def gptoss_prompts(path: Path) -> Prompts:
 
 def fitted_predictor(trace: CalibrationTrace, fit: Index) -> SignaturePredictor:
     """Return a predictor that is fitted to the prompts with these indices."""
-    return fit_signature_predictor(trace.subset(fit))[0]
+    return fit_signature_predictor(trace.subset_without_routes(fit))[0]
 
 
 def predicted_counts(trace: CalibrationTrace, predictor: SignaturePredictor, members: Index) -> Counts:

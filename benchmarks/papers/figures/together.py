@@ -54,7 +54,7 @@ def policies(options: Options) -> Rows:
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(trace.ids))
         fit, held_out = np.split(order, [round(0.4 * len(order))])
-        table, _ = fit_table(trace.subset(fit), WORKERS, seed=seed)
+        table, _ = fit_table(trace.subset_without_routes(fit), WORKERS, seed=seed)
         requests = _requests(traffic, experts, options, load, seed)
         requests = replace(requests, kind=rng.choice(held_out, len(requests)))
         summaries = {}

@@ -119,7 +119,7 @@ class WholeCase:
         rng = np.random.default_rng([seed, workers])
         trace, number = inputs.trace, number or PER_WORKER * workers
         fit, members = np.split(np.random.default_rng(seed).permutation(len(trace.ids)), [CALIBRATION])
-        predictor, _ = fit_signature_predictor(trace.subset(fit))
+        predictor, _ = fit_signature_predictor(trace.subset_without_routes(fit))
         requests = {
             "many domains": lambda: _many_domains(trace, members, number, rng),
             "sessions": lambda: _sessions(trace, members, inputs.records, number, rng),

@@ -61,7 +61,7 @@ class PrefixEvents(EventPublisher):
         """Do nothing: there is nothing to close."""
 
     def take(self) -> BlockChanges | None:
-        """Return the changes since the last call; None without any."""
+        """Return the changes since the last call; None if there are none."""
         return self._tracked.take()
 
     def _store(self, event: BlockStored) -> None:

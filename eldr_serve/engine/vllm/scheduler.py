@@ -27,10 +27,10 @@ class _CountingScheduler:
     kv_cache_manager: Any
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, *others: Any, log_stats: bool = False, **named: Any
+        self, vllm_config: Any, kv_cache_config: Any, *args: Any, log_stats: bool = False, **kwargs: Any
     ) -> None:
         self._prefix_events = prefix_events(vllm_config, kv_cache_config, log_stats=log_stats)
-        super().__init__(vllm_config, kv_cache_config, *others, log_stats=log_stats, **named)  # type: ignore[call-arg]
+        super().__init__(vllm_config, kv_cache_config, *args, log_stats=log_stats, **kwargs)  # type: ignore[call-arg]
         if self._prefix_events is not None:
             self.kv_event_publisher = self._prefix_events
 
@@ -43,7 +43,7 @@ class _CountingScheduler:
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def make_stats(
-        self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *others: Any, **named: Any
+        self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Return vLLM's statistics; the connector's stats get the values that only this process knows."""
         if isinstance(self.connector, EldrConnector):
@@ -53,7 +53,7 @@ class _CountingScheduler:
             changes = None if self._prefix_events is None else self._prefix_events.take()
             if changes is not None:
                 kv_connector_stats.data["prefix_changes"] = asdict(changes)
-        return super().make_stats(spec_decoding_stats, kv_connector_stats, *others, **named)  # type: ignore[misc]
+        return super().make_stats(spec_decoding_stats, kv_connector_stats, *args, **kwargs)  # type: ignore[misc]
 
 
 class EldrScheduler(_CountingScheduler, Scheduler):

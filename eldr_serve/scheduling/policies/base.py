@@ -66,7 +66,7 @@ class Policy(ABC):
 
     @property
     def predictor_failures(self) -> int:
-        """Return the number of unusable predictions; 0 without a predictor."""
+        """Return the number of unusable predictions; 0 if the policy has no predictor."""
         return 0
 
     def set_table(self, table: CentroidTable | None) -> Policy:
@@ -119,7 +119,7 @@ class QueuedPolicy(Policy):
         return True
 
     def slots_per_worker(self) -> int | None:
-        """Return the value of a parameter `slots`, the limit of requests on a worker; None without one."""
+        """Return the value of a parameter `slots`, the limit of requests on a worker; None if it has none."""
         parameters = getattr(self, "parameters", None)  # None if a subclass skips Policy.__init__
         return getattr(parameters, "slots", None)
 

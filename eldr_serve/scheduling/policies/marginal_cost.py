@@ -21,8 +21,8 @@ _MAX_EXACT_WORKERS = 512
 _FINALISTS = 32
 _DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
 _ANSWER_MEMORY = 64  # time constant of the mean length, answers
-# Multiples of the median step time and of the mean batch; above them a tail power raises the cost. Step times
-# are estimated too low if answers use other experts than their prompts, so alone they let some batches grow.
+# A tail power raises the cost above these multiples of the median step time and of the mean batch. The batch
+# counts too, because step times are estimated too low if answers use other experts than their prompts.
 _SLOW_STEP = 1.05
 _LARGE_BATCH = 1.5
 
@@ -39,7 +39,7 @@ class RequestEstimate(NamedTuple):
 class MarginalCost(Policy):
     """The worker where the request adds the least time, summed over all requests.
 
-    docs/policies.md has the formulas. The cost of a worker, in seconds per step, consists of:
+    docs/policies.md explains the formulas. The cost of a worker, in seconds per step, consists of:
 
     1. Decode: the time of the request's step, and the time that the request adds to the step of each other
        request there. The active experts of a batch are expected from the counts of its requests' prefills.

@@ -6,7 +6,7 @@ import math
 import random
 
 from benchmarks.lib.whole.workloads import SHRINK, conversations
-from benchmarks.serving.prefix_hits import first_prompt, next_prompt, row
+from benchmarks.serving.prefix_hits import first_prompt, make_row, next_prompt
 from loadgen.traces import BLOCK_TOKENS, RecordedArrival
 from tests.support.in_process import command, sentence
 
@@ -38,10 +38,10 @@ def test_conversations_have_a_second_block_of_their_own() -> None:
 def test_a_row_compares_the_counts_of_its_own_requests() -> None:
     before = {"prefill_tokens": 100, "prefix_tokens_predicted": 50}
     after = {"prefill_tokens": 1100, "prefix_tokens_predicted": 470, "prefix_tokens_measured": 400}
-    figures = row(before, after)
+    figures = make_row(before, after)
     assert (figures["prompt_tokens"], figures["predicted_pct"], figures["measured_pct"]) == (1000, 42.0, 40.0)
     assert round(figures["error_pct"], 6) == 5.0
-    assert math.isnan(row({}, {"prefill_tokens": 1})["error_pct"])
+    assert math.isnan(make_row({}, {"prefill_tokens": 1})["error_pct"])
 
 
 def test_an_unknown_map_is_refused_before_anything_starts() -> None:

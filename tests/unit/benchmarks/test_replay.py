@@ -59,7 +59,7 @@ def test_workloads_are_split_without_overlap() -> None:
     fit, rest = data.split("all", 0.4, 1)
     assert not set(fit) & set(rest)
     assert len(fit) == round(0.4 * len(domains))
-    assert data.trace.subset(fit).ids == [data.trace.ids[i] for i in fit]
+    assert data.trace.subset_without_routes(fit).ids == [data.trace.ids[i] for i in fit]
     assert loads_of("task", "4,8", "16", 5) == [ReplayLoad("task", 4, 16, 5), ReplayLoad("task", 8, 16, 5)]
     for groups, workers, batch in (("tasks", "4", "8"), ("task", "four", "8"), ("task", "4", "0")):
         with pytest.raises(UserInputError):

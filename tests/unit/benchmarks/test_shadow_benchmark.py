@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import shadow as module
-from benchmarks.serving.shadow import Part, rows, shadow, sums
+from benchmarks.serving.shadow import Part, make_rows, read_sums, shadow
 from eldr_serve.commands import client
 from eldr_serve.errors import UserInputError
 from tests.support.fake_service import KEY, fake_service
@@ -33,7 +33,7 @@ def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:
         PART, live=5.5, shadow=4.4, seconds=1.2, token_seconds=5.0, tpot=0.019, active_experts=2500
     )
     parts = {"marginal-cost": [PART, PART], "random": [other, other]}
-    by_figure = {row["figure"]: row for row in rows(("marginal-cost", "random"), parts, seed=0)}
+    by_figure = {row["figure"]: row for row in make_rows(("marginal-cost", "random"), parts, seed=0)}
     for live in parts:
         row = by_figure[f"priced, {live} live"]
         assert (row["marginal-cost"], row["random"]) == pytest.approx((11.0, 13.75))
@@ -50,7 +50,7 @@ def test_a_prediction_is_compared_with_measurements_of_the_engines() -> None:
 def test_rounds_that_differ_give_an_interval() -> None:
     slow = replace(PART, live=8.8, shadow=5.5)
     same = [PART, PART]
-    row = rows(("a", "b"), {"a": [PART, slow], "b": same}, seed=0)[0]
+    row = make_rows(("a", "b"), {"a": [PART, slow], "b": same}, seed=0)[0]
     assert row["low_pct"] == pytest.approx(-20)
     assert row["low_pct"] < row["change_pct"] < row["high_pct"]
 
@@ -59,9 +59,11 @@ def test_a_status_before_the_first_token_has_sums() -> None:
     names = ("steps", "requests", "active_experts", "seconds", "token_seconds")
     totals = dict(zip(names, range(1, 6), strict=True))
     now = {"live": {}, "shadow": {}}
-    assert sums({"comparison": {"now": now}, "decode_totals": totals}).tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+    status = {"comparison": {"now": now}, "decode_totals": totals}
+    assert read_sums(status).tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
     priced = now | {"tokens": 10, "live_ms": 100.0, "shadow_ms": 200.0}
-    assert sums({"comparison": {"now": priced}, "decode_totals": totals})[:3] == pytest.approx([10, 1, 2])
+    status["comparison"] = {"now": priced}
+    assert read_sums(status)[:3] == pytest.approx([10, 1, 2])
 
 
 @pytest.mark.parametrize("bad", [{"policies": "random"}, {"policies": "a,a"}, {"intermediate": "16"}])

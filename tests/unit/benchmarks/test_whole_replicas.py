@@ -94,7 +94,7 @@ def test_a_trial_counts_the_same_requests_of_each_system() -> None:
     assert len(sent) < 50  # then the loop was stopped
     for chain in range(len(sent) // 2):  # a chain's second after its first
         assert sent.index(2 * chain) < sent.index(2 * chain + 1)
-    with pytest.raises(UserInputError, match="4 requests, a trial needs 11"):
+    with pytest.raises(UserInputError, match="4 requests, but a trial needs 11"):
         _trial(2, in_flight=2, warm_up=4, requests=6)
 
 

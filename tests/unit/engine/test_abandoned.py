@@ -32,7 +32,7 @@ def test_a_prompt_is_freed_once_it_is_held_and_abandoned(order: tuple[str, ...])
 
 def test_the_name_of_a_prompt_that_never_arrives_is_forgotten() -> None:
     clock = [0.0]
-    prompts = AbandonedPrompts(now=lambda: clock[0])
+    prompts = AbandonedPrompts(clock=lambda: clock[0])
     prompts.abandon(["early"])
     clock[0] = 1.0
     prompts.abandon(["late"])

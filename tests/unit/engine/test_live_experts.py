@@ -14,7 +14,7 @@ from benchmarks.lib.ep.ranks import on_ranks
 from eldr_serve.engine.vllm.ep import live as live_module
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
-from eldr_serve.engine.vllm.ep.swap import EngineExperts, PlacementError, swap_placement
+from eldr_serve.engine.vllm.ep.swap import EngineExperts, ExpertPlacementError, swap_placement
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, placement_id
 
@@ -151,7 +151,7 @@ async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) 
         (placement_of(np.minimum(good, 4)), "expert 5 of layer 0 has no slot"),
         (placement_of(good, ranks=2), "for 2 ranks, the engine has 1"),
     ):
-        with pytest.raises(PlacementError, match=sentence):
+        with pytest.raises(ExpertPlacementError, match=sentence):
             await swap_placement(call_on(experts), placement)
         assert experts.status() == before
     with pytest.raises(ValueError, match="the load has shape"):
@@ -168,7 +168,7 @@ async def test_one_swap_runs_at_a_time_and_a_cancelled_one_stops_where_it_is(sin
     await moved.wait()
     under_way = experts.status()
     assert under_way["slices_left"]
-    with pytest.raises(PlacementError, match=r"under way: \d+ slices to come"):
+    with pytest.raises(ExpertPlacementError, match=r"under way: \d+ slices to come"):
         await swap_placement(call, placement_of(placements(5)[1]))
     assert experts.status() == under_way
     first.cancel()

@@ -157,7 +157,7 @@ def test_an_old_trace_without_token_ids_can_be_read() -> None:
 def test_a_traces_prompts_are_its_token_ids_split_by_length() -> None:
     assert [len(prompt) for prompt in TRACE.prompts] == TRACE.prompt_tokens.tolist()
     np.testing.assert_array_equal(np.concatenate(TRACE.prompts), TRACE.token_ids)
-    (third,) = TRACE.subset(np.array([3])).prompts
+    (third,) = TRACE.subset_without_routes(np.array([3])).prompts
     np.testing.assert_array_equal(third, TRACE.prompts[3])
 
 
@@ -177,7 +177,7 @@ def test_decode_probability_is_a_share_of_steps() -> None:
 
 
 def test_a_subset_of_a_trace_is_a_trace() -> None:
-    subset = TRACE.subset(np.array([3, 1]))
+    subset = TRACE.subset_without_routes(np.array([3, 1]))
     assert subset.ids == ["3", "1"]
     loaded = CalibrationTrace.from_bytes(subset.to_bytes())
     assert loaded.fingerprint == subset.fingerprint != TRACE.fingerprint

@@ -60,8 +60,8 @@ def test_gpus_and_models_with_experts_are_listed() -> None:
     [
         ({"model": "acme/Mow"}, "--model is 'acme/Mow': .* did you mean 'acme/Moe'"),
         ({"model": "acme/Dense"}, "acme/Dense has no MoE layers"),
-        ({"gpu": "h100"}, "--gpu is 'h100': unknown, there are h100_sxm, h200_sxm"),
-        ({"dtype": "int3"}, "--dtype is 'int3': unknown, there are bf16, fp8"),
+        ({"gpu": "h100"}, "--gpu is 'h100', which is unknown; choose one of h100_sxm, h200_sxm"),
+        ({"dtype": "int3"}, "--dtype is 'int3', which is unknown; choose one of bf16, fp8"),
         ({"dtype": "mxfp4"}, "in mxfp4 on h100_sxm, .* its experts were not measured with such weights"),
         ({"dtype": "fp8"}, "its experts were not measured"),
         ({"dtype": "nvfp4"}, "this GPU does not compute with such weights"),

@@ -238,7 +238,7 @@ async def test_a_stuck_exporter_loses_only_spans(monkeypatch: pytest.MonkeyPatch
 
 async def test_spans_are_sent_to_the_endpoint() -> None:
     with HttpCollector() as collector:
-        async with running_app(tracing={"endpoint": collector.http}) as app:
+        async with running_app(tracing={"endpoint": collector.http_url}) as app:
             await app.post(COMPLETIONS, HELLO)
         # The remaining spans are sent when the ingress stops.
     ((path, request),) = collector.received

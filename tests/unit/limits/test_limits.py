@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eldr_serve.engine.calls import STEERING_HEADERS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
-from eldr_serve.ingress.endpoints import ENDPOINTS, Caller
+from eldr_serve.ingress.endpoints import ENDPOINTS, Audience
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
 from tests.support.fake_fleet import answer_with
@@ -35,22 +35,22 @@ async def with_tenants(folder: Path, limits: dict[str, dict[str, float]], **opti
         yield app
 
 
-@pytest.mark.parametrize("caller", Caller)
-async def test_endpoints_need_the_key_of_their_callers(tmp_path: Path, caller: Caller) -> None:
-    keys_of_others: dict[Caller, tuple[str, ...]] = {
-        Caller.ANYONE: (),
-        Caller.TENANTS: ("", "Bearer no", "a", f"Bearer {KEY}"),
-        Caller.OPERATORS: ("", "Bearer no", KEY, "Bearer a"),
+@pytest.mark.parametrize("audience", Audience)
+async def test_endpoints_need_the_key_of_their_audience(tmp_path: Path, audience: Audience) -> None:
+    keys_of_others: dict[Audience, tuple[str, ...]] = {
+        Audience.ANYONE: (),
+        Audience.TENANTS: ("", "Bearer no", "a", f"Bearer {KEY}"),
+        Audience.OPERATORS: ("", "Bearer no", KEY, "Bearer a"),
     }
-    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.caller is caller]
+    endpoints = [endpoint for endpoint in ENDPOINTS if endpoint.audience is audience]
     calls = [(method, endpoint.documented_path) for endpoint in endpoints for method in endpoint.methods]
     async with with_tenants(tmp_path, {"a": {}}) as app:
         for method, path in calls:
-            for authorization in keys_of_others[caller]:
+            for authorization in keys_of_others[audience]:
                 headers = {"authorization": authorization}
                 answer = await app.client.request(method, path, json=HELLO, headers=headers)
                 assert answer.status_code == answer.json()["error"]["code"] == 401
-            if caller is Caller.ANYONE:
+            if audience is Audience.ANYONE:
                 assert (await app.client.request(method, path)).status_code in (200, 503), path
         assert not app.prefill.sent + app.decode.sent
 

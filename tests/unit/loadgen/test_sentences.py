@@ -15,8 +15,8 @@ STEP_KEYS = ("active_experts", "engine_ms_per_token")
 Change = tuple[float | None, float | None, float | None]  # and its interval
 
 
-def row(policy: str, *changes: Change, keys: tuple[str, ...] = KEYS, base: str = "") -> dict[str, Any]:
-    """Return a row with these changes, in the order of the keys."""
+def make_row(policy: str, *changes: Change, keys: tuple[str, ...] = KEYS, base: str = "") -> dict[str, Any]:
+    """Make a row with these changes, in the order of the keys."""
     figures: dict[str, Any] = {"policy": policy}
     for key, change in zip(keys, changes, strict=False):
         figures |= zip((f"{key}_change_pct{end}" for end in ("", "_low", "_high")), change, strict=True)
@@ -26,8 +26,8 @@ def row(policy: str, *changes: Change, keys: tuple[str, ...] = KEYS, base: str =
 
 def test_a_verdict_follows_the_interval() -> None:
     rows = [
-        row("shortest-queue"),
-        row("locality-band:band=0.1", (-12.34, -15.0, -9.5), (3.0, -1.0, 7.0), (8.0, 0.5, 15.0)),
+        make_row("shortest-queue"),
+        make_row("locality-band:band=0.1", (-12.34, -15.0, -9.5), (3.0, -1.0, 7.0), (8.0, 0.5, 15.0)),
     ]
     assert client_sentences(rows, rounds=4) == [
         "locality-band:band=0.1, for clients: TPOT p50 better, -12.3 % [-15.0, -9.5] against shortest-queue; "
@@ -38,23 +38,23 @@ def test_a_verdict_follows_the_interval() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 2.0), (-2.0, 0.0)])
 def test_an_interval_that_touches_zero_shows_nothing(low: float, high: float) -> None:
-    (sentence,) = client_sentences([row("random"), row("x", (1.0, low, high))], rounds=4)
+    (sentence,) = client_sentences([make_row("random"), make_row("x", (1.0, low, high))], rounds=4)
     assert "no significant difference" in sentence
 
 
 def test_one_round_has_no_interval_and_gets_no_verdict() -> None:
-    rows = [row("shortest-queue"), row("x", (-50.0, -60.0, -40.0))]
+    rows = [make_row("shortest-queue"), make_row("x", (-50.0, -60.0, -40.0))]
     (sentence,) = client_sentences(rows, rounds=1)
     assert sentence.startswith("x, for clients: TPOT p50 -50.0 % against shortest-queue")
     assert "one round has no interval" in sentence
     assert "better" not in sentence
-    (unknown,) = client_sentences([row("shortest-queue"), row("x", (-50.0, None, None))], rounds=6)
+    (unknown,) = client_sentences([make_row("shortest-queue"), make_row("x", (-50.0, None, None))], rounds=6)
     assert "there is no interval" in unknown
     assert "better" not in unknown
 
 
 def test_few_rounds_are_mentioned_after_the_verdicts() -> None:
-    rows = [row("shortest-queue"), row("x", (-50.0, -60.0, -40.0))]
+    rows = [make_row("shortest-queue"), make_row("x", (-50.0, -60.0, -40.0))]
     verdict, caution = client_sentences(rows, rounds=3)
     assert "better" in verdict
     assert "measure 4 or more" in caution
@@ -62,11 +62,11 @@ def test_few_rounds_are_mentioned_after_the_verdicts() -> None:
 
 
 def test_missing_measurements_and_baselines_are_reported() -> None:
-    (sentence,) = client_sentences([row("random"), row("x", (None, None, None))], rounds=4)
+    (sentence,) = client_sentences([make_row("random"), make_row("x", (None, None, None))], rounds=4)
     assert sentence == "x, for clients: TPOT p50 was not measured."
-    (sentence,) = client_sentences([row("x"), row("y")], rounds=4)
+    (sentence,) = client_sentences([make_row("x"), make_row("y")], rounds=4)
     assert sentence.startswith("Nothing to compare with")
-    assert client_sentences([row("random")], rounds=4) == []
+    assert client_sentences([make_row("random")], rounds=4) == []
 
 
 def test_each_figure_of_a_trial_has_a_sentence() -> None:
@@ -105,7 +105,7 @@ def test_each_figure_of_a_trial_has_a_sentence() -> None:
 
 
 def test_the_first_sentence_is_the_effect_of_placement() -> None:
-    step_row = partial(row, keys=STEP_KEYS)
+    step_row = partial(make_row, keys=STEP_KEYS)
     rows = [
         {"policy": "shortest-queue"},
         step_row("marginal-cost", (-12.04, -14.0, -10.0), (-9.0, -11.0, -7.0)),
@@ -124,7 +124,7 @@ def test_the_first_sentence_is_the_effect_of_placement() -> None:
 
 
 def test_each_step_figure_names_its_own_baseline() -> None:
-    measured = row("x", (-2.0, -3.0, -1.0), (-2.0, -3.0, -1.0), keys=STEP_KEYS, base="random")
+    measured = make_row("x", (-2.0, -3.0, -1.0), (-2.0, -3.0, -1.0), keys=STEP_KEYS, base="random")
     (sentence,) = step_sentences([measured | {"engine_ms_per_token_baseline": "round-robin"}])
     assert "experts per step than random" in sentence
     assert "time per token than round-robin" in sentence

@@ -55,7 +55,7 @@ def test_each_rank_gets_its_own_requests_in_equal_blocks() -> None:
     ("call", "word"),
     [
         (lambda: expected_workload([[[1]]], [1, 2], 1), "do not match"),
-        (lambda: expected_workload([[[1]]], [0], 1), "no tokens"),
+        (lambda: expected_workload([[[1]]], [0], 1), "prompt 0 of 1 has no tokens"),
     ],
 )
 def test_bad_input_is_refused(call: object, word: str) -> None:

@@ -131,7 +131,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
             "unknown method 'nobody': there are activation, director, director-paper, eplb, grace",
         ),
         ({"method": "director"}, "give their --cost"),
-        ({"ranks": 4, "nodes": 3}, "4 ranks cannot be split evenly over 3 nodes"),
+        ({"ranks": 4, "nodes": 3}, "4 ranks cannot be split evenly over 3 nodes: change --nodes"),
         ({"ranks": 3}, "16 slots cannot be split evenly over 3 ranks"),
         ({"slots": 12}, "12 slots are not from 16"),
         ({"redundant": 52}, "68 slots are not from 16"),
@@ -141,7 +141,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
         ({"method": "eplb", "groups": 3}, "16 experts cannot be split evenly into 3 parts"),
         ({"workers": 31}, "cannot make 31 clusters"),
         ({"cluster_of": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
-        ({"cluster_of": "foreign.safetensors"}, "foreign.safetensors is a table of m with 4 x 8 experts"),
+        ({"cluster_of": "foreign.safetensors"}, "foreign.safetensors is for m with 4 layers of 8 experts"),
         ({"cost": "nowhere.json"}, "nowhere.json"),
         ({"cost": "cost.json"}, "cost.json is not a layer cost: per_expert_s is missing"),
         ({"trace": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
@@ -154,7 +154,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
 def test_bad_input_is_reported_in_one_sentence(
     options: dict[str, Any], words: str, trace: Path, tmp_path: Path
 ) -> None:
-    CalibrationTrace.load(trace).subset(np.arange(60)).save(tmp_path / "bare.safetensors")
+    CalibrationTrace.load(trace).subset_without_routes(np.arange(60)).save(tmp_path / "bare.safetensors")
     fit_table(synthetic_trace(num_experts=8), 2)[0].save(tmp_path / "foreign.safetensors")
     (tmp_path / "cost.json").write_text('{"fixed_s": 1}')
     before = set(tmp_path.iterdir())

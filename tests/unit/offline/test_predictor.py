@@ -46,15 +46,20 @@ def test_the_dual_solution_equals_ridge_regression(seed: int, n: int, width: int
 
 
 def test_a_predictor_of_full_rank_equals_ridge_regression() -> None:
-    fit = TRACE.subset(FIT)
+    fit = TRACE.subset_without_routes(FIT)
     predictor, report = fit_signature_predictor(fit, rank=10_000)
     shares, y = token_shares(fit.prompts, fit.vocabulary), expert_frequencies(fit)
     features = (shares * token_weights(shares)[None, :]).toarray()
     kernel = features @ features.T
     (dual,) = dual_ridge(kernel, y - y.mean(axis=0), [report["penalty"]])
-    new = token_shares(TRACE.subset(TEST).prompts, TRACE.vocabulary) * token_weights(shares)[None, :]
+    new = (
+        token_shares(TRACE.subset_without_routes(TEST).prompts, TRACE.vocabulary)
+        * token_weights(shares)[None, :]
+    )
     expected = y.mean(axis=0) + csr_array(new).toarray() @ features.T @ dual
-    hidden = np.array([predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset(TEST).prompts])
+    hidden = np.array(
+        [predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset_without_routes(TEST).prompts]
+    )
     computed = predictor.mean.reshape(-1) + hidden @ predictor.expert_factors.reshape(report["rank"], -1)
     np.testing.assert_allclose(computed, expected, atol=1e-4)
     # The remaining variance of each token's row if it were learnt alone.
@@ -68,8 +73,8 @@ def test_a_predictor_of_full_rank_equals_ridge_regression() -> None:
 
 def test_unseen_prompts_are_predicted_better_with_higher_rank() -> None:
     def gain(rank: int) -> float:
-        predictor, report = fit_signature_predictor(TRACE.subset(FIT), rank=rank)
-        test = TRACE.subset(TEST)
+        predictor, report = fit_signature_predictor(TRACE.subset_without_routes(FIT), rank=rank)
+        test = TRACE.subset_without_routes(TEST)
         predicted = np.array([predictor.predict(prompt) for prompt in test.prompts]).reshape(len(TEST), -1)
         frequencies = predicted / test.prompt_tokens[:, None]
         agreements = agreement(frequencies, expert_frequencies(test), predictor.mean.reshape(1, -1))
@@ -83,7 +88,7 @@ def test_unseen_prompts_are_predicted_better_with_higher_rank() -> None:
 
 
 def test_online_learning_improves_the_fit() -> None:
-    few, rest = TRACE.subset(np.arange(12)), TRACE.subset(np.arange(12, 150))
+    few, rest = TRACE.subset_without_routes(np.arange(12)), TRACE.subset_without_routes(np.arange(12, 150))
     predictor, _ = fit_signature_predictor(few)
     online = OnlinePredictor(predictor)
     errors = []
@@ -91,13 +96,13 @@ def test_online_learning_improves_the_fit() -> None:
         both = [p.predict(prompt) for p in (predictor, online.predictor)]
         errors.append([np.square(p - counts).sum() / len(prompt) ** 2 for p in both])
         online.observe(prompt, counts)
-    frozen, policy_data = np.mean(errors[70:], axis=0)
-    assert policy_data < frozen
+    frozen_error, online_error = np.mean(errors[70:], axis=0)
+    assert online_error < frozen_error
     assert online.is_enabled
 
 
 def test_a_token_without_a_prompt_adds_nothing() -> None:
-    fit = TRACE.subset(FIT)
+    fit = TRACE.subset_without_routes(FIT)
     predictor, report = fit_signature_predictor(replace(fit, vocabulary=fit.vocabulary + 5))
     assert not predictor.token_factors[fit.vocabulary :].any()
     assert report["token_ids_seen"] == len(np.unique(fit.token_ids))
@@ -127,6 +132,6 @@ def test_input_that_cannot_be_fitted_is_refused_in_one_sentence(
     if kind == "old":
         replace(TRACE, token_ids=None).save(trace)
     if kind == "few":
-        TRACE.subset(np.arange(9)).save(trace)
+        TRACE.subset_without_routes(np.arange(9)).save(trace)
     assert words in sentence(command("offline.fit_predictor", trace=trace, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()

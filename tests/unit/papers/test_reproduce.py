@@ -250,6 +250,6 @@ def test_a_batch_holds_every_token_on_its_rank(few: Path, tmp_path: Path) -> Non
     assert set(batch.requests) <= set(measure)
     assert batch.tokens.shape == (STEPS, L, 4, E)
     assert (batch.tokens.sum(axis=3) == TOP_K * shifting.PER_RANK).all()
-    CalibrationTrace.load(few).subset(np.arange(10)).save(tmp_path / "bare.safetensors")
+    CalibrationTrace.load(few).subset_without_routes(np.arange(10)).save(tmp_path / "bare.safetensors")
     with pytest.raises(UserInputError, match="no routes"):
         director.FIGURES["fig7"].run(Options(traces=(tmp_path / "bare.safetensors",)))

@@ -90,7 +90,7 @@ class Service:
         """Let a replica report its throughput and its queue."""
         fleet = self.decode if self.services.fleets.whole else self.prefill
         self._reports += 1
-        report = {"number": self._reports, "rate": rate, "measured_s": 60.0, "callers": 2}
+        report = {"number": self._reports, "rate": rate, "measured_s": 60.0, "num_ingresses": 2}
         reports = {
             name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live_names
         }

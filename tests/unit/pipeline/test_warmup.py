@@ -26,7 +26,7 @@ from tests.support.request_path import COUNTS, good_prefill
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
     monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
-    monkeypatch.setattr(measured_counts, "_LATER_S", 0.01)
+    monkeypatch.setattr(measured_counts, "_MAX_DELAY_S", 0.01)
 
 
 def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, health: Any = None) -> Warmup:

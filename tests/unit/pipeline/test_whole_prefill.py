@@ -125,7 +125,7 @@ async def test_a_prompt_without_token_ids_is_placed_by_load() -> None:
 
 
 async def test_requests_succeed_without_measured_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_counts, "_LATER_S", 0.001)
+    monkeypatch.setattr(measured_counts, "_MAX_DELAY_S", 0.001)
 
     async def silent(sent: Sent) -> Any:
         if sent.method == WAIT_FOR_COUNTS:
@@ -142,7 +142,7 @@ async def test_requests_succeed_without_measured_counts(monkeypatch: pytest.Monk
 
 
 async def test_a_disconnected_client_leaves_no_call_or_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_counts, "_LATER_S", 0.001)
+    monkeypatch.setattr(measured_counts, "_MAX_DELAY_S", 0.001)
     pipeline = Pipeline(decode=answer_with(b"a", asyncio.Event()), whole=True)
     stream = pipeline.path.generate(request_context(prompt=[1, 2]))
     await anext(stream)

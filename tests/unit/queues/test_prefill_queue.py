@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eldr_serve.queues.call_start import CallStartEstimator
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.prompt_sizes import PromptSizes
-from eldr_serve.queues.reports import Meter, QueueReport
+from eldr_serve.queues.reports import PromptMeter, QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
 from eldr_serve.scheduling.prefill import choose_prefill
@@ -37,7 +37,7 @@ class Server:
     idle_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.meter = Meter(clock=self.clock)
+        self.meter = PromptMeter(clock=self.clock)
         self.reports: dict[str, QueueReport] = {}
         self.next_report_s = 0.0
 
@@ -69,7 +69,9 @@ class Server:
                 self.left_s = self.waiting[0][0] / self.rate if self.waiting else 0.0
                 done(start_s)
             elif at_s == self.next_report_s:
-                report = self.meter.report(next(self.names), callers=self.ingresses, calls=len(self.waiting))
+                report = self.meter.report(
+                    next(self.names), num_ingresses=self.ingresses, calls=len(self.waiting)
+                )
                 self.reports["p"] = QueueReport.parse(report)
                 self.next_report_s += 1.0
             else:
@@ -241,7 +243,7 @@ def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
 
 def test_old_reports_expire() -> None:
     clock = Clock()
-    sent = {"number": 1, "tokens": 10**6, "rate": 1000.0, "callers": 2, "calls": 9, "new": 1}
+    sent = {"number": 1, "tokens": 10**6, "rate": 1000.0, "num_ingresses": 2, "calls": 9, "new": 1}
     reports = {"p": QueueReport.parse(sent)}
     queues = PrefillQueues(BOUND_S, reports=lambda: reports, clock=clock)
     assert queues.workers_with_room(["p"], 0) == []
@@ -253,7 +255,7 @@ def test_old_reports_expire() -> None:
 def test_a_retry_time_is_bounded_by_how_long_the_used_rate_was_measured(
     measured_s: float, longest_s: int
 ) -> None:
-    report = QueueReport(number=1, tokens=10**6, rate=1000.0, callers=2, measured_s=measured_s)
+    report = QueueReport(number=1, tokens=10**6, rate=1000.0, num_ingresses=2, measured_s=measured_s)
     queues = PrefillQueues(BOUND_S, reports=lambda: {"p": report}, clock=Clock())
     assert longest_s / 2 <= queues.retry_s(["p"], 1000, 0) <= longest_s
 
@@ -290,10 +292,10 @@ class PrefillCluster:
 
     def report(self) -> None:
         """Report the calls of all ingresses to all workers; each ingress processes the reports at once."""
-        number, callers = self.reports["p0"].number + 1 if self.reports else 0, len(self.queues)
+        number, num_ingresses = self.reports["p0"].number + 1 if self.reports else 0, len(self.queues)
         for worker, calls in self.loads().items():
-            self.reports[worker] = QueueReport(number=number, callers=callers, calls=calls)
-        for ingress in range(callers):
+            self.reports[worker] = QueueReport(number=number, num_ingresses=num_ingresses, calls=calls)
+        for ingress in range(num_ingresses):
             self.estimate(ingress)
 
     def loads(self) -> dict[str, int]:
@@ -361,7 +363,7 @@ def test_a_single_ingress_counts_its_own_calls_alone(
     """A worker may report more calls, such as one that the ingress has cancelled and the engine has not."""
     cluster = PrefillCluster(initial_calls[:1])
     for worker in cluster.workers:
-        cluster.reports[worker] = QueueReport(number=9, callers=1, calls=50)
+        cluster.reports[worker] = QueueReport(number=9, num_ingresses=1, calls=50)
     for _, head in prompts:
         expected = choose_prefill(head, cluster.loads())
         assert cluster.send(0, head) == expected
@@ -387,7 +389,7 @@ def test_without_a_current_report_each_ingress_is_assumed_to_have_as_many_calls_
     assert cluster.estimate(0) == {"p0": 6, "p1": 0}
     assert cluster.estimate(1) == {"p0": 12, "p1": 3}
     del cluster.reports["p0"]  # as of a worker that has not reported yet
-    cluster.reports["p1"] = QueueReport(number=9, callers=3, calls=1)
+    cluster.reports["p1"] = QueueReport(number=9, num_ingresses=3, calls=1)
     assert cluster.estimate(1) == {"p0": 12, "p1": 1}
 
 

@@ -168,7 +168,7 @@ async def test_a_core_that_dies_is_lost_at_once_and_permanently(
     await wait_until(lambda: not channel.is_open)
     with pytest.raises(RuntimeError, match="exited"):
         await server.check_health()
-    assert server._tasks[1].done()  # the watch of the engine
+    assert server._tasks[1].done()  # the engine monitor
     with pytest.raises(ChannelLostError):
         await server._address.connect()
     (line,) = errors(caplog)

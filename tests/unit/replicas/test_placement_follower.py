@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from eldr_serve.engine.fake import FakeEngine
-from eldr_serve.engine.methods import ExpertsChange, PositionPlacement
+from eldr_serve.engine.methods import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.engine.report_fields import EXPERTS
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import ExpertPlacement
@@ -58,9 +58,9 @@ class PositionRouter:
         self.has_position = True
         self.errors: list[Exception] = []
         self.digests: list[str] = []
-        self.position_placement = SimpleNamespace(remote=self.answer)
+        self.expert_placement_of_position = SimpleNamespace(remote=self.answer)
 
-    async def answer(self, replica: str, digest: str) -> PositionPlacement | None:
+    async def answer(self, replica: str, digest: str) -> ExpertPlacementOfPosition | None:
         assert replica == "r0"
         self.digests.append(digest)
         if self.errors:
@@ -69,7 +69,7 @@ class PositionRouter:
             return None
         new_digest = self.placement.id
         body = None if digest == new_digest else ExpertsChange.encode(self.placement)
-        return PositionPlacement(self.position, new_digest, body)
+        return ExpertPlacementOfPosition(self.position, new_digest, body)
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ async def following(
     monkeypatch.setattr(expert_placement, "find_actor", find)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
     monkeypatch.setattr(expert_placement.serve, "get_replica_context", lambda: context)
-    arguments: dict[str, Any] = {"router_name": "router", "follows_placements": True}
+    arguments: dict[str, Any] = {"router_name": "router", "follows_expert_placements": True}
     async with serving(servers.DecodeServer, start_engine=start_engine, **arguments) as served:
         yield served
 

@@ -82,22 +82,22 @@ async def test_a_replica_that_takes_a_vacant_position_gets_its_placement(tmp_pat
     router = DecodeRouter(deployed)
     router._state.restore(Restore("c", ("r0", "r1", "r2")))
     for position, body in enumerate(deployed.expert_placements):
-        answer = await router.position_placement(f"r{position}", "")
+        answer = await router.expert_placement_of_position(f"r{position}", "")
         assert answer is not None
         assert (answer.position, answer.body) == (position, body)
-        again = await router.position_placement(f"r{position}", answer.digest)
+        again = await router.expert_placement_of_position(f"r{position}", answer.digest)
         assert again is not None
         assert again == answer._replace(body=None)
-    assert await router.position_placement("new", "") is None  # no ingress can reach it yet
+    assert await router.expert_placement_of_position("new", "") is None  # no ingress can reach it yet
     router._state.update_workers("c", ["r0", "r2"])
-    assert await router.position_placement("r1", "") is None
+    assert await router.expert_placement_of_position("r1", "") is None
     router._state.update_workers("c", ["r0", "r2", "new"])
-    answer = await router.position_placement("new", "")
+    answer = await router.expert_placement_of_position("new", "")
     assert answer is not None
     assert (answer.position, answer.body) == (1, deployed.expert_placements[1])
     # As with centroids, a fourth worker shares those of position 0.
     router._state.update_workers("c", ["r0", "r2", "new", "more"])
-    more = await router.position_placement("more", "")
+    more = await router.expert_placement_of_position("more", "")
     assert more is not None
     assert (more.position, more.body) == (3, deployed.expert_placements[0])
 
@@ -105,8 +105,8 @@ async def test_a_replica_that_takes_a_vacant_position_gets_its_placement(tmp_pat
 async def test_a_redeployed_set_replaces_the_old_one(tmp_path: Path) -> None:
     router = DecodeRouter(RouterSettings(model_id="m"))
     router._state.restore(Restore("c", ("r0",)))
-    assert await router.position_placement("r0", "") is None
+    assert await router.expert_placement_of_position("r0", "") is None
     save_placements(tmp_path, range(3))
     await router.configure(settings(tmp_path))
     router._state.restore(Restore("c", ("r0",)))
-    assert await router.position_placement("r0", "") is not None
+    assert await router.expert_placement_of_position("r0", "") is not None

@@ -71,7 +71,7 @@ async def test_a_restarted_router_restores_the_live_deployment() -> None:
 async def test_a_deployment_changes_the_time_to_connect_again() -> None:
     router = DecodeRouter(FIRST)
     await router.configure(SECOND.model_copy(update={"ingress_timeout_s": 9.0}))
-    assert router._sessions._grace_s == 9.0
+    assert router._ingress_calls._grace_s == 9.0
 
 
 async def test_an_invalid_deployment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,14 +26,14 @@ async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> Non
             assert actor.running.keys() == {"dead", "returning", "alive"}
         returning._subscription._channel.close("cut")
         await wait_until(lambda: actor.running.keys() == {"returning", "alive"})
-        assert actor.state.ingresses == actor.sessions.by_ingress.keys() == {returning.name, alive.name}
+        assert actor.state.ingresses == actor.ingress_calls.by_ingress.keys() == {returning.name, alive.name}
         assert actor.state.counters["leases_of_lost_ingresses"] == 1
         assert not actor.state.counters["leases_restored"]
         returning.release("returning")
         await wait_until(lambda: actor.running.keys() == {"alive"})
     await wait_until(lambda: not actor.running)
-    assert not actor.sessions.by_ingress
-    assert not actor.sessions.has_ingresses
+    assert not actor.ingress_calls.by_ingress
+    assert not actor.ingress_calls.has_ingresses
 
 
 async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:
@@ -43,11 +43,11 @@ async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:
     ignore: Any = lambda message: None  # noqa: E731
     for channel in (old, new):
         channel.open_call("subscribe", encode(Restore("c", ("r0",))), ignore, ignore)
-        await wait_until(lambda: len(actor.sessions.by_peer) == 1)
+        await wait_until(lambda: len(actor.ingress_calls.by_peer) == 1)
         place = channel.open_call("place", encode(Place(request("a"))), ignore, ignore)
         await wait_until(lambda: actor.running.keys() == {"a"})
     await wait_until(old.closed.done)
-    assert len(actor.server.connections) == len(actor.sessions.by_ingress) == 1
+    assert len(actor.server.connections) == len(actor.ingress_calls.by_ingress) == 1
     place.close(3)
     await wait_until(lambda: not actor.running)
     new.close("the test ends")
@@ -64,8 +64,8 @@ async def test_a_client_that_has_not_subscribed_gets_no_lease() -> None:
 
 async def test_an_answer_that_closes_its_channel_affects_no_other_client() -> None:
     """No worker is known, so the router answers each request at once."""
-    sessions = FakeActor().sessions
-    subscribe, place = sessions.open_methods["subscribe"], sessions.open_methods["place"]
+    ingress_calls = FakeActor().ingress_calls
+    subscribe, place = ingress_calls.open_methods["subscribe"], ingress_calls.open_methods["place"]
     calls: dict[str, Any] = {}
 
     def lose(payload: bytes) -> None:  # as a peer that does not read its data
@@ -79,10 +79,10 @@ async def test_an_answer_that_closes_its_channel_affects_no_other_client() -> No
     lost.send.side_effect = lose
     for name, answer in {"a": lost, "b": lost, "c": alive}.items():
         calls[name] = place(encode(Place(request(name))), answer)
-    sessions._apply()
+    ingress_calls._apply()
     lost.send.assert_called_once()
     alive.send.assert_called_once()
-    assert sessions.open.keys() == {"c"}
+    assert ingress_calls.place_calls.keys() == {"c"}
 
 
 async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> None:

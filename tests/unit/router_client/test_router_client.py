@@ -138,7 +138,7 @@ async def test_a_restarted_actor_learns_the_shape_and_refuses_tables_of_another(
     async with connected_client(actor, "r0", "r1") as client:
         await client.expect_counts(2, 8)
         actor.restart()
-        await wait_until(lambda: actor.sessions.has_ingresses)
+        await wait_until(lambda: actor.ingress_calls.has_ingresses)
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):
             actor.state.live_settings.swap_table(other)
         with pytest.raises(SwapRefusedError, match="report 2 x 8"):
@@ -223,7 +223,10 @@ async def test_a_queued_request_is_sent_again_after_a_lost_channel() -> None:
         task = await start_waiting(client, actor, "c")
         actor.disconnect()
         await wait_until(
-            lambda: client.leases["c"].state is LeaseState.QUEUED and actor.sessions.open.keys() == {*"abc"}
+            lambda: (
+                client.leases["c"].state is LeaseState.QUEUED
+                and actor.ingress_calls.place_calls.keys() == {*"abc"}
+            )
         )
         assert not client.router_unreachable
         client.release("a")

@@ -47,15 +47,15 @@ def test_survival_is_the_empirical_distribution_of_the_newest_lengths(
     st.lists(st.tuples(st.sampled_from(["a", "b", "z", None]), st.integers(0, 45)), min_size=1, max_size=9),
 )
 def test_equal_prompts_predict_better_than_all_prompts(
-    policy_data: list[tuple[str | None, int]], queries: list[tuple[str | None, int]]
+    lengths_by_key: list[tuple[str | None, int]], queries: list[tuple[str | None, int]]
 ) -> None:
     keyed, overall = PromptKeyed(H, lengths_each=5), Survival(H)
-    for key, length in policy_data:
+    for key, length in lengths_by_key:
         keyed.learn(key, 5, length)
         overall.learn(key, 5, length)
     p, mu = predict(keyed, [age for _, age in queries], [key for key, _ in queries])
     for n, (key, age) in enumerate(queries):
-        own = [length for k, length in policy_data if key is not None and k == key][-5:]
+        own = [length for k, length in lengths_by_key if key is not None and k == key][-5:]
         all_p, all_mu = predict(overall, [age])
         if max(own, default=0) > age:
             assert p[n] == pytest.approx(empirical(own, age)[0])

@@ -309,17 +309,17 @@ def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None
     policy: Any = make_policy("marginal-cost")
     running, positions = [request_like(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
     assign(policy, running, positions)
-    policy_data = policy.profiles.profile.copy()
-    assert policy_data == pytest.approx(profiles(running, positions, 3), abs=0.01)
+    profiles_before = policy.profiles.profile.copy()
+    assert profiles_before == pytest.approx(profiles(running, positions, 3), abs=0.01)
     policy.on_assigned(running[-1], 2)  # a repetition, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         policy.on_assigned(PlacementRequest("odd", 10, 5, expert_counts=odd), 1)
-    assert np.array_equal(policy.profiles.profile, policy_data)
+    assert np.array_equal(policy.profiles.profile, profiles_before)
 
 
 def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
     """The result is the same as if the measured counts had been known at placement."""
-    policy_data = []
+    states = []
     for predicts in (False, True):
         policy: Any = make_policy("marginal-cost")
         requests, waiting = [request_like(f"r{i}", i % 7) for i in range(150)], []
@@ -332,10 +332,10 @@ def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
                 for late in waiting[-1:] + waiting[:-1]:
                     policy.on_assigned(*late)
                 waiting = []
-        policy_data.append((policy.activation.mean, policy.profiles.profile))
-    assert policy_data[1][0] == pytest.approx(policy_data[0][0], abs=1e-5)
+        states.append((policy.activation.mean, policy.profiles.profile))
+    assert states[1][0] == pytest.approx(states[0][0], abs=1e-5)
     # The mean at the time of a deviation includes predictions.
-    assert policy_data[1][1] == pytest.approx(policy_data[0][1], abs=0.02)
+    assert states[1][1] == pytest.approx(states[0][1], abs=0.02)
 
 
 @pytest.mark.parametrize(("affinity", "least", "most"), [(0.0, 0.25, 0.6), (0.1, 0.6, 1.0), (0.5, 0.8, 1.0)])
@@ -418,11 +418,11 @@ def test_the_fit_recovers_the_cost_of_the_steps() -> None:
     sums = StepSums.from_steps(*records(true, 200)) + StepSums.from_steps(*records(true, 300))
     fitted = sums.fit()
     assert fitted.as_dict() == pytest.approx(true.as_dict(), rel=1e-3)
-    assert sums.error(fitted) < 1e-3
+    assert sums.relative_rms_error(fitted) < 1e-3
     noisy = StepSums.from_steps(*records(true, 3000, 0.2))
     again = noisy.fit()
     assert again.per_expert_s == pytest.approx(true.per_expert_s, rel=0.15)
-    assert noisy.error(again) == pytest.approx(0.2, abs=0.03)
+    assert noisy.relative_rms_error(again) == pytest.approx(0.2, abs=0.03)
 
 
 def test_terms_are_never_negative_and_too_little_data_gives_no_fit() -> None:
@@ -445,7 +445,7 @@ def test_the_prefill_part_of_steps_is_divided_among_prompt_tokens() -> None:
     fitted, plain = (decode + halves[0] + halves[1]).fit(), decode.fit()
     assert fitted.per_prompt_token_s == pytest.approx(6e-5, rel=1e-3)
     assert replace(fitted, per_prompt_token_s=0.0) == plain  # decode's terms depend on decode steps alone
-    assert (decode + halves[0]).error(fitted) == decode.error(fitted)
+    assert (decode + halves[0]).relative_rms_error(fitted) == decode.relative_rms_error(fitted)
     cheap = StepSums.from_prompts(batch, kv_tokens, tokens, np.full(90, 1e-6))
     free = (decode + cheap).fit()
     assert free.per_prompt_token_s == 0

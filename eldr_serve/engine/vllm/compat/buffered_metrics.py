@@ -62,12 +62,12 @@ class _Labelled(RayPrometheusMetric):
         super().__init__(*args, **kwargs)
         self._children: dict[tuple[str, ...], Any] = {}
 
-    def labels(self, *labels: Any, **named: Any) -> Any:
+    def labels(self, *labels: Any, **named_labels: Any) -> Any:
         """Return the child with these labels, as metrics of prometheus_client do."""
-        key = (*map(str, labels), *(f"{name}={value}" for name, value in named.items()))
+        key = (*map(str, labels), *(f"{name}={value}" for name, value in named_labels.items()))
         child = self._children.get(key)
         if child is None:
-            child = self._children[key] = super().labels(*labels, **named)
+            child = self._children[key] = super().labels(*labels, **named_labels)
         return child
 
 

@@ -56,8 +56,8 @@ def register_layers() -> None:
 class PlacedMoERunner(MoERunner):
     """vLLM's MoE layer as one opaque operator for the compiler, as on GPUs: its sizes depend on the data."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if self.moe_config.moe_parallel_config.use_ep and not isinstance(self._quant_method, PlacedMoEMethod):
             raise UnsupportedEngineError(
                 f"expert parallelism on CPUs does not support {type(self._quant_method).__name__}: "

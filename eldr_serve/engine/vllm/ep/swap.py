@@ -22,7 +22,7 @@ Call = Callable[..., Awaitable[list[Any]]]  # the signature of AsyncLLM.collecti
 _SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # summed over all ranks
 
 
-class PlacementError(ValueError):
+class ExpertPlacementError(ValueError):
     """The engine refused the placement, for the reason in the message; its placement is unchanged."""
 
 
@@ -56,7 +56,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
             unchanged.
 
     Raises:
-        PlacementError: the placement does not fit the engine, or another swap is under way.
+        ExpertPlacementError: the placement does not fit the engine, or another swap is under way.
     """
     started_at_s = time.monotonic()
     before = await _call_ranks(call, "status")
@@ -69,7 +69,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
         while slices_left:
             slices_left = (await _call_ranks(call, "move"))[0]
     finally:
-        with suppress(PlacementError):  # refused: there is no swap to end
+        with suppress(ExpertPlacementError):  # refused: there is no swap to end
             await planning  # cancelling the caller does not stop the engine's planning
             if slices_left:
                 await _call_ranks(call, "stop")
@@ -83,11 +83,11 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
 
 
 async def _call_ranks(call: Call, method: RankMethod, *arguments: Any) -> list[Any]:
-    """Return the answer of each rank's LiveExperts; raise PlacementError if one refuses."""
+    """Return the answer of each rank's LiveExperts; raise ExpertPlacementError if one refuses."""
     answers = await call("eldr_experts", args=(method, *arguments))
     for answer in answers:
         if isinstance(answer, str):
-            raise PlacementError(answer)
+            raise ExpertPlacementError(answer)
     return answers
 
 
@@ -137,7 +137,7 @@ class EngineExperts:
         self._swapping = True
         try:
             result = await swap_placement(self._call, placement, load)
-        except PlacementError as error:
+        except ExpertPlacementError as error:
             raise RequestRefusedError(str(error), status=400) from error
         finally:
             try:

@@ -1,1 +1,1 @@
-"""BalanceRoute's policies: KV load of all workers, with a lookahead or a similarity band."""
+"""BalanceRoute's policies, which balance the KV load of all workers by a lookahead or a similarity band."""

@@ -37,7 +37,7 @@ _decode_place, _decode_place_note = decoder(Place), decoder(Place | Counted)
 _QUEUED, _UNPLACED = encode(Queued()), encode(Unplaced())
 
 
-class Sessions:
+class IngressCalls:
     """The open calls of all ingresses.
 
     Args:
@@ -49,9 +49,9 @@ class Sessions:
         open_methods: methods for ChannelServer.
         by_ingress: subscriptions by ingress, including lost ones until they are dropped.
         by_peer: subscriptions by connection, without lost ones.
-        open: open `place` calls by request id.
-        pending: leases that `state` places in the event loop's next iteration.
-        progress: totals of generated tokens by request id, which `state` receives at the same time.
+        place_calls: open `place` calls by request id.
+        pending_leases: leases that `state` places in the event loop's next iteration.
+        token_progress: totals of generated tokens by request id, which `state` receives at the same time.
     """
 
     def __init__(self, state: RouterState, metrics: RouterMetrics, grace_s: float) -> None:
@@ -59,9 +59,9 @@ class Sessions:
         self.open_methods: dict[str, OpenMethod] = {"subscribe": self._subscribe, "place": self._open_place}
         self.by_ingress: dict[str, _Subscription] = {}
         self.by_peer: dict[object, _Subscription] = {}
-        self.open: dict[str, _PlaceCall] = {}
-        self.pending: list[Lease] = []
-        self.progress: dict[str, int] = {}
+        self.place_calls: dict[str, _PlaceCall] = {}
+        self.pending_leases: list[Lease] = []
+        self.token_progress: dict[str, int] = {}
         self._scheduled = False
         self.serve(state, grace_s)
 
@@ -87,23 +87,23 @@ class Sessions:
 
     def add_pending(self, lease: Lease) -> None:
         """Add a lease that the next `_apply` places."""
-        self.pending.append(lease)
+        self.pending_leases.append(lease)
 
     def add_progress(self, request_id: str, tokens: int) -> None:
         """Add a request's total of generated tokens."""
-        self.progress[request_id] = tokens
+        self.token_progress[request_id] = tokens
         self.apply_soon()
 
     def remove_call(self, request_id: str, call: _PlaceCall) -> bool:
         """Remove a request's call, unless a later one has replaced it; return whether it was removed."""
-        if self.open.get(request_id) is not call:
+        if self.place_calls.get(request_id) is not call:
             return False
-        del self.open[request_id]
+        del self.place_calls[request_id]
         return True
 
     def finish(self, request_id: str, tokens: int) -> None:
         """End a request, with its final number of tokens."""
-        self.progress.pop(request_id, None)
+        self.token_progress.pop(request_id, None)
         self.state.finish(request_id, tokens)
         self.apply_soon()
 
@@ -122,8 +122,9 @@ class Sessions:
 
     def _apply(self) -> None:
         self._scheduled = False
-        progress, self.progress = self.progress, {}
-        pending, self.pending = [lease for lease in self.pending if lease.state is LeaseState.SENT], []
+        progress, self.token_progress = self.token_progress, {}
+        pending = [lease for lease in self.pending_leases if lease.state is LeaseState.SENT]
+        self.pending_leases = []
         started_at_s = time.perf_counter()
         try:
             self.state.progress(progress)
@@ -133,7 +134,7 @@ class Sessions:
         if pending:
             self.metrics.record_placement(self.state, time.perf_counter() - started_at_s)
         for lease in pending:
-            call = self.open.get(lease.request_id)
+            call = self.place_calls.get(lease.request_id)
             if call is None:  # sending a reply has closed its ingress's channel
                 continue
             if lease.state is LeaseState.QUEUED and not call.queued:
@@ -145,7 +146,7 @@ class Sessions:
     def _send_leases(self, leases: list[Lease]) -> None:
         self.metrics.record_leases(self.state, leases)
         for lease in leases:
-            call = self.open.get(lease.request_id)
+            call = self.place_calls.get(lease.request_id)
             if call is None:  # its ingress is lost, or connects again
                 continue
             if call.queued:
@@ -175,7 +176,7 @@ class Sessions:
             raise ConnectionError("an ingress must subscribe before it places requests")
         message: Place = _decode_place(body)
         call = _PlaceCall(self, self.by_peer[reply.peer].ingress, reply, message.request.request_id)
-        self.open[message.request.request_id] = call
+        self.place_calls[message.request.request_id] = call
         call.place(message)
         return call
 
@@ -183,32 +184,33 @@ class Sessions:
 class _Subscription:
     """An ingress's subscription to settings."""
 
-    def __init__(self, sessions: Sessions, ingress: str, reply: Reply) -> None:
-        self._sessions, self.ingress, self.reply = sessions, ingress, reply
+    def __init__(self, ingress_calls: IngressCalls, ingress: str, reply: Reply) -> None:
+        self._ingress_calls, self.ingress, self.reply = ingress_calls, ingress, reply
 
     def on_note(self, payload: bytes, tokens: int) -> None:
+        """Apply the ingress's list of decode workers, or its report."""
         message = _decode_subscription_note(payload)
         if isinstance(message, Workers):
-            self._sessions.state.update_workers(self.ingress, message.workers)
+            self._ingress_calls.state.update_workers(self.ingress, message.workers)
         else:
-            self._sessions.metrics.record_streams(self._sessions.state, message.streams)
-            self._sessions.state.report(self.ingress, message)
+            self._ingress_calls.metrics.record_streams(self._ingress_calls.state, message.streams)
+            self._ingress_calls.state.report(self.ingress, message)
 
     def on_close(self, tokens: int) -> None:
         self.on_lost()
 
     def on_lost(self) -> None:
         """Begin the grace period."""
-        self._sessions.end_subscription(self)
+        self._ingress_calls.end_subscription(self)
 
 
 class _PlaceCall:
     """A request's lease, or its wait for one."""
 
-    __slots__ = ("_ingress", "_pending", "_request_id", "_sessions", "queued", "reply")
+    __slots__ = ("_ingress", "_ingress_calls", "_pending", "_request_id", "queued", "reply")
 
-    def __init__(self, sessions: Sessions, ingress: str, reply: Reply, request_id: str) -> None:
-        self._sessions, self._ingress, self._request_id = sessions, ingress, request_id
+    def __init__(self, ingress_calls: IngressCalls, ingress: str, reply: Reply, request_id: str) -> None:
+        self._ingress_calls, self._ingress, self._request_id = ingress_calls, ingress, request_id
         self.reply = reply
         self.queued = False
         self._pending: Lease | None = None  # not yet passed to the placer
@@ -219,11 +221,11 @@ class _PlaceCall:
         lease = Lease(message.request, LeaseState.SENT, self._ingress)
         if message.lease is None:
             self._pending = lease
-            self._sessions.add_pending(lease)
+            self._ingress_calls.add_pending(lease)
         else:
             message.lease.copy_to(lease)
-            self._sessions.state.adopt_lease(lease)
-        self._sessions.apply_soon()
+            self._ingress_calls.state.adopt_lease(lease)
+        self._ingress_calls.apply_soon()
 
     def _withdraw(self) -> None:
         if self._pending is not None and self._pending.state is LeaseState.SENT:
@@ -231,22 +233,23 @@ class _PlaceCall:
         self._pending = None
 
     def on_note(self, payload: bytes, tokens: int) -> None:
-        state = self._sessions.state
+        """Record progress (an empty note) or measured counts, or place the request again."""
+        state = self._ingress_calls.state
         if not payload:
-            self._sessions.add_progress(self._request_id, tokens)
+            self._ingress_calls.add_progress(self._request_id, tokens)
             return
         message = _decode_place_note(payload)
         if isinstance(message, Counted):
             state.set_measured_counts(message.request)
-            self._sessions.apply_soon()
+            self._ingress_calls.apply_soon()
         elif message.lease is not None or not state.is_running(self._request_id):
             self.place(message)
 
     def on_close(self, tokens: int) -> None:
-        if self._sessions.remove_call(self._request_id, self):
+        if self._ingress_calls.remove_call(self._request_id, self):
             self._withdraw()
-            self._sessions.finish(self._request_id, tokens)
+            self._ingress_calls.finish(self._request_id, tokens)
 
     def on_lost(self) -> None:
         self._withdraw()
-        self._sessions.remove_call(self._request_id, self)
+        self._ingress_calls.remove_call(self._request_id, self)
