@@ -9,6 +9,7 @@ import numpy as np
 
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
 from eldr_serve.engine.calls import PrefillReply
+from eldr_serve.engine.methods import PREFILL
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.outliers import OutlierDetector
@@ -165,7 +166,7 @@ class SplitPrefill:
                 prompt_tokens=ticket.num_tokens,
             )
             with context.record.stage("prefill", replica) as stage:
-                call = self._fleet.call(replica, "prefill", engine_request)
+                call = self._fleet.call(replica, PREFILL, engine_request)
                 timeout_s = self._options.prefill_timeout_s
                 call.set_timeouts(timeout_s, timeout_s, since=lambda: waiting_call.expected_start_at_s)
                 reply = await read_prefill_reply(call)
