@@ -131,7 +131,7 @@ class EngineServer:
 
     def _report_load(self, number: int, meter: Meter, calls: int, kv_usage: float) -> dict[str, Any]:
         queue = meter.report(number, callers=self._channel_server.num_peers, calls=calls)
-        return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: queue}
+        return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: asdict(queue)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return loads that Serve cannot count itself; called by Serve."""
