@@ -64,7 +64,11 @@ PARTS = (
     "loadgen",
     "examples",
     "offline",
-    "benchmarks",
+    "benchmarks.lib",
+    "benchmarks.engine",
+    "benchmarks.serving",
+    "benchmarks.papers",
+    "benchmarks",  # the commands that run the others
     "eldr_serve.cli",  # imports all other commands when they run
 )
 
