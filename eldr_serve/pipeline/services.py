@@ -15,6 +15,7 @@ from eldr_serve.pipeline.latency_predictor import LatencyPredictor
 from eldr_serve.pipeline.local_prefill import LocalPrefill
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.placement_step import PlacementStep
 from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import Prompt
@@ -55,6 +56,7 @@ class Services:
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode workers start on waiting calls.
         latency_admission: admits requests by predicted latency.
+        placement: places requests on decode workers.
         prediction_recorder: measures the accuracy of these predictions.
         moves: limits how many answers leave their decode replicas at once.
         stage_latencies: durations of the stages before the first token.
@@ -97,6 +99,14 @@ class Services:
             predictor=predictor,
             recorder=self.prediction_recorder,
             clock=_now,
+        )
+        self.placement = PlacementStep(
+            fleet=fleets.decode,
+            router_client=router_client,
+            counters=counters,
+            options=options,
+            decode_starts=self.decode_starts,
+            outliers=self.outliers,
         )
         self.moves = MoveLimiter(fleets.decode, self.decode_starts, options.moves_at_once)
 
