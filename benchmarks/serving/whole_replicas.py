@@ -65,6 +65,7 @@ from benchmarks.lib.whole.report import at_mean_speed, means, rows
 from benchmarks.lib.whole.systems import POLICIES, Engines
 from benchmarks.lib.whole.workloads import Chains, many_domains, sessions, system_prompts
 from eldr_serve.commands.errors import run
+from eldr_serve.commands.settings import command_of_settings
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.journal import Journal
@@ -206,7 +207,7 @@ class ComparisonSettings:
         return names | {"calibration_prompts": CALIBRATION}
 
 
-@options.command_of_settings
+@command_of_settings
 def whole_replicas(settings: ComparisonSettings) -> None:
     """Compare policies of whole replicas with each other and with vllm-router's, live."""
     unwind_on_sigterm()
