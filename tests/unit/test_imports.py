@@ -275,6 +275,13 @@ def test_only_compat_uses_internal_names(internal_names: Callable[[Path], Iterat
     }
 
 
+def test_only_one_module_uses_internal_names_of_uvicorn() -> None:
+    modules_of_uvicorn = {
+        module for module, path in FILES.items() for name in imports(path) if name.startswith("uvicorn.")
+    }
+    assert modules_of_uvicorn == {"eldr_serve.ingress.uvicorn_compat"}
+
+
 # -- vLLM is named in the engines alone ------------------------------------------------------------------
 
 ENGINES = "eldr_serve.engine"
