@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eldr_serve.commands.errors import USER_ERRORS
+from eldr_serve.commands.errors import EXPECTED_ERRORS, exit_status
 from eldr_serve.commands.lazy import LazyCommand
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
@@ -25,15 +25,15 @@ _DEPLOYMENT = "A deployment"
 
 
 class _Group(TyperGroup):
-    """All subcommands; a refusal prints one sentence and exits with status 2."""
+    """All subcommands; an expected error prints one sentence and exits with its status."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand."""
         try:
             return super().invoke(ctx)
-        except USER_ERRORS as error:
+        except EXPECTED_ERRORS as error:
             print(f"eldr {ctx.invoked_subcommand}: {' '.join(str(error).split())}", file=sys.stderr)
-            raise typer.Exit(2) from None
+            raise typer.Exit(exit_status(error)) from None
 
 
 app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -14,6 +14,10 @@ class UserInputError(ValueError):
     """Unusable user input; the message is one sentence."""
 
 
+class ServiceFailedError(RuntimeError):
+    """A service failed a request through no fault of the command's user; the message is one sentence."""
+
+
 class ConfigurationError(UserInputError):
     """The deployment YAML is invalid or cannot be served.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import httpx
 
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError
 from loadgen.trial import parse_policy
 from loadgen.workload import WorkloadPrompt
 
@@ -64,11 +64,11 @@ def _answer(http: httpx.Client, model: str, prompt: WorkloadPrompt, max_tokens: 
     try:
         answer = http.post("/v1/chat/completions", json=body)
     except httpx.TimeoutException as error:
-        raise UserInputError(
+        raise ServiceFailedError(
             f"prompt {prompt.id!r} was not answered within {ANSWER_TIMEOUT_S:g} s: is the service overloaded?"
         ) from error
     if answer.status_code != 200:
-        raise UserInputError(
+        raise ServiceFailedError(
             f"prompt {prompt.id!r} was not answered: HTTP {answer.status_code}: {answer.text[:200]}"
         )
     return str(answer.json()["choices"][0]["message"]["content"])

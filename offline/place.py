@@ -6,8 +6,9 @@ python -m offline.place --trace trace.safetensors --method grace --ranks 8 --nod
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import typer
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.arrays import Ints
 from eldr_serve.commands.errors import run
+from eldr_serve.commands.settings import command_of_settings
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
@@ -52,61 +54,78 @@ ExpertBytes = Annotated[
 ]
 
 
-def place(
-    trace: Trace,
-    method: Annotated[str, typer.Option(help=f"Placement method: {', '.join(METHODS)}.")],
-    ranks: Annotated[int, typer.Option(min=1, help="EP ranks (GPUs) of the engine.")],
-    out: Annotated[Path, typer.Option(help="Placement to write (.json), with its sidecar (.meta.json).")],
-    nodes: Annotated[int, typer.Option(min=1, help="Machines with an equal number of ranks.")] = 1,
-    redundant: Annotated[int | None, typer.Option(min=0, help="Slots beyond one for each expert.")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Total slots, instead of --redundant.")] = None,
-    groups: Annotated[int, typer.Option(min=1, help="Expert groups of the model (eplb).")] = 1,
-    workers: Workers = None,
-    cluster_of: ClusterOf = None,
-    export: Export = None,
-    batch: Annotated[int, typer.Option(min=1, help="Tokens of a decode step, over all ranks.")] = 64,
-    cost: Cost = None,
-    token_bytes: TokenBytes = 4096,
-    expert_bytes: ExpertBytes = None,
-    seed: Annotated[int, typer.Option(help="Seed of held-out split, clustering and batches.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class PlaceSettings:
+    """The options of the command."""
+
+    trace: Trace
+    method: Annotated[str, typer.Option(help=f"Placement method: {', '.join(METHODS)}.")]
+    ranks: Annotated[int, typer.Option(min=1, help="EP ranks (GPUs) of the engine.")]
+    out: Annotated[Path, typer.Option(help="Placement to write (.json), with its sidecar (.meta.json).")]
+    nodes: Annotated[int, typer.Option(min=1, help="Machines with an equal number of ranks.")] = 1
+    redundant: Annotated[int | None, typer.Option(min=0, help="Slots beyond one for each expert.")] = None
+    slots: Annotated[int | None, typer.Option(min=1, help="Total slots, instead of --redundant.")] = None
+    groups: Annotated[int, typer.Option(min=1, help="Expert groups of the model (eplb).")] = 1
+    workers: Workers = None
+    cluster_of: ClusterOf = None
+    export: Export = None
+    batch: Annotated[int, typer.Option(min=1, help="Tokens of a decode step, over all ranks.")] = 64
+    cost: Cost = None
+    token_bytes: TokenBytes = 4096
+    expert_bytes: ExpertBytes = None
+    seed: Annotated[int, typer.Option(help="Seed of held-out split, clustering and batches.")] = 0
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the report, write nothing.")] = False
+
+
+class WorkerSplit(NamedTuple):
+    """The requests of a trace from which the placement of a worker follows.
+
+    Attributes:
+        worker: number of the worker; "all" if all workers have the same placement.
+        path: file of the placement.
+        to_fit: indices of the requests that the placement is fitted to.
+        to_evaluate: indices of the requests that it is evaluated on.
+    """
+
+    worker: str
+    path: Path
+    to_fit: Ints
+    to_evaluate: Ints
+
+
+@command_of_settings
+def place(settings: PlaceSettings) -> None:
     """Fit a placement to half of the requests, report on the other half, and write it."""
-    _check_method(method, groups)
-    require_folders(out)
-    topology = _make_topology(ranks, nodes)
-    layer_cost = None if cost is None else LayerCost.load(cost)
-    loaded = read_calibration_trace(trace)
-    num_experts = loaded.prefill_counts.shape[2]
-    num_slots = _count_slots(num_experts, slots, redundant)
-    slots_per_rank(num_experts, num_slots, ranks)
-    order = np.random.default_rng(seed).permutation(len(loaded.ids))
-    fit, held_out = np.split(order, [len(order) // 2])
-    fingerprint = loaded.fingerprint
+    _check_method(settings.method, settings.groups)
+    require_folders(settings.out)
+    topology = _make_topology(settings.ranks, settings.nodes)
+    layer_cost = None if settings.cost is None else LayerCost.load(settings.cost)
+    trace = read_calibration_trace(settings.trace)
+    num_experts = trace.prefill_counts.shape[2]
+    num_slots = _count_slots(num_experts, settings.slots, settings.redundant)
+    slots_per_rank(num_experts, num_slots, settings.ranks)
+    fingerprint = trace.fingerprint
     rows: list[Report] = []
     files: dict[Path, bytes] = {}
-    parts = _split_by_worker(loaded, fit, held_out, workers, cluster_of, out, seed)
-    for name, path, to_fit, to_evaluate in parts:
+    for split in _split_by_worker(settings, trace):
         problem = Problem(
-            routes=loaded.decode_routes(to_fit),
+            routes=trace.decode_routes(split.to_fit),
             num_experts=num_experts,
             slots=num_slots,
             topology=topology,
-            batch=batch,
-            groups=groups,
+            batch=settings.batch,
+            groups=settings.groups,
             cost=layer_cost,
-            token_bytes=token_bytes,
-            seed=seed,
+            token_bytes=settings.token_bytes,
+            seed=settings.seed,
         )
-        placement, new_rows = _place_and_evaluate(
-            problem, method, loaded, fingerprint, name, to_evaluate, expert_bytes
-        )
-        rows += new_rows
-        files |= placement.files(path)
-        if export == "vllm":
-            files[path.with_suffix(".vllm.jsonl")] = placement.to_vllm()
-    print_table(f"{method}, {num_slots} slots on {ranks} ranks, held-out half", rows)
-    if dry_run:
+        placement = _place_and_evaluate(settings, problem, trace, split, fingerprint)
+        rows += placement.report["held_out"]
+        files |= placement.files(split.path)
+        if settings.export == "vllm":
+            files[split.path.with_suffix(".vllm.jsonl")] = placement.to_vllm()
+    print_table(f"{settings.method}, {num_slots} slots on {settings.ranks} ranks, held-out half", rows)
+    if settings.dry_run:
         typer.echo(f"dry run: {', '.join(path.name for path in files)} not written")
         return
     write_all(files)
@@ -121,35 +140,27 @@ def _check_method(method: str, groups: int) -> None:
 
 
 def _place_and_evaluate(
-    problem: Problem,
-    method: str,
-    trace: CalibrationTrace,
-    fingerprint: str,
-    worker: str,
-    held_out: Ints,
-    expert_bytes: float | None,
-) -> tuple[ExpertPlacement, list[Report]]:
-    """Return the method's placement, and its rows on the held-out requests beside the linear one's."""
-    slots, report = METHODS[method](problem)
-    batches = sample_batches(trace, held_out, problem.batch, BATCHES, seed=problem.seed + 1)
+    settings: PlaceSettings, problem: Problem, trace: CalibrationTrace, split: WorkerSplit, fingerprint: str
+) -> ExpertPlacement:
+    """Return the method's placement; its report has its held-out rows beside those of the linear one."""
+    slots, report = METHODS[settings.method](problem)
+    batches = sample_batches(trace, split.to_evaluate, problem.batch, BATCHES, seed=problem.seed + 1)
     rows = [
-        {"worker": worker, "placement": label} | row
-        for label, candidate in (("linear", _linear(problem)), (method, slots))
-        for row in _evaluate_by_rule(problem, candidate, batches, expert_bytes)
+        {"worker": split.worker, "placement": label} | row
+        for label, candidate in (("linear", _linear(problem)), (settings.method, slots))
+        for row in _evaluate_by_rule(problem, candidate, batches, settings.expert_bytes)
     ]
-    topology = problem.topology
-    placement = ExpertPlacement(
+    return ExpertPlacement(
         slots,
-        topology.ranks,
-        problem.num_experts,
-        trace.model,
-        method,
-        topology.nodes,
-        fingerprint,
-        report | {"held_out": rows},
-        np.round(problem.load * problem.batch / len(problem.routes), 4),
+        ranks=problem.topology.ranks,
+        num_experts=problem.num_experts,
+        model=trace.model,
+        method=settings.method,
+        nodes=problem.topology.nodes,
+        fingerprint=fingerprint,
+        report=report | {"held_out": rows},
+        expected_tokens=np.round(problem.load * problem.batch / len(problem.routes), 4),
     )
-    return placement, rows
 
 
 def _linear(problem: Problem) -> Ints:
@@ -171,34 +182,18 @@ def _count_slots(num_experts: int, slots: int | None, redundant: int | None) -> 
     return slots if slots is not None else num_experts + (redundant or 0)
 
 
-def _split_by_worker(
-    trace: CalibrationTrace,
-    fit: Ints,
-    held_out: Ints,
-    workers: int | None,
-    table: Path | None,
-    out: Path,
-    seed: int,
-) -> list[tuple[str, Path, Ints, Ints]]:
-    """Return (worker, file, requests to fit to, requests to evaluate on) of each placement."""
-    if workers is None and table is None:
-        return [("all", out, fit, held_out)]
-    if table is None:
-        assert workers is not None
-        clusters, _ = fit_table(trace.subset_without_routes(fit), workers, seed=seed)
+def _split_by_worker(settings: PlaceSettings, trace: CalibrationTrace) -> list[WorkerSplit]:
+    """Return the requests of each placement."""
+    order = np.random.default_rng(settings.seed).permutation(len(trace.ids))
+    fit, held_out = np.split(order, [len(order) // 2])
+    if settings.cluster_of is not None:
+        clusters = _read_table(settings.cluster_of, settings.workers, trace)
+    elif settings.workers is not None:
+        clusters, _ = fit_table(trace.subset_without_routes(fit), settings.workers, seed=settings.seed)
     else:
-        clusters = RoutingTable.load(table)
-        sizes = (clusters.num_layers, clusters.num_experts)
-        if (clusters.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
-            shape = trace.prefill_counts.shape
-            raise UserInputError(
-                f"{table} is for {clusters.model} with {sizes[0]} layers of {sizes[1]} experts, but "
-                f"the trace is of {trace.model} with {shape[1]} layers of {shape[2]} experts"
-            )
-        if workers not in (None, len(clusters.centroids)):
-            raise UserInputError(f"{table} has {len(clusters.centroids)} clusters, not {workers}")
+        return [WorkerSplit("all", settings.out, fit, held_out)]
     cluster = np.array([int(clusters.similarity(counts).argmax()) for counts in trace.prefill_counts])
-    parts = []
+    splits = []
     for worker in range(len(clusters.centroids)):
         to_fit, to_evaluate = (half[cluster[half] == worker] for half in (fit, held_out))
         if not len(to_fit) or not len(to_evaluate):
@@ -206,8 +201,24 @@ def _split_by_worker(
                 f"worker {worker} has {len(to_fit)} requests to fit and {len(to_evaluate)} to evaluate: "
                 "lower --workers or give a larger trace"
             )
-        parts.append((str(worker), out.with_stem(f"{out.stem}.{worker}"), to_fit, to_evaluate))
-    return parts
+        path = settings.out.with_stem(f"{settings.out.stem}.{worker}")
+        splits.append(WorkerSplit(str(worker), path, to_fit, to_evaluate))
+    return splits
+
+
+def _read_table(path: Path, workers: int | None, trace: CalibrationTrace) -> RoutingTable:
+    """Return a table with this number of clusters, if one is given, for the trace's model."""
+    table = RoutingTable.load(path)
+    sizes = (table.num_layers, table.num_experts)
+    if (table.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
+        shape = trace.prefill_counts.shape
+        raise UserInputError(
+            f"{path} is for {table.model} with {sizes[0]} layers of {sizes[1]} experts, but "
+            f"the trace is of {trace.model} with {shape[1]} layers of {shape[2]} experts"
+        )
+    if workers not in (None, len(table.centroids)):
+        raise UserInputError(f"{path} has {len(table.centroids)} clusters, not {workers}")
+    return table
 
 
 def _evaluate_by_rule(

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -55,28 +51,6 @@ Deployment = Annotated[Path, typer.Option(help="Deployment YAML.")]
 Interval = Annotated[int, typer.Option(min=1, help="Tokens per chunk of an answer.")]
 BurnIn = Annotated[int, typer.Option(min=0, help="Load on newly started engines, s; no figure includes it.")]
 Longest = Annotated[int, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are left out.")]
-
-Settings = TypeVar("Settings")
-
-
-def command_of_settings(command: Callable[[Settings], None]) -> Callable[..., None]:
-    """Turn a function of one dataclass into a command with one option for each field of the dataclass."""
-    (settings,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
-    hints = get_type_hints(settings, include_extras=True)
-
-    @functools.wraps(command)
-    def from_options(**values: Any) -> None:
-        command(settings(**values))
-
-    parameters = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(settings)
-    ]
-    from_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    from_options.__annotations__ = hints
-    return from_options
 
 
 def two_policies(value: str) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.prompts import MODEL
 from benchmarks.lib.whole.workloads import SHRINK, SHRINK_ANSWERS, conversations
 from eldr_serve.commands.errors import run
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError, UserInputError
 from loadgen.results import publish
 from loadgen.traces import BLOCK_TOKENS, RecordedArrival, read_arrival_trace
 
@@ -63,11 +63,11 @@ def next_prompt(
 
 
 async def _answer(http: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int) -> list[int]:
-    """Return the token ids of an answer. Raise UserInputError if the request fails."""
+    """Return the token ids of an answer. Raise ServiceFailedError if the request fails."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
     async with http.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}) as response:
         if response.status != 200:
-            raise UserInputError(f"HTTP {response.status}: {(await response.text())[:200]}")
+            raise ServiceFailedError(f"HTTP {response.status}: {(await response.text())[:200]}")
         ids: list[int] = (await response.json())["choices"][0]["token_ids"]
         return ids
 

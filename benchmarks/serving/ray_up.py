@@ -15,8 +15,10 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
@@ -32,7 +34,7 @@ BENCHMARKS = {"ray_up": "all"}
 _CLUSTER = "ray_cluster_local.yaml"
 _DASHBOARD = "http://127.0.0.1:8265"
 _URL = "http://127.0.0.1:8000"
-_TRACE = "/tmp/eldr-serve-trace.safetensors"  # a job's working directory is removed at its end
+_TRACE = Path.home() / "eldr-serve-trace.safetensors"  # a job's working directory is removed at its end
 _JOB = f"ray job submit --address {_DASHBOARD} --working-dir . --"
 _DEPLOYMENT = "deployments/cpu_demo.yaml"
 _PROMPTS = "examples/demo_model/prompts"
@@ -40,17 +42,37 @@ UP, DOWN = f"ray up -y {_CLUSTER}", f"ray down -y {_CLUSTER}"
 STOP = f"ray exec {_CLUSTER} '~/eldr-serve-cluster/.venv/bin/ray stop'"  # `ray down` does not find `ray`
 
 
-def steps(requests: int, run_time_s: int) -> dict[str, str]:
-    """Return the steps between up and down, in order: name -> command line."""
-    return {
-        "serve deploy": f"serve deploy -a {_DASHBOARD} {_DEPLOYMENT}",
-        "ready": "",
-        "calibrate": f"{_JOB} eldr calibrate --deployment {_DEPLOYMENT} --prompts {_PROMPTS} "
-        f"--limit {requests} --max-tokens 32 --out {_TRACE}",
-        "refit": f"{_JOB} eldr refit --trace {_TRACE} --swap",
-        "locust": f"locust -f loadgen/locustfile.py --headless --host {_URL} --prompts {_PROMPTS} "
-        f"--users 4 --spawn-rate 4 --run-time {run_time_s}s --max-tokens 32",
-    }
+class Step(NamedTuple):
+    """A step of the run.
+
+    Attributes:
+        name: name of the step's row.
+        command: its command line, or a comment that says what it waits for.
+        run: runs the step; raises UserInputError or TimeoutError if it fails.
+    """
+
+    name: str
+    command: str
+    run: Callable[[], None]
+
+
+def steps(requests: int, run_time_s: int) -> list[Step]:
+    """Return the steps between up and down, in order."""
+    return [
+        _command_step("serve deploy", f"serve deploy -a {_DASHBOARD} {_DEPLOYMENT}"),
+        Step("ready", f"# wait until {_URL}/eldr/status says so", partial(wait_ready, _URL, 600)),
+        _command_step(
+            "calibrate",
+            f"{_JOB} eldr calibrate --deployment {_DEPLOYMENT} --prompts {_PROMPTS} "
+            f"--limit {requests} --max-tokens 32 --out {_TRACE}",
+        ),
+        _command_step("refit", f"{_JOB} eldr refit --trace {_TRACE} --swap"),
+        _command_step(
+            "locust",
+            f"locust -f loadgen/locustfile.py --headless --host {_URL} --prompts {_PROMPTS} "
+            f"--users 4 --spawn-rate 4 --run-time {run_time_s}s --max-tokens 32",
+        ),
+    ]
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -63,28 +85,34 @@ def left_behind(folder: Path) -> list[str]:
     return commands
 
 
-def _execute(name: str, command: str) -> dict[str, Any]:
-    """Run a command and return its row. Raise UserInputError, after its last output, if it failed."""
-    typer.echo(f"== {name}: {command or f'waiting for {_URL}/eldr/status to report ready'}")
+def _command_step(name: str, command: str) -> Step:
+    return Step(name, command, partial(_run_command, name, command))
+
+
+def _run_command(name: str, command: str) -> None:
+    """Run a command. Raise UserInputError, after its last output, if it failed."""
+    program, *rest = shlex.split(command)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(program)), *rest],
+        cwd=ROOT,
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        typer.echo(done.stdout[-4000:], err=True)
+        raise UserInputError(f"{name} ended with status {done.returncode}; its last output is above")
+
+
+def _execute(step: Step) -> dict[str, Any]:
+    """Run a step and return its row."""
+    typer.echo(f"== {step.name}: {step.command}")
     start = time.monotonic()
-    if command:
-        program, *rest = shlex.split(command)
-        done = subprocess.run(
-            [str(Path(sys.executable).with_name(program)), *rest],
-            cwd=ROOT,
-            env=os.environ | {"RAY_AUTH_MODE": "disabled"},
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            typer.echo(done.stdout[-4000:], err=True)
-            raise UserInputError(f"{name} ended with status {done.returncode}; its last output is above")
-    else:
-        wait_ready(_URL, 600)
-    return {"step": name, "seconds": time.monotonic() - start}
+    step.run()
+    return {"step": step.name, "seconds": time.monotonic() - start}
 
 
 def ray_up(
@@ -96,7 +124,7 @@ def ray_up(
     """Start a cluster on this machine, deploy, calibrate, refit, load, and stop it without residue."""
     middle_steps = steps(requests, run_time_s)
     if dry_run:
-        typer.echo("\n".join(filter(None, [UP, *middle_steps.values(), STOP, DOWN])))
+        typer.echo("\n".join([UP, *(step.command for step in middle_steps), STOP, DOWN]))
         return
     unwind_on_sigterm()
     (mount,) = yaml.safe_load((ROOT / _CLUSTER).read_text())["file_mounts"]
@@ -108,13 +136,13 @@ def ray_up(
     had_environment = (folder / ".venv").exists()
     rows = []
     try:
-        rows += [_execute("ray up", UP), *(_execute(name, command) for name, command in middle_steps.items())]
+        rows += [_execute(step) for step in (_command_step("ray up", UP), *middle_steps)]
     finally:
         try:
-            rows.append(_execute("ray stop", STOP))
+            rows.append(_execute(_command_step("ray stop", STOP)))
         finally:
-            rows.append(_execute("ray down", DOWN))
-        Path(_TRACE).unlink(missing_ok=True)
+            rows.append(_execute(_command_step("ray down", DOWN)))
+        _TRACE.unlink(missing_ok=True)
         remaining = left_behind(folder)
         for command in remaining:
             typer.echo(f"still running: {command[:160]}", err=True)

@@ -36,7 +36,7 @@ from benchmarks.lib.prompts import MODEL, no_longer_than
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError, UserInputError
 from loadgen.journal import Journal
 from loadgen.results import publish
 from loadgen.statistics import interval, resampled_counts
@@ -126,7 +126,7 @@ def _measure(
 
     trial = run_trial(service, step, load, scratch=scratch, tick=tick)
     if failed := sum("error" in record for record in trial.requests):
-        raise UserInputError(f"{failed} requests of {step.key} failed")
+        raise ServiceFailedError(f"{failed} requests of {step.key} failed")
     tpot = [record["tpot_s"] for record in trial.measured_requests(load.warm_up_s, load.seconds)]
     tpot_s = [value for value in tpot if value is not None]
     if len(ends) < len(marks_s) or not tpot_s or (ends[1] - ends[0])[[0, 4]].min() <= 0:

@@ -36,7 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count, product
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,6 +65,7 @@ from benchmarks.lib.whole.report import at_mean_speed, means, rows
 from benchmarks.lib.whole.systems import POLICIES, Engines
 from benchmarks.lib.whole.workloads import Chains, many_domains, sessions, system_prompts
 from eldr_serve.commands.errors import run
+from eldr_serve.commands.settings import command_of_settings
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.journal import Journal
@@ -81,6 +82,8 @@ SIDES = ("eldr", "vllm-router")
 SYSTEMS = [f"eldr/{name}" for name in POLICIES] + [f"vllm-router/{name}" for name in ROUTER_POLICIES]
 CALIBRATION = 300  # prompts that the predictor is fitted on
 _TIMEOUT_S = 60.0  # slower requests count as failed
+# Settings on which no trial depends.
+_OTHER_SETTINGS = {"vllm_router_venv", "systems", "workloads", "rounds", "work", "record", "port", "out"}
 
 
 async def _trial(
@@ -197,23 +200,13 @@ class ComparisonSettings:
     out: options.Out = None
 
     def inputs(self) -> dict[str, Any]:
-        """Return the settings on which a trial depends, as results and journals store them."""
-        inputs: dict[str, Any] = {
-            "in_flight": self.in_flight,
-            "warm_up": self.warm_up,
-            "requests": self.requests,
-            "burn_in": self.burn_in,
-            "min_tokens": self.min_tokens,
-            "max_tokens": self.max_tokens,
-        }
-        inputs |= {"max_prompt_tokens": self.max_prompt_tokens, "intermediate": self.intermediate}
-        inputs |= {"dtype": self.dtype, "blocks": self.blocks, "stream_interval": self.stream_interval}
-        inputs |= {"deployment": self.deployment.stem, "prompts": self.prompts.name}
-        inputs |= {"trace": self.trace.name if self.trace else None, "calibration_prompts": CALIBRATION}
-        return inputs
+        """Return the settings on which a trial depends, with files by name, for results and journals."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OTHER_SETTINGS}
+        names = {name: value.name if isinstance(value, Path) else value for name, value in values.items()}
+        return names | {"calibration_prompts": CALIBRATION}
 
 
-@options.command_of_settings
+@command_of_settings
 def whole_replicas(settings: ComparisonSettings) -> None:
     """Compare policies of whole replicas with each other and with vllm-router's, live."""
     unwind_on_sigterm()

@@ -1,4 +1,4 @@
-"""Error handling of this package's commands: exit status 2 and one sentence on standard error."""
+"""Error handling of this package's commands: an exit status and one sentence on standard error."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError, UserInputError
 
 # Any other exception is a fault of the program and ends with a traceback. A full disk or a lost connection is
 # an OSError without the name of a file.
 USER_ERRORS = (UserInputError, ValidationError, UnicodeDecodeError, json.JSONDecodeError, OSError)
+EXPECTED_ERRORS = (*USER_ERRORS, ServiceFailedError)
 
 
-def exit_on_bad_input(command: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command so that USER_ERRORS exit with status 2."""
+def exit_status(error: BaseException) -> int:
+    """Return the exit status for one of EXPECTED_ERRORS."""
+    return 1 if isinstance(error, ServiceFailedError) else 2
+
+
+def exit_on_expected_error(command: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command so that EXPECTED_ERRORS print one sentence and end it."""
 
     @functools.wraps(command)
     def run_command(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except USER_ERRORS as error:
+        except EXPECTED_ERRORS as error:
             sentence = " ".join(str(error).split())
             print(f"{command.__name__}: {sentence}", file=sys.stderr)
-            raise typer.Exit(2) from None
+            raise typer.Exit(exit_status(error)) from None
 
     return run_command
 
@@ -37,7 +43,7 @@ def app_of(*commands: Callable[..., None]) -> typer.Typer:
     """Return an app with the command's options and `--help`; the first argument selects one of several."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     for command in commands:
-        app.command(command.__name__)(exit_on_bad_input(command))
+        app.command(command.__name__)(exit_on_expected_error(command))
     return app
 
 

@@ -11,5 +11,5 @@ RANKS = "eldr_ranks"  # in the metadata: number of data-parallel ranks; in a rep
 # -- fields of its report, which it sends with each ping
 KV_USAGE = "eldr_kv_usage"  # share of KV blocks in use, 0 to 1
 REPORT_NUMBER = "eldr_report_number"  # sequence number of the report; it repeats if there is no new report
-QUEUE = "eldr_prefill_queue"  # see PromptMeter.report
+QUEUE = "eldr_prefill_queue"  # see QueueReport
 EXPERTS = "eldr_experts"  # see protocol.Engine.expert_status

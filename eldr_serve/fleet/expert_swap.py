@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
-from eldr_serve.engine.methods import PLACE_EXPERTS, ExpertsChange
+from eldr_serve.engine.experts_change import ExpertsChange
+from eldr_serve.engine.methods import PLACE_EXPERTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError, one_line_message
 from eldr_serve.fleet.fleet import Fleet

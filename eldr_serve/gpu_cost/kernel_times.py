@@ -78,19 +78,15 @@ def read(
     if setting.tp % setting.ep:
         raise UserInputError(f"--ep must be 1 or a divisor of --tp ({setting.tp}), got {setting.ep}")
     with _suppressed_log(), _model_path(setting.model, config) as path:
-        try:
-            return _read(setting, path, batches, contexts)
-        except (ValueError, RuntimeError, AssertionError, KeyError, TypeError) as error:
-            if isinstance(error, UserInputError):
-                raise
-            raise _not_measured(setting, _reason(error)) from error
+        return _read(setting, path, batches, contexts)
 
 
 def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequence[int]) -> Readings:
     from aiconfigurator_core import engine_spec_bincode_from_json
     from aiconfigurator_core.sdk.engine import EngineHandle
 
-    spec = _model_spec(setting, path)
+    with _refuse_failures(setting):
+        spec = _model_spec(setting, path)
     moe_layers = _find_moe_layers(setting, spec)
     shape = _shape(setting, moe_layers)
     steps: list[DecodeStep] = []
@@ -98,18 +94,22 @@ def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequenc
     for routing, distribution in distributions.items():
         for layers in moe_layers:
             layers["workload_distribution"] = distribution
-        engine = EngineHandle(bytes(engine_spec_bincode_from_json(json.dumps(spec))))
+        with _refuse_failures(setting):
+            engine = EngineHandle(bytes(engine_spec_bincode_from_json(json.dumps(spec))))
         moe_ops = json.dumps([{"Moe": layers} for layers in moe_layers])
         for batch in batches:
-            parts = engine.evaluate_ops_json(moe_ops, is_context=False, batch_size=batch, s=1)
+            with _refuse_failures(setting):
+                parts = engine.evaluate_ops_json(moe_ops, is_context=False, batch_size=batch, s=1)
             if any(origin != "silicon" for *_, origin in parts):
                 raise _not_measured(setting, _NO_ROWS)
             for context in contexts:
-                step_ms = engine.predict_decode_latency(batch, context)
+                with _refuse_failures(setting):
+                    step_ms = engine.predict_decode_latency(batch, context)
                 steps.append(DecodeStep(batch, context, routing, 1e-3 * step_ms))
     prompts = []
     for tokens, batch in itertools.product(PROMPTS, _PROMPT_BATCHES):
-        step_ms = engine.mixed_step_latency(tokens, batch, _PROMPT_CONTEXT, 2)
+        with _refuse_failures(setting):
+            step_ms = engine.mixed_step_latency(tokens, batch, _PROMPT_CONTEXT, 2)
         prompts.append(PromptStep(batch, _PROMPT_CONTEXT, tokens, 1e-3 * step_ms))
     version = spec["engine"]["backend_version"]
     source = f"{REQUIREMENT.replace('==', ' ')}, kernels of vLLM {version}"
@@ -248,6 +248,15 @@ def _root() -> Path:
     if spec is None or spec.origin is None:
         raise UserInputError(f"install the Python package aiconfigurator-core: pip install {REQUIREMENT}")
     return Path(spec.origin).parent
+
+
+@contextmanager
+def _refuse_failures(setting: Setting) -> Iterator[None]:
+    """Raise UserInputError if NVIDIA's package fails in this block."""
+    try:
+        yield
+    except (ValueError, RuntimeError, AssertionError, KeyError, TypeError) as error:
+        raise _not_measured(setting, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

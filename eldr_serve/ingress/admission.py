@@ -6,10 +6,11 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eldr_serve.errors import RequestRefusedError
@@ -98,6 +99,31 @@ class Gate:
         return key is not None and hmac.compare_digest(digest(key), self._admin_key_sha256 or "")
 
 
+@dataclass
+class AdmittedState:
+    """What the middleware, the endpoint and the error response of an admitted request share.
+
+    Attributes:
+        reservation: tokens of the tenant's limit, which the endpoint reserves.
+        id_headers: response headers with the ids of the request; empty until it has them.
+    """
+
+    reservation: TokenReservation
+    id_headers: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(request: Request) -> AdmittedState:
+        """Return the state of a request that counts towards its tenant's limits."""
+        state: AdmittedState = request.state.admitted
+        return state
+
+    @staticmethod
+    def find(request: Request) -> AdmittedState | None:
+        """Return the state of any request; None if it counts towards no limits or was refused."""
+        state: AdmittedState | None = getattr(request.state, "admitted", None)
+        return state
+
+
 class AdmissionMiddleware:
     """ASGI middleware around all endpoints. Refused requests do not reach the endpoints.
 
@@ -108,7 +134,7 @@ class AdmissionMiddleware:
     tenant's limits. Without a key a client may read the OpenAPI document, health, version and metrics of the
     process, and the parts of /eldr that do not need the admin key.
 
-    The state of an admitted request has its `reservation` of tokens, which the endpoint makes.
+    The state of an admitted request has its AdmittedState.
 
     Args:
         gate: returns the gate of the running ingress replica.
@@ -147,7 +173,7 @@ class AdmissionMiddleware:
     async def _serve(self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = gate.admit(headers)
         reservation = TokenReservation(tenant)
-        scope.setdefault("state", {})["reservation"] = reservation
+        scope.setdefault("state", {})["admitted"] = AdmittedState(reservation)
 
         async def answer_if_admitted(receive: Receive) -> None:
             async with gate.limiter.permit(tenant):

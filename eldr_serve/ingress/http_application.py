@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.errors import RequestRefusedError, one_line_message
-from eldr_serve.ingress.admission import AdmissionMiddleware
+from eldr_serve.ingress.admission import AdmissionMiddleware, AdmittedState
 from eldr_serve.ingress.endpoints import ENDPOINTS, PUBLIC_PATHS, Audience, Endpoint, IngressParts
 from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
 
@@ -88,5 +88,6 @@ async def _fault(request: Request, error: Exception) -> Response:
 
 def _with_request_id(request: Request, response: Response) -> Response:
     """Add the request's id, if it has one, to the headers of an error response."""
-    response.headers.update(getattr(request.state, "id_headers", {}))
+    if state := AdmittedState.find(request):
+        response.headers.update(state.id_headers)
     return adapt_to_api(request.url.path, response)

@@ -16,13 +16,14 @@ from starlette.types import Receive, Scope, Send
 from eldr_serve.engine.calls import STEERING_HEADERS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import BadRequestError, RequestRefusedError, one_line_message
+from eldr_serve.ingress.admission import AdmittedState
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.request_log import RequestLog
-from eldr_serve.limits.tenants import TokenReservation
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.objective import objective_of
 from eldr_serve.pipeline.path import RequestPath
+from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import (
     PolicyHints,
     Request,
@@ -33,7 +34,6 @@ from eldr_serve.request import (
 )
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.router_protocol.messages import StreamLatencies
-from eldr_serve.scheduling import Lease
 
 _NOT_FOR_ENGINES = {
     "authorization",
@@ -85,51 +85,54 @@ class OpenAIEndpoints:
         started_at_s = time.monotonic()
         body = await request.body()
         fields = self._parse(request, body)
-        count = num_sequences(fields)
-        if count > self._max_sequences:
-            raise BadRequestError(
-                f"{count} answers (prompts x n) were requested; at most {self._max_sequences} are allowed"
-            )
-        reservation: TokenReservation = request.state.reservation
+        state = AdmittedState.of(request)
         prompt_tokens = len(body) // _BYTES_PER_TOKEN
-        reservation.reserve(prompt_tokens + count * max_new_tokens(fields))
+        state.reservation.reserve(prompt_tokens + self._count_answers(fields) * max_new_tokens(fields))
         self._router.start()
         sending = _SendingTask(self._counters)
         pipeline_request = _request(method, request, body, fields)
         context = self._log.begin(request.scope["path"], pipeline_request, on_overflow=sending.cancel)
-        reservation.used = partial(context.used_tokens, prompt_tokens)
-        request.state.id_headers = {"x-eldr-request": context.request_id}
-        if context.trace_id:
-            request.state.id_headers["x-eldr-trace"] = context.trace_id
+        state.reservation.used = partial(context.used_tokens, prompt_tokens)
+        state.id_headers = _id_headers(context)
         run = self._request_path.generate(context)
         try:
             first = await anext(run)
         except BaseException:
             await run.aclose()
             raise
-        lease = context.lease
-        assert lease is not None
-        first_token_at_s = time.monotonic()
+        headers = state.id_headers | _placement_headers(context)
+        if fields.stream:
+            record_latencies = self._latency_recorder(context, started_at_s)
+            return _Streamed(first, run, headers, sending, record_latencies)
+        content = b"".join([first, *[chunk async for chunk in run]])
+        return Response(content, 200, headers, "application/json")
+
+    def _count_answers(self, fields: RequestFields) -> int:
+        """Return the number of answers to a request; raise BadRequestError if that is too many."""
+        count = num_sequences(fields)
+        if count > self._max_sequences:
+            raise BadRequestError(
+                f"{count} answers (prompts x n) were requested; at most {self._max_sequences} are allowed"
+            )
+        return count
+
+    def _latency_recorder(self, context: RequestContext, started_at_s: float) -> Callable[[], None]:
+        """Return a function that reports the latencies of a stream that has begun now, once it has ended."""
+        first_lease, first_token_at_s = context.lease, time.monotonic()
 
         def record() -> None:
-            last_lease = context.lease or lease  # another one if the stream was resumed
-            tokens = last_lease.generated_tokens
+            lease = context.lease or first_lease  # another one if the stream was resumed
+            assert lease is not None
+            tokens = lease.generated_tokens
             tpot_s = (time.monotonic() - first_token_at_s) / (tokens - 1) if tokens > 1 else None
             self._router.record_stream(StreamLatencies(first_token_at_s - started_at_s, tpot_s))
 
-        headers = request.state.id_headers | _placement_headers(lease)
-        if fields.stream and context.record.handover_s is not None:
-            # Only for streams: a whole answer arrives after its last token, so its hand-over includes decode.
-            headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
-        if fields.stream:
-            return _Streamed(first, run, headers, sending, record)
-        content = b"".join([first, *[chunk async for chunk in run]])
-        return Response(content, 200, headers, "application/json")
+        return record
 
     async def forward(self, method: str, request: HTTPRequest) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
-        reservation: TokenReservation = request.state.reservation
+        reservation = AdmittedState.of(request).reservation
         salt = tenant_salt(reservation.tenant.name, self._parse(request, body))
         if method in _COMPUTED:
             prompt_tokens = len(body) // _BYTES_PER_TOKEN
@@ -176,7 +179,7 @@ class OpenAIEndpoints:
 
 def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFields) -> Request:
     """Return the request as the pipeline takes it."""
-    tenant = request.state.reservation.tenant
+    tenant = AdmittedState.of(request).reservation.tenant
     return Request(
         method=method,
         body=body,
@@ -190,13 +193,25 @@ def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFiel
     )
 
 
-def _placement_headers(lease: Lease) -> dict[str, str]:
-    """Return response headers that name the decode worker, and how it was chosen."""
-    return {
+def _id_headers(context: RequestContext) -> dict[str, str]:
+    """Return response headers with the ids of the request and of its trace."""
+    trace = {"x-eldr-trace": context.trace_id} if context.trace_id else {}
+    return {"x-eldr-request": context.request_id} | trace
+
+
+def _placement_headers(context: RequestContext) -> dict[str, str]:
+    """Return response headers that name the decode worker, and how it was chosen and reached."""
+    lease = context.lease
+    assert lease is not None
+    headers = {
         "x-eldr-decode-worker": lease.worker,
         "x-eldr-candidates": str(lease.num_candidates),
         "x-eldr-policy": lease.policy,
     }
+    if context.request.fields.stream and context.record.handover_s is not None:
+        # Only for streams: a whole answer arrives after its last token, so its hand-over includes decode.
+        headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
+    return headers
 
 
 class _SendingTask:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-import random
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,7 +11,6 @@ import msgspec
 
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
 from eldr_serve.engine.calls import GenerationReport
-from eldr_serve.errors import OverloadedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.pipeline.decode_call import DecodeCall
 from eldr_serve.pipeline.failures import DecodeFailedError
@@ -22,9 +18,7 @@ from eldr_serve.pipeline.prompt import Prompt, UncomputedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.request import make_placement_request, prompt_key
-from eldr_serve.scheduling import Lease, PromptBlocks
-from eldr_serve.scheduling.worker_names import replica_of
+from eldr_serve.scheduling import Lease
 
 
 class Attempt:
@@ -54,93 +48,19 @@ class Attempt:
         context = self._context
         try:
             async with services.retries.permit(context):
-                await self._wait_for_decode()
-                self._check_slots()
+                await services.placement.wait_for_decode()
+                services.placement.check_slots(context)
                 await services.prefill.tokenise_for_admission(context)
                 context.admission = await services.latency_admission.admit(context)
                 self._prompt = await services.prefill.prepare(context)
                 with context.record.stage("place") as placing:
-                    context.lease = lease = await self._place()
+                    context.lease = lease = await services.placement.place(context, self._prompt)
             async with aclosing(self._decode(lease, placing)) as payloads:
                 async for payload in payloads:
                     yield payload
         finally:
             services.router_client.release(context.request_id)  # no effect without a lease
             self._prompt.close(reader=self._channel_call)
-
-    # -- placement -------------------------------------------------------------------------------
-
-    async def _wait_for_decode(self) -> None:
-        """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
-        fleet = self._services.fleets.decode
-        clock = asyncio.get_running_loop().time
-        wait_s = self._services.options.prefill_wait_s
-        until_s = clock() + wait_s
-        with fleet.waiters.turn() as wait_until:
-            while not fleet.live_names:
-                if clock() >= until_s:
-                    raise OverloadedError(
-                        f"no decode replica could be reached for {wait_s:g} s; see `eldr status`"
-                    )
-                await wait_until(until_s)
-
-    def _check_slots(self) -> None:
-        """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
-        if self._context.is_retry:
-            return
-        wait_s = self._services.decode_starts.estimate_wait_s()
-        bound_s = self._services.options.slot_wait_s
-        if wait_s > bound_s:
-            self._services.counters.count(IngressEvent.REFUSED_DECODE_BACKLOG)
-            why = f"a request would wait {wait_s:.0f} s for a decode engine's slot; {bound_s:g} s are allowed"
-            # Spread the retries over the time in which that many slots become free.
-            raise OverloadedError(why, retry_after_s=math.ceil(wait_s - bound_s * random.random()))
-
-    async def _place(self) -> Lease:
-        context = self._context
-        services = self._services
-        failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
-        prompt_ids = context.prompt_ids
-        request = make_placement_request(
-            context.request_id,
-            context.request.fields,
-            context.request.hints,
-            prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
-            blocks=self._blocks(),
-            exclude=self._workers_to_avoid(),
-            prompt_key=prompt_key(context.request.fields),
-            tenant=context.request.tenant,
-            priority=context.request.priority,
-            worker_failed=bool(failed_workers),
-            first_token_due_in_s=context.due_in_s,
-        )
-        moved_or_failed = failed_workers or drained_workers
-        # Only first attempts are queued.
-        wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
-        counts = self._prompt.expert_counts
-        return await services.router_client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
-
-    def _workers_to_avoid(self) -> tuple[str, ...]:
-        """Return the workers to avoid.
-
-        These are workers that failed this request or left while they answered it, other ranks of their
-        replicas, ejected workers, and those that would miss the request's objective.
-        """
-        context, services = self._context, self._services
-        past_workers = (*context.failures.decode_workers, *context.drained_workers)
-        replicas, usable_workers = set(map(replica_of, past_workers)), set(services.outliers.usable_names)
-        live_workers = services.fleets.decode.live_names
-        other_workers = (
-            name for name in live_workers if name not in usable_workers or replica_of(name) in replicas
-        )
-        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.admission.late_workers)))
-
-    def _blocks(self) -> PromptBlocks | None:
-        """Return the prompt's blocks if the decode engine computes it."""
-        prompt_ids = self._prompt.ids_to_compute
-        if prompt_ids is None:
-            return None
-        return self._context.blocks(prompt_ids, self._services.fleets.decode.block_tokens)
 
     # -- decode ----------------------------------------------------------------------------------
 

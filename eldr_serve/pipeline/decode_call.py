@@ -6,7 +6,7 @@ from functools import partial
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError, Chunk
 from eldr_serve.engine.calls import split_expert_counts
-from eldr_serve.engine.methods import WAIT_FOR_COUNTS
+from eldr_serve.engine.methods import GENERATE, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.fleet import Fleet
@@ -79,7 +79,7 @@ class DecodeCall:
         assert self._waiting_call is not None
         request = self._context.request
         self._measured = self._measure_counts()
-        self.channel_call = self._fleet.call(self.worker, "generate", self._engine_request)
+        self.channel_call = self._fleet.call(self.worker, GENERATE, self._engine_request)
         self.channel_call.on_overflow = self._context.on_overflow
         # Without a stream, an engine that also prefills sends nothing before its whole answer.
         if request.fields.stream or self._prompt.kv_transfer_params is not None:

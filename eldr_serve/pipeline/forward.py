@@ -7,22 +7,21 @@ import random
 from eldr_serve.channel import CallTimeoutError
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import OverloadedError
-from eldr_serve.pipeline.services import Services
+from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.fleet.outliers import OutlierDetector
 
 
-async def forward(services: Services, request: EngineRequest) -> bytes:
+async def forward(fleet: Fleet, outliers: OutlierDetector, request: EngineRequest, timeout_s: float) -> bytes:
     """Return the answer of the least loaded decode engine that is not ejected.
 
     Raises:
         OverloadedError: no engine can be reached, or the engine gave no answer in time.
         CallFailedError, ChannelLostError: see Call.read.
     """
-    fleet = services.fleets.decode
     open_calls = fleet.open_calls
     if not open_calls:
         raise OverloadedError("no decode replica can be reached: send the request again")
-    worker = min(services.outliers.usable_names, key=lambda name: (open_calls[name], random.random()))
-    timeout_s = services.options.first_token_timeout_s
+    worker = min(outliers.usable_names, key=lambda name: (open_calls[name], random.random()))
     call = fleet.call(worker, request.method, request)
     call.set_timeouts(timeout_s, timeout_s)  # from now: it needs no slot, so it waits for no other call
     try:

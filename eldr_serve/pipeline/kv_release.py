@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from eldr_serve.channel import Call, ChannelLostError
+from eldr_serve.engine.methods import RELEASE
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.fleet import Fleet
 
@@ -45,6 +46,6 @@ class KvRelease:
             if reader is not None:
                 await reader.wait_until_ended()
                 await asyncio.sleep(_NOTICE_S)
-            await self._prefill.call(replica, "release", EngineRequest(id=request_id)).wait_until_ended()
+            await self._prefill.call(replica, RELEASE, EngineRequest(id=request_id)).wait_until_ended()
         except ChannelLostError as error:
             logger.info("could not release KV blocks of %s; their lease will end: %s", request_id, error)

@@ -64,7 +64,9 @@ class RequestPath:
 
     async def forward(self, request: EngineRequest) -> bytes:
         """Return a decode engine's answer to a request that generates nothing; see forward.forward."""
-        return await forward(self._services, request)
+        services = self._services
+        timeout_s = services.options.first_token_timeout_s
+        return await forward(services.fleets.decode, services.outliers, request, timeout_s)
 
     def _handle_failure(
         self, context: RequestContext, failure: PrefillFailedError | DecodeFailedError

@@ -1,9 +1,8 @@
-"""Assembly of the objects that answer the requests of one ingress."""
+"""The objects that answer the requests of one ingress, and their assembly."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
@@ -13,8 +12,10 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.latency_admission import LatencyAdmission
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor
+from eldr_serve.pipeline.local_prefill import LocalPrefill
 from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.placement_step import PlacementStep
 from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import Prompt
@@ -37,9 +38,11 @@ class Prefill(Protocol):
         """Return the prompt, ready for placement."""
 
 
-@dataclass(frozen=True)
 class Services:
     """Objects that all requests of one ingress share.
+
+    Args:
+        tokenizer: tokenises prompts that are placed before an engine has tokenised them.
 
     Attributes:
         fleets: the prefill and decode replicas.
@@ -53,86 +56,83 @@ class Services:
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode workers start on waiting calls.
         latency_admission: admits requests by predicted latency.
+        placement: places requests on decode workers.
         prediction_recorder: measures the accuracy of these predictions.
         moves: limits how many answers leave their decode replicas at once.
         stage_latencies: durations of the stages before the first token.
     """
 
-    fleets: Fleets
-    router_client: RouterClient
-    counters: IngressCounters
-    options: PathOptions
-    prefill_admission: PrefillAdmission
-    kv_release: KvRelease
-    prefill: Prefill
-    retries: RetryLimiter
-    outliers: OutlierDetector
-    decode_starts: DecodeStartEstimator
-    latency_admission: LatencyAdmission
-    prediction_recorder: PredictionRecorder
-    moves: MoveLimiter
-    stage_latencies: StageLatencies
-
-
-def build_services(
-    *,
-    fleets: Fleets,
-    router_client: RouterClient,
-    counters: IngressCounters,
-    options: PathOptions,
-    tokenizer: PromptTokens | None = None,
-) -> Services:
-    """Build the services of one ingress.
-
-    Args:
-        tokenizer: tokenises prompts that are placed before an engine has tokenised them.
-    """
-    stage_latencies = StageLatencies()
-    kv_release = KvRelease(fleets.prefill)
-    outliers = OutlierDetector(fleets.decode, counters)
-    admission = PrefillAdmission(fleets.prefill_capable, bound_s=options.prefill_queue_s, counters=counters)
-    decode_starts = DecodeStartEstimator(fleets.decode)
-    recorder = PredictionRecorder(_now_s)
-    predictor = LatencyPredictor(fleets, admission.queues, decode_starts, recorder)
-    prefill: Prefill
-    if fleets.whole:
-        prefill = WholePrefill(outliers, admission, tokenizer)
-    else:
-        prefill = SplitPrefill(
+    def __init__(
+        self,
+        *,
+        fleets: Fleets,
+        router_client: RouterClient,
+        counters: IngressCounters,
+        options: PathOptions,
+        tokenizer: PromptTokens | None = None,
+    ) -> None:
+        self.fleets = fleets
+        self.router_client = router_client
+        self.counters = counters
+        self.options = options
+        self.stage_latencies = StageLatencies()
+        self.kv_release = KvRelease(fleets.prefill)
+        self.outliers = OutlierDetector(fleets.decode, counters)
+        bound_s = options.prefill_queue_s
+        self.prefill_admission = PrefillAdmission(fleets.prefill_capable, bound_s=bound_s, counters=counters)
+        self.decode_starts = DecodeStartEstimator(fleets.decode)
+        self.prediction_recorder = PredictionRecorder(_now_s)
+        predictor = LatencyPredictor(
+            fleets, self.prefill_admission.queues, self.decode_starts, self.prediction_recorder
+        )
+        self.prefill: Prefill
+        if fleets.whole:
+            self.prefill = WholePrefill(self.outliers, self.prefill_admission, tokenizer)
+        else:
+            self.prefill = self._make_split_prefill(predictor, tokenizer)
+        self.retries = RetryLimiter(options)
+        self.latency_admission = LatencyAdmission(
             fleets=fleets,
-            admission=admission,
-            options=options,
-            counters=counters,
-            kv_release=kv_release,
-            stage_latencies=stage_latencies,
             router_client=router_client,
+            counters=counters,
+            prefill_admission=self.prefill_admission,
             predictor=predictor,
+            recorder=self.prediction_recorder,
+            clock=_now_s,
+        )
+        self.placement = PlacementStep(
+            fleet=fleets.decode,
+            router_client=router_client,
+            counters=counters,
+            options=options,
+            decode_starts=self.decode_starts,
+            outliers=self.outliers,
+        )
+        self.moves = MoveLimiter(fleets.decode, self.decode_starts, options.moves_at_once)
+
+    def _make_split_prefill(
+        self, predictor: LatencyPredictor, tokenizer: PromptTokens | None
+    ) -> SplitPrefill:
+        local_prefill = LocalPrefill(
+            fleets=self.fleets,
+            router_client=self.router_client,
+            counters=self.counters,
+            max_tokens=self.options.local_prefill_tokens,
+            admission=self.prefill_admission,
+            predictor=predictor,
+            stage_latencies=self.stage_latencies,
             tokenizer=tokenizer,
         )
-    return Services(
-        fleets=fleets,
-        router_client=router_client,
-        counters=counters,
-        options=options,
-        prefill_admission=admission,
-        kv_release=kv_release,
-        prefill=prefill,
-        retries=RetryLimiter(options),
-        outliers=outliers,
-        decode_starts=decode_starts,
-        latency_admission=LatencyAdmission(
-            fleets=fleets,
-            router_client=router_client,
-            counters=counters,
-            prefill_admission=admission,
-            predictor=predictor,
-            recorder=recorder,
-            clock=_now_s,
-        ),
-        prediction_recorder=recorder,
-        moves=MoveLimiter(fleets.decode, decode_starts, options.moves_at_once),
-        stage_latencies=stage_latencies,
-    )
+        return SplitPrefill(
+            fleets=self.fleets,
+            admission=self.prefill_admission,
+            options=self.options,
+            counters=self.counters,
+            kv_release=self.kv_release,
+            stage_latencies=self.stage_latencies,
+            local_prefill=local_prefill,
+            tokenizer=tokenizer,
+        )
 
 
 def _now_s() -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
 from eldr_serve.engine.calls import PrefillReply
+from eldr_serve.engine.methods import PREFILL
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.outliers import OutlierDetector
@@ -17,7 +18,6 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.failures import PrefillFailedError
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
-from eldr_serve.pipeline.latency_predictor import LatencyPredictor
 from eldr_serve.pipeline.local_prefill import LocalPrefill
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
@@ -28,7 +28,6 @@ from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.request import needs_whole_replica, prompt_head
-from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.prefill import choose_prefill
 
 
@@ -46,11 +45,11 @@ class SplitPrefill:
     Args:
         fleets: the replicas of prefill and of decode engines.
         admission: limits the prompts in prefill, and keeps the prefill engines' queues.
-        options: timeouts and the maximum size of a locally prefilled prompt.
+        options: timeouts, and the rate of prompts without a prefill engine.
         counters: counters of the ingress.
         kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
         stage_latencies: latencies of the prefill stage.
-        router_client, predictor: for LocalPrefill, which chooses the prompts that decode engines compute.
+        local_prefill: chooses the prompts that decode engines compute.
         tokenizer: tokenises prompts that decode engines prefill; None: they stay without token ids.
     """
 
@@ -63,8 +62,7 @@ class SplitPrefill:
         counters: IngressCounters,
         kv_release: KvRelease,
         stage_latencies: StageLatencies,
-        router_client: RouterClient,
-        predictor: LatencyPredictor,
+        local_prefill: LocalPrefill,
         tokenizer: PromptTokens | None,
     ) -> None:
         self._fleets = fleets
@@ -74,16 +72,7 @@ class SplitPrefill:
         self._counters = counters
         self._kv_release = kv_release
         self._stage_latencies = stage_latencies
-        self._local_prefill = LocalPrefill(
-            fleets=fleets,
-            router_client=router_client,
-            counters=counters,
-            max_tokens=options.local_prefill_tokens,
-            admission=admission,
-            predictor=predictor,
-            stage_latencies=stage_latencies,
-            tokenizer=tokenizer,
-        )
+        self._local_prefill = local_prefill
         self._tokenizer = tokenizer
         self._outliers = OutlierDetector(fleets.prefill, counters)
         self._without_prefill = CallRateLimiter(
@@ -167,7 +156,7 @@ class SplitPrefill:
                 prompt_tokens=ticket.num_tokens,
             )
             with context.record.stage("prefill", replica) as stage:
-                call = self._fleet.call(replica, "prefill", engine_request)
+                call = self._fleet.call(replica, PREFILL, engine_request)
                 timeout_s = self._options.prefill_timeout_s
                 call.set_timeouts(timeout_s, timeout_s, since=lambda: waiting_call.expected_start_at_s)
                 reply = await read_prefill_reply(call)

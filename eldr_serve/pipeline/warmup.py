@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, expert_counts_of, split_expert_counts, warm_up_body
-from eldr_serve.engine.methods import WAIT_FOR_COUNTS
+from eldr_serve.engine.methods import GENERATE, PREFILL, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.measured_counts import MeasuredCounts
 from eldr_serve.pipeline.fleets import Fleets
@@ -103,7 +103,7 @@ class Warmup:
     async def _warm_pair(self, prefill: str, decode: str) -> None:
         request_id = f"{WARM_UP_ID_PREFIX}{uuid.uuid4().hex}"
         request = EngineRequest("completions", warm_up_body(self._model_id), f"{request_id}-p")
-        call = self._fleets.prefill.call(prefill, "prefill", request)
+        call = self._fleets.prefill.call(prefill, PREFILL, request)
         reader: Call | None = None
         holds_blocks = True
         try:
@@ -146,7 +146,7 @@ class Warmup:
         body = warm_up_body(self._model_id, answers)
         engine_params, _ = split_expert_counts(params)
         request = EngineRequest("completions", body, request_id, kv_transfer_params=engine_params)
-        return self._fleets.decode.call(decode, "generate", request)
+        return self._fleets.decode.call(decode, GENERATE, request)
 
 
 async def _read(call: Call) -> None:

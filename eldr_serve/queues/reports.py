@@ -9,16 +9,6 @@ from typing import Any
 from eldr_serve.queues.throughput import Throughput
 
 
-class PromptMeter(Throughput):
-    """Measures, in a replica, the prompts that all ingresses have sent to one of its workers."""
-
-    def report(self, number: int, *, num_ingresses: int, calls: int) -> dict[str, float]:
-        """Return the worker's report of its queue; see QueueReport."""
-        rate, tokens = self.rate or 0.0, self.outstanding
-        measured = {"tokens": tokens, "rate": rate, "measured_s": self.measured_s}
-        return {"number": number, **measured, "num_ingresses": num_ingresses, "calls": calls}
-
-
 @dataclass(frozen=True)
 class QueueReport:
     """A worker's measurements of its queue.
@@ -43,3 +33,18 @@ class QueueReport:
     def parse(cls, fields: Mapping[str, Any]) -> QueueReport:
         """Parse a worker's report. Ignore unknown fields, which a replica of another version may send."""
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})
+
+
+class PromptMeter(Throughput):
+    """Measures, in a replica, the prompts that all ingresses have sent to one of its workers."""
+
+    def report(self, number: int, *, num_ingresses: int, calls: int) -> QueueReport:
+        """Return the worker's report of its queue."""
+        return QueueReport(
+            number=number,
+            tokens=self.outstanding,
+            rate=self.rate or 0.0,
+            num_ingresses=num_ingresses,
+            calls=calls,
+            measured_s=self.measured_s,
+        )

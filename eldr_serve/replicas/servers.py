@@ -15,8 +15,8 @@ import msgspec
 
 from eldr_serve.channel import CallFailedError, Reply
 from eldr_serve.channel.address import MAX_CALLS, start_channel_server
+from eldr_serve.engine import methods
 from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, GenerationReport, PrefillReply
-from eldr_serve.engine.methods import DRAIN, PLACE_EXPERTS, SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import (
     Engine,
     EngineConfig,
@@ -83,7 +83,7 @@ class EngineServer:
             self._on_call,
             error_response=self._error_response,
             max_calls=max_calls,
-            limited_methods=SLOT_METHODS,
+            limited_methods=methods.SLOT_METHODS,
             report=self.report,
         )
         self._engine_watch = EngineWatch(self._engine, self._channel_server, self._role, stall_timeout_s)
@@ -93,12 +93,12 @@ class EngineServer:
         """Handle a call, and record that the engine has answered a client."""
         request = msgspec.convert(header, EngineRequest)
         await self.handle_call(method, request, reply)
-        if not self._engine_watch.has_answered and method in ("prefill", "generate"):
+        if not self._engine_watch.has_answered and method in methods.SLOT_METHODS:
             self._engine_watch.has_answered = _is_from_client(request)
 
     async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
         """Handle a call of an ingress replica."""
-        if method == "generate":
+        if method == methods.GENERATE:
             report = await self.generate(request, reply.send)
             reply.engine_report = msgspec.to_builtins(report)
         else:
@@ -124,18 +124,18 @@ class EngineServer:
         Serve's routing stats are not used: the controller would poll a dead replica every period until the
         next health check and log a traceback for each failure.
         """
-        calls, number = self._channel_server.in_flight_of(SLOT_METHODS), next(self._report_numbers)
+        calls, number = self._channel_server.in_flight_of(methods.SLOT_METHODS), next(self._report_numbers)
         values = self._report_load(number, self._meter, calls, self._engine.kv_usage())
         experts = self._engine.expert_status()
         return values if experts is None else values | {EXPERTS: experts}
 
     def _report_load(self, number: int, meter: PromptMeter, calls: int, kv_usage: float) -> dict[str, Any]:
         queue = meter.report(number, num_ingresses=self._channel_server.num_peers, calls=calls)
-        return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: queue}
+        return {KV_USAGE: kv_usage, REPORT_NUMBER: number, QUEUE: asdict(queue)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return loads that Serve cannot count itself; called by Serve."""
-        in_flight = float(self._channel_server.in_flight_of(SLOT_METHODS))
+        in_flight = float(self._channel_server.in_flight_of(methods.SLOT_METHODS))
         return {IN_FLIGHT: in_flight, KV_IN_USE: self._engine.kv_usage()}
 
     async def check_health(self) -> None:
@@ -173,12 +173,12 @@ class PrefillServer(EngineServer):
         logger.info("the engine counts %d experts in each of %d layers", experts, layers)
 
     async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
-        """Handle the calls of an EngineServer, `prefill` (the reply is a PrefillReply) and `release`."""
-        if method == "prefill":
+        """Handle the calls of an EngineServer, prefill calls (see PrefillReply) and releases."""
+        if method == methods.PREFILL:
             prefilled = await self._prefill(request)
             values = PrefillReply(prefilled.token_ids.tobytes(), prefilled.kv_transfer_params)
             reply.send(msgspec.msgpack.encode(values), 1)
-        elif method == "release":
+        elif method == methods.RELEASE:
             await self._engine.release(request.id)
         else:
             await super().handle_call(method, request, reply)
@@ -260,13 +260,13 @@ class DecodeServer(EngineServer):
 
     async def handle_call(self, method: str, request: EngineRequest, reply: Reply) -> None:
         """Handle the calls of an EngineServer and the calls for counts, placements and draining."""
-        if method == WAIT_FOR_COUNTS:
+        if method == methods.WAIT_FOR_COUNTS:
             reply.send(msgspec.msgpack.encode(await self._engine.wait_for_counts(request.id)))
-        elif method == PLACE_EXPERTS:
+        elif method == methods.PLACE_EXPERTS:
             reply.send(await place_experts(self._engine, request.body), 0)
-        elif method == DRAIN:
+        elif method == methods.DRAIN:
             self._channel_server.leave()
-            reply.send(msgspec.msgpack.encode(self._channel_server.in_flight_of(SLOT_METHODS)))
+            reply.send(msgspec.msgpack.encode(self._channel_server.in_flight_of(methods.SLOT_METHODS)))
         else:
             await super().handle_call(method, request, reply)
 

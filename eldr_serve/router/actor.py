@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from eldr_serve.channel import ChannelServer, Reply
 from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
-from eldr_serve.engine.methods import ExpertPlacementOfPosition
+from eldr_serve.engine.experts_change import ExpertPlacementOfPosition
 from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Usage

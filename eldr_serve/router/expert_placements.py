@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eldr_serve.artifact_metadata import ArtifactError, require
-from eldr_serve.engine.methods import ExpertPlacementOfPosition, ExpertsChange
+from eldr_serve.engine.experts_change import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 

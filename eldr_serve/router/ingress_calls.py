@@ -126,11 +126,16 @@ class IngressCalls:
         pending = [lease for lease in self.pending_leases if lease.state is LeaseState.SENT]
         self.pending_leases = []
         started_at_s = time.perf_counter()
+        has_failed = False
         try:
             self.state.progress(progress)
+        except Exception:  # the batch is placed nevertheless
+            logger.exception("the router cannot set the tokens of %d requests", len(progress))
+        try:
             self.state.place(pending)
         except Exception:  # no request may wait for a broken router; its ingress places it
             logger.exception("the router cannot place %d requests", len(pending))
+            has_failed = True
         if pending:
             self.metrics.record_placement(self.state, time.perf_counter() - started_at_s)
         for lease in pending:
@@ -142,6 +147,19 @@ class IngressCalls:
                 call.reply.send(_QUEUED)
             elif lease.state is LeaseState.SENT and not self.state.is_stale(lease.request):
                 call.reply.send(_UNPLACED)
+        if has_failed:
+            self._send_leases(self._unsent_leases(pending))
+
+    def _unsent_leases(self, pending: list[Lease]) -> list[Lease]:
+        """Return the leases that the router has made and not sent."""
+        newest = {**self.state.placer.running, **{lease.request_id: lease for lease in pending}}
+        return [
+            lease
+            for request_id, lease in newest.items()
+            if lease.state is LeaseState.LEASED
+            and (call := self.open.get(request_id)) is not None
+            and not call.has_lease
+        ]
 
     def _send_leases(self, leases: list[Lease]) -> None:
         self.metrics.record_leases(self.state, leases)
@@ -151,6 +169,7 @@ class IngressCalls:
                 continue
             if call.queued:
                 self.metrics.record_wait(self.state, lease)
+            call.has_lease = True
             call.reply.send(encode(Leased.from_lease(lease)))
 
     def _send_settings(self, settings: LiveSettings) -> None:
@@ -207,17 +226,18 @@ class _Subscription:
 class _PlaceCall:
     """A request's lease, or its wait for one."""
 
-    __slots__ = ("_ingress", "_ingress_calls", "_pending", "_request_id", "queued", "reply")
+    __slots__ = ("_ingress", "_ingress_calls", "_pending", "_request_id", "has_lease", "queued", "reply")
 
     def __init__(self, ingress_calls: IngressCalls, ingress: str, reply: Reply, request_id: str) -> None:
         self._ingress_calls, self._ingress, self._request_id = ingress_calls, ingress, request_id
         self.reply = reply
-        self.queued = False
+        self.queued = self.has_lease = False
         self._pending: Lease | None = None  # not yet passed to the placer
 
     def place(self, message: Place) -> None:
         """Ask for a lease, or take the one that the ingress holds."""
         self._withdraw()
+        self.has_lease = message.lease is not None
         lease = Lease(message.request, LeaseState.SENT, self._ingress)
         if message.lease is None:
             self._pending = lease

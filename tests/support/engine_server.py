@@ -12,6 +12,7 @@ from eldr_serve.channel import Call, Channel
 from eldr_serve.channel.address import Address
 from eldr_serve.engine.calls import split_expert_counts
 from eldr_serve.engine.fake import FakeConfig, FakeEngine
+from eldr_serve.engine.methods import GENERATE
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import ADDRESS
 
@@ -27,7 +28,7 @@ def generate(
     request = EngineRequest(
         "completions", body, name, kv_transfer_params=params, expert_counts=counts, **fields
     )
-    return channel.call("generate", request)
+    return channel.call(GENERATE, request)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import msgspec
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.engine.calls import PrefillReply
-from eldr_serve.engine.methods import SLOT_METHODS
+from eldr_serve.engine.methods import GENERATE, RELEASE, SLOT_METHODS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import RequestRefusedError
@@ -89,7 +89,7 @@ class FakeFleet(Fleet):
     @property
     def requests(self) -> list[Sent]:
         """Return the calls that an engine works for."""
-        return [sent for sent in self.sent if sent.method != "release"]
+        return [sent for sent in self.sent if sent.method != RELEASE]
 
     def is_connected(self, replica: str) -> bool:
         return replica in self.directory.known_workers and replica not in self.lost
@@ -106,7 +106,7 @@ class FakeFleet(Fleet):
         self.sent.append(sent)
         channel: Any = sent
         call = Call(channel, len(self.sent), method)
-        if method == "release":
+        if method == RELEASE:
             self.released.append((replica, request.id))
             call.on_ended(None)
         else:
@@ -126,7 +126,7 @@ class FakeFleet(Fleet):
         except (ChannelLostError, CallFailedError) as error:
             call.on_ended(error)
         except Exception as error:
-            call.on_ended(CallFailedError(*describe_error("generate", error, VllmEngine)))
+            call.on_ended(CallFailedError(*describe_error(GENERATE, error, VllmEngine)))
 
 
 def prefill_result(**params: Any) -> bytes:

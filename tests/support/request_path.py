@@ -21,7 +21,7 @@ from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.services import build_services
+from eldr_serve.pipeline.services import Services
 from eldr_serve.request import Request, RequestFields
 from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
 from tests.faults.virtual_time import VirtualLoop
@@ -133,7 +133,7 @@ class Pipeline:
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokens("") if whole or path_options.local_prefill_tokens else None
-        self.services = build_services(
+        self.services = Services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router_client=self.router,
             counters=self.counters,

@@ -64,7 +64,11 @@ PARTS = (
     "loadgen",
     "examples",
     "offline",
-    "benchmarks",
+    "benchmarks.lib",
+    "benchmarks.engine",
+    "benchmarks.serving",
+    "benchmarks.papers",
+    "benchmarks",  # the commands that run the others
     "eldr_serve.cli",  # imports all other commands when they run
 )
 
@@ -269,6 +273,13 @@ def test_only_compat_uses_internal_names(internal_names: Callable[[Path], Iterat
         if not _is_within(module, COMPAT)
         for name in internal_names(path)
     }
+
+
+def test_only_one_module_uses_internal_names_of_uvicorn() -> None:
+    modules_of_uvicorn = {
+        module for module, path in FILES.items() for name in imports(path) if name.startswith("uvicorn.")
+    }
+    assert modules_of_uvicorn == {"eldr_serve.ingress.uvicorn_compat"}
 
 
 # -- vLLM is named in the engines alone ------------------------------------------------------------------

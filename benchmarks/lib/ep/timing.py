@@ -14,8 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.lib.ep.ranks import device, read_experts, read_gate
-from benchmarks.papers.parallel_layer import (
+from benchmarks.lib.ep.parallel_layer import (
     ParallelLayer,
     Products,
     Routing,
@@ -24,6 +23,7 @@ from benchmarks.papers.parallel_layer import (
     top_k_gate,
     vllm_products,
 )
+from benchmarks.lib.ep.ranks import device, read_experts, read_gate
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import hosts_of
 

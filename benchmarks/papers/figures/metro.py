@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from benchmarks.lib.ep.replica_choice import route_even, route_optimal
 from benchmarks.papers.figures.common import Options, PaperFigure, Rows, bar_plot, change_pct, steps
-from benchmarks.papers.replica_choice import route_even, route_optimal
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace

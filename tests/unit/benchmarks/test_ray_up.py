@@ -14,13 +14,13 @@ from benchmarks.serving.ray_up import DOWN, STOP, UP, left_behind, ray_up, steps
 def test_a_dry_run_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ray_up(requests=20, run_time_s=5, dry_run=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [UP, *(command for command in steps(20, 5).values() if command), STOP, DOWN]
+    assert lines == [UP, *(step.command for step in steps(20, 5)), STOP, DOWN]
     assert any(line.startswith("serve deploy") for line in lines)
     assert sum(line.startswith("ray job submit") for line in lines) == 2
 
 
 def test_files_named_by_the_commands_exist() -> None:
-    for command in [UP, *steps(20, 5).values(), STOP, DOWN]:
+    for command in [UP, *(step.command for step in steps(20, 5)), STOP, DOWN]:
         for word in command.split():
             if word.endswith((".yaml", ".py")):
                 assert (ROOT / word).exists(), command

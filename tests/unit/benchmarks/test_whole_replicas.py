@@ -4,6 +4,8 @@ import asyncio
 import random
 import time
 from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from benchmarks.lib.whole.workloads import (
 )
 from benchmarks.serving import whole_replicas
 from eldr_serve.errors import UserInputError
+from loadgen.journal import Journal
 from loadgen.sse import StreamTiming
 from loadgen.traces import BLOCK_TOKENS, RecordedArrival
 from loadgen.workload import WorkloadPrompt
@@ -176,6 +179,16 @@ def test_plain_whole_servers_differ_only_in_the_missing_transfer() -> None:
     assert "scheduler_cls" not in kwargs
     assert kwargs["enable_prefix_caching"]
     assert kwargs["max_num_seqs"] == 64
+
+
+def test_a_journal_of_trials_with_other_settings_is_refused(tmp_path: Path) -> None:
+    settings = whole_replicas.ComparisonSettings(record=tmp_path / "trials.jsonl")
+    Journal(tmp_path / "trials.jsonl", settings.inputs()).put("0/sessions/eldr/random", {})
+    Journal(tmp_path / "trials.jsonl", replace(settings, rounds=9, out=tmp_path).inputs())
+    for name, value in {"seed": 1, "calibration": Path("other.safetensors"), "in_flight": 7}.items():
+        with pytest.raises(UserInputError, match=rf"different settings \({name}\)"):
+            Journal(tmp_path / "trials.jsonl", replace(settings, **{name: value}).inputs())
+    assert {field.name for field in fields(settings)} >= whole_replicas._OTHER_SETTINGS
 
 
 def test_impossible_options_are_refused_before_anything_starts() -> None:

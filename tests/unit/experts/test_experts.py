@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.papers.replica_choice import route_even, route_optimal
+from benchmarks.lib.ep.replica_choice import route_even, route_optimal
 from eldr_serve.experts.parallel.metro import LARGEST, UNIT, MetroPlan, route_metro
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of

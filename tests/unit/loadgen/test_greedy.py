@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError
 from loadgen import greedy
 from loadgen.greedy import differing_answers, greedy_sentence
 from loadgen.workload import WorkloadPrompt
@@ -40,7 +40,7 @@ def test_an_answer_that_a_policy_changes_is_reported(service: FakeService) -> No
 
 def test_a_refused_prompt_is_reported_in_one_sentence(service: FakeService) -> None:
     service.fail_every = 2
-    with pytest.raises(UserInputError, match="prompt 'two' was not answered: HTTP 503"):
+    with pytest.raises(ServiceFailedError, match="prompt 'two' was not answered: HTTP 503"):
         find_differences(service)
 
 
@@ -50,6 +50,6 @@ def test_a_late_answer_is_reported_in_one_sentence(
     monkeypatch.setattr(greedy, "ANSWER_TIMEOUT_S", 0.05)
     release = threading.Event()
     service.says = lambda policy, prompt: str(release.wait(10))
-    with pytest.raises(UserInputError, match=r"prompt 'one' was not answered within 0\.05 s"):
+    with pytest.raises(ServiceFailedError, match=r"prompt 'one' was not answered within 0\.05 s"):
         find_differences(service)
     release.set()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_serve import ArtifactError, ConfigurationError, PolicyError, RoutingTable, ServiceError
+from eldr_serve.errors import ServiceFailedError
 from eldr_serve.experts.signature import TRANSFORMS
 from tests.fuzz.__main__ import hostile
 from tests.support.full_disk import full_disk
@@ -98,6 +99,14 @@ def test_a_fault_of_the_program_ends_with_a_traceback(error: Exception, is_the_u
     else:
         assert done.exception is error
         assert done.exit_code == 1
+
+
+def test_a_failure_of_the_service_ends_with_status_1_and_one_sentence() -> None:
+    def fail() -> None:
+        raise ServiceFailedError("HTTP 503:\nno engine")
+
+    done = command(fail)
+    assert (done.exit_code, done.stderr) == (1, "fail: HTTP 503: no engine\n")
 
 
 NAMES = ("fit", "fit_predictor", "refit", "calibrate", "demo", "place", "routes")

@@ -19,7 +19,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.services import build_services
+from eldr_serve.pipeline.services import Services
 from eldr_serve.request import Request, RequestFields
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
 from tests.support.request_path import (
@@ -61,7 +61,7 @@ class Backlog:
         self.router: Any = FakeRouterClient()
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
-        self.services = build_services(
+        self.services = Services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router_client=self.router,
             counters=self.counters,

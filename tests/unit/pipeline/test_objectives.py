@@ -20,7 +20,7 @@ from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prompt_tokens import PromptTokens
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.services import build_services
+from eldr_serve.pipeline.services import Services
 from eldr_serve.queues.prediction import WINDOW_S
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepTimeModel, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
@@ -57,7 +57,7 @@ class Service:
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         tokenizer: Any = PromptTokens("") if whole else None
-        self.services = build_services(
+        self.services = Services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router_client=self.router,
             counters=self.counters,

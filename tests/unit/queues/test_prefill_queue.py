@@ -69,10 +69,9 @@ class Server:
                 self.left_s = self.waiting[0][0] / self.rate if self.waiting else 0.0
                 done(start_s)
             elif at_s == self.next_report_s:
-                report = self.meter.report(
+                self.reports["p"] = self.meter.report(
                     next(self.names), num_ingresses=self.ingresses, calls=len(self.waiting)
                 )
-                self.reports["p"] = QueueReport.parse(report)
                 self.next_report_s += 1.0
             else:
                 return

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import ArrayLike
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from eldr_serve.engine.experts_change import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.engine.fake import FakeEngine
-from eldr_serve.engine.methods import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.engine.report_fields import EXPERTS
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import ExpertPlacement

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from eldr_serve.engine.methods import ExpertsChange
+from eldr_serve.engine.experts_change import ExpertsChange
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_protocol.messages import Restore

@@ -263,6 +263,29 @@ async def test_local_fallback_decides_if_the_router_cannot_place(
         assert actor.state.counters["placed_by_ingress"] == 1
 
 
+async def test_a_lease_is_sent_although_a_later_part_of_its_batch_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with router_and_client("r0", policy=SLOTS, timeout_s=5.0) as (actor, client):
+        await client.place(request("a"), None)
+        task = await start_waiting(client, actor, "b")
+        monkeypatch.setattr(actor.state, "_grant", lambda leases: 1 / 0)
+        client.release("a")
+        assert ((await task).worker, task.result().reason) == ("r0", "slot")
+        assert (await client.place(request("c"), None)).reason == "at-once"
+        assert "cannot place 1 requests" in caplog.text
+        assert actor.running.keys() == {"b", "c"}
+        monkeypatch.undo()
+
+
+async def test_a_batch_is_placed_although_its_progress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with router_and_client("r0", "r1", timeout_s=5.0) as (actor, client):
+        await client.place(request("a"), counts_for(1))
+        monkeypatch.setattr(actor.state, "progress", lambda tokens: 1 / 0)
+        assert (await client.place(request("b"), counts_for(1))).reason == "locality-band"
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_each_request_ends_once_and_leaves_nothing_behind(seed: int) -> None:
     """Requests get leases, expire or are cancelled while the actor is slow, changed, and restarted."""

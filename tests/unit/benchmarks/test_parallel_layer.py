@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.lib.ep.ranks import on_ranks, read_experts, read_gate
-from benchmarks.papers.parallel_layer import (
+from benchmarks.lib.ep.parallel_layer import (
     ParallelLayer,
     Products,
     Routing,
@@ -19,7 +18,8 @@ from benchmarks.papers.parallel_layer import (
     top_k_gate,
     vllm_products,
 )
-from benchmarks.papers.replica_choice import route_even, route_optimal
+from benchmarks.lib.ep.ranks import on_ranks, read_experts, read_gate
+from benchmarks.lib.ep.replica_choice import route_even, route_optimal
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import hosts_of
 from examples.demo_model import WEIGHTS

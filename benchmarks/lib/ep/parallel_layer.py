@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from benchmarks.papers.replica_choice import route_even
+from benchmarks.lib.ep.replica_choice import route_even
 from eldr_serve.arrays import Ints
 
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]

@@ -1,0 +1,114 @@
+"""Placement of a request on a decode worker, and what must hold before it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+
+from eldr_serve.errors import OverloadedError
+from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.fleet.outliers import OutlierDetector
+from eldr_serve.metrics import IngressEvent
+from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.path_options import PathOptions
+from eldr_serve.pipeline.prompt import Prompt
+from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.request import make_placement_request, prompt_key
+from eldr_serve.router_client.client import RouterClient
+from eldr_serve.scheduling import Lease
+from eldr_serve.scheduling.worker_names import replica_of
+
+
+class PlacementStep:
+    """Places requests on decode workers that have not failed them.
+
+    Args:
+        fleet: the decode replicas.
+        decode_starts: estimates the wait for a slot of a decode engine.
+        outliers: knows the decode workers that may get a request.
+    """
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        router_client: RouterClient,
+        counters: IngressCounters,
+        options: PathOptions,
+        decode_starts: DecodeStartEstimator,
+        outliers: OutlierDetector,
+    ) -> None:
+        self._fleet = fleet
+        self._router_client = router_client
+        self._counters = counters
+        self._options = options
+        self._decode_starts = decode_starts
+        self._outliers = outliers
+
+    async def wait_for_decode(self) -> None:
+        """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
+        clock = asyncio.get_running_loop().time
+        wait_s = self._options.prefill_wait_s
+        until_s = clock() + wait_s
+        with self._fleet.waiters.turn() as wait_until:
+            while not self._fleet.live_names:
+                if clock() >= until_s:
+                    raise OverloadedError(
+                        f"no decode replica could be reached for {wait_s:g} s; see `eldr status`"
+                    )
+                await wait_until(until_s)
+
+    def check_slots(self, context: RequestContext) -> None:
+        """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
+        if context.is_retry:
+            return
+        wait_s = self._decode_starts.estimate_wait_s()
+        bound_s = self._options.slot_wait_s
+        if wait_s > bound_s:
+            self._counters.count(IngressEvent.REFUSED_DECODE_BACKLOG)
+            why = f"a request would wait {wait_s:.0f} s for a decode engine's slot; {bound_s:g} s are allowed"
+            # Spread the retries over the time in which that many slots become free.
+            raise OverloadedError(why, retry_after_s=math.ceil(wait_s - bound_s * random.random()))
+
+    async def place(self, context: RequestContext, prompt: Prompt) -> Lease:
+        """Return a lease of a worker; raise OverloadedError if no engine can take the request."""
+        failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
+        prompt_ids, ids_to_compute = context.prompt_ids, prompt.ids_to_compute
+        blocks = None
+        if ids_to_compute is not None:
+            blocks = context.blocks(ids_to_compute, self._fleet.block_tokens)
+        request = make_placement_request(
+            context.request_id,
+            context.request.fields,
+            context.request.hints,
+            prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
+            blocks=blocks,
+            exclude=self._workers_to_avoid(context),
+            prompt_key=prompt_key(context.request.fields),
+            tenant=context.request.tenant,
+            priority=context.request.priority,
+            worker_failed=bool(failed_workers),
+            first_token_due_in_s=context.due_in_s,
+        )
+        # Only first attempts are queued.
+        wait_s = 0.0 if failed_workers or drained_workers else self._options.queue_timeout_s
+        return await self._router_client.place(
+            request, prompt.expert_counts, token_ids=prompt_ids, wait_s=wait_s
+        )
+
+    def _workers_to_avoid(self, context: RequestContext) -> tuple[str, ...]:
+        """Return the workers to avoid.
+
+        These are workers that failed this request or left while they answered it, other ranks of their
+        replicas, ejected workers, and those that would miss the request's objective.
+        """
+        past_workers = (*context.failures.decode_workers, *context.drained_workers)
+        replicas, usable_workers = set(map(replica_of, past_workers)), set(self._outliers.usable_names)
+        other_workers = (
+            name
+            for name in self._fleet.live_names
+            if name not in usable_workers or replica_of(name) in replicas
+        )
+        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.admission.late_workers)))
