@@ -132,8 +132,8 @@ def test_a_request_avoids_the_rank_whose_kv_tokens_all_ranks_wait_for(
     """Alone, the first worker would be better: it has many KV tokens, but also the request's experts."""
     policy: Any = make_policy("marginal-cost", affinity=0.0, cost=COST.as_dict(), tail_power=1)
     policy.on_workers_changed(workers)
-    assign(policy, [request_like("long", 1, 4000), request_like("short", 2)], [0, 2])
-    load = Loads.from_counts([1, 0, 1], [4000, 0, 40], [True, False, True])
+    assign(policy, [request_like("long", 1, 1000), request_like("short", 2)], [0, 2])
+    load = Loads.from_counts([1, 0, 1], [1000, 0, 40], [True, False, True])
     assert policy.select(request_like("new", 1), load, RNG).position == position
 
 
