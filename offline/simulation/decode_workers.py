@@ -236,7 +236,7 @@ class DecodeWorkers:
         union = np.bitwise_or.reduce(experts.bits[rows], axis=1)
         if self._masks is None:
             active = np.bitwise_count(union).sum(axis=1, dtype=np.int64)
-            on_mean_rank: list[float] = (active / len(ranks) if len(ranks) > 1 else active).tolist()
+            on_mean_rank: list[float] = (active / len(ranks)).tolist()
             return on_mean_rank
         mask = self._masks[replica % len(self._masks)]  # [G, L, words]
         on_rank = np.bitwise_count(union.reshape(_AHEAD, 1, *mask.shape[1:]) & mask).sum(axis=3)  # [.., G, L]
