@@ -74,6 +74,10 @@ class GuardedPolicy:
         """Notify the policy that a request has ended."""
         self._notify(lambda: self.policy.on_finished(request_id))
 
+    def on_workers_changed(self, workers: Sequence[str | None]) -> None:
+        """Notify the policy of the worker of each position."""
+        self._notify(lambda: self.policy.on_workers_changed(workers))
+
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Notify the policy of the totals of generated tokens by request id."""
         self._notify(lambda: self.policy.on_progress(generated_tokens))

@@ -102,6 +102,7 @@ class Placer:
             }
             self._ledger_rows = self._ledger.rows(workers)
             self.prefixes.keep(self._position)
+            self._policy.on_workers_changed(self._workers)
         available = [worker is not None and worker not in draining for worker in workers]
         self._available = np.array(available, bool)
         if self._shadow is not None:
@@ -116,8 +117,9 @@ class Placer:
         return self._policy.policy
 
     def set_policy(self, policy: Policy, cost: StepCost | None = None) -> None:
-        """Change the policy; notify the new one of the step cost and of all running requests."""
+        """Change the policy; notify the new one of workers, step cost and running requests."""
         self._policy = GuardedPolicy(policy, self._on_policy_error)
+        self._policy.on_workers_changed(self._workers)
         if cost is not None:
             self._policy.update_cost_model(cost)
         self._notify_of_running(self._policy)

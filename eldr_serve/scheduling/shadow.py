@@ -152,6 +152,8 @@ class Shadow:
     def _set_workers(self, workers: tuple[str | None, ...], available: NDArray[np.bool_]) -> None:
         pairs = enumerate(zip(self._workers, workers, strict=False))
         unchanged_positions = {position for position, (before, now) in pairs if before == now}
+        if workers != self._workers:
+            self.policy.on_workers_changed(workers)
         self._workers, self._available = workers, available
         for request in self._requests.values():
             if self._shadow.positions.get(request.request_id) not in unchanged_positions:

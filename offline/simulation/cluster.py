@@ -49,11 +49,27 @@ class Decode(ScenarioPart):
     recompute_per_token_s: Seconds = Field(
         default=0.0, description="each token of a preempted request when it resumes, s"
     )
-    barrier: bool = Field(
-        default=False, description="all workers step together with the slowest (data parallel)"
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        description="data-parallel ranks of a replica: workers that step together with the slowest of them "
+        "and divide the experts",
     )
+    barrier: bool = Field(default=False, description="all workers are the ranks of one replica")
     cost: StepCost = Field(default=StepCost(), description="time of a step, s: the sum of its terms")
     whole: Whole | None = Field(default=None, description="null: prompts arrive prefilled")
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.workers if self.barrier else self.ranks
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        if self.barrier and self.ranks > 1:
+            raise ValueError("all workers are ranks of one replica: omit ranks or barrier")
+        if self.workers % self.ranks:
+            raise ValueError(f"{self.workers} workers are not divisible by {self.ranks} ranks")
+        return self
 
     @model_validator(mode="after")
     def _check_whole(self) -> Self:

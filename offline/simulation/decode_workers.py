@@ -44,7 +44,8 @@ class _Worker:
         self.waiting: deque[int] = deque()
         self.without_token: list[int] = []  # running requests without a token
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        self.ahead: list[int] = []  # active experts of the next steps with these jobs, the last step first
+        # Of a replica's first rank: active experts of the next steps with these jobs, the last step first.
+        self.ahead: list[float] = []
         self.same_jobs = False
         self.steps = 0
         self.kv = 0  # tokens of running requests
@@ -88,6 +89,7 @@ class DecodeWorkers:
         self._requests, self._decode, self._experts, self._recorder = requests, decode, experts, recorder
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._workers = [_Worker(decode.whole) for _ in range(decode.workers)]
+        self._ranks = decode.ranks_per_replica
         self._masks = None if ranks is None else [rank_masks(r) for r in ranks.reshape(-1, *ranks.shape[-2:])]
         self._done = [0] * len(requests)  # tokens before the request last left a worker
         self._start = np.zeros(len(requests), np.int64)
@@ -123,18 +125,28 @@ class DecodeWorkers:
 
     def begin(self, w: int) -> float:
         """Begin a step of one worker. Return its time, s, or 0 if there is nothing to do."""
-        seconds = self._begin_step(w)
+        seconds = self.begin_round(w)
         self._workers[w].busy = seconds > 0
         return seconds
 
-    def begin_round(self) -> float:
-        """Begin a step of all workers. Return the time of the slowest, s, or 0 if there is nothing to do."""
-        return max(self._begin_step(w) for w in range(len(self)))
+    def ranks_of(self, replica: int) -> range:
+        """Return the workers of a replica."""
+        return range(replica * self._ranks, (replica + 1) * self._ranks)
 
-    def _begin_step(self, w: int) -> float:
-        """Admit and preempt requests. Return the time of the next step, s, or 0 if there is nothing to do."""
+    def begin_round(self, replica: int) -> float:
+        """Admit and preempt requests, and begin a step of all ranks of a replica.
+
+        Return the time of the slowest rank, s, or 0 if there is nothing to do.
+        """
+        ranks = self.ranks_of(replica)
+        for w in ranks:
+            self._admit(self._workers[w])
+        active = self._active_experts(replica)
+        return max(self._begin_step(w, active) for w in ranks)
+
+    def _begin_step(self, w: int, active: float) -> float:
+        """Return the time of a worker's next step, s, or 0 if there is nothing to do."""
         worker = self._workers[w]
-        self._admit(worker)
         jobs, answers = worker.jobs, len(worker.jobs)
         prompts = prompt_tokens = 0
         if worker.prefill is not None:
@@ -142,14 +154,13 @@ class DecodeWorkers:
             answers += len(worker.prefill.ending)
         if not jobs and not prompts:
             return 0.0
-        active = self._active_experts(w, worker) if self._experts is not None and jobs else 0
         # A prompt's first token in a step belongs to the request itself, as in the engines' records.
         of_prompts = prompt_tokens - prompts
         seconds = float(self._decode.cost.seconds(len(jobs) + prompts, worker.kv, active, of_prompts))
         seconds += worker.owed_s
         worker.owed_s = 0.0
         if answers:  # else no request gets a token in this step
-            self._recorder.record_step(answers, active, seconds, w)
+            self._recorder.record_step(answers, round(active), seconds, w)
         return seconds
 
     def _admit(self, worker: _Worker) -> None:
@@ -194,30 +205,42 @@ class DecodeWorkers:
         worker.waiting.appendleft(j)
         self._recorder.preempted += 1
 
-    def _active_experts(self, w: int, worker: _Worker) -> int:
-        """Return the active experts of the next step. Compute the ones of several steps at once."""
-        if not worker.same_jobs:
-            worker.same_jobs, worker.ahead = True, []
-        if not worker.ahead:
-            worker.ahead = self._active_ahead(w, worker)
-        return worker.ahead.pop()
+    def _active_experts(self, replica: int) -> float:
+        """Return the active experts of a rank in the next step. Compute the ones of several steps at once."""
+        ranks = [self._workers[w] for w in self.ranks_of(replica)]
+        if self._experts is None or not any(worker.jobs for worker in ranks):
+            return 0
+        first = ranks[0]
+        if not all(worker.same_jobs for worker in ranks):
+            first.ahead = []
+            for worker in ranks:
+                worker.same_jobs = True
+        if not first.ahead:
+            first.ahead = self._active_ahead(replica, ranks)
+        return first.ahead.pop()
 
-    def _active_ahead(self, w: int, worker: _Worker) -> list[int]:
-        """Return the active experts of the next steps with the present requests, the last step first."""
+    def _active_ahead(self, replica: int, ranks: list[_Worker]) -> list[float]:
+        """Return the active experts of the next steps with the present requests, the last step first.
+
+        They are those of the fullest rank, or without a placement those of all ranks divided by the ranks.
+        """
         experts = self._experts
         assert experts is not None
-        jobs = np.array(worker.jobs)
+        jobs = np.array([j for worker in ranks for j in worker.jobs])
+        num_tokens = np.repeat([worker.steps for worker in ranks], [len(worker.jobs) for worker in ranks])
+        num_tokens -= self._start[jobs]
         kinds = self._requests.kind[jobs]
         first = experts.offset[kinds]
-        steps = np.arange(worker.steps + _AHEAD - 1, worker.steps - 1, -1)[:, None]
-        rows = first + (steps - self._start[jobs]) % (experts.offset[kinds + 1] - first)  # [_AHEAD, jobs]
+        steps = np.arange(_AHEAD - 1, -1, -1)[:, None]
+        rows = first + (steps + num_tokens) % (experts.offset[kinds + 1] - first)  # [_AHEAD, jobs]
         union = np.bitwise_or.reduce(experts.bits[rows], axis=1)
         if self._masks is None:
-            active: list[int] = np.bitwise_count(union).sum(axis=1, dtype=np.int64).tolist()
-            return active
-        mask = self._masks[w % len(self._masks)]  # [G, L, words]
+            active = np.bitwise_count(union).sum(axis=1, dtype=np.int64)
+            on_mean_rank: list[float] = (active / len(ranks)).tolist()
+            return on_mean_rank
+        mask = self._masks[replica % len(self._masks)]  # [G, L, words]
         on_rank = np.bitwise_count(union.reshape(_AHEAD, 1, *mask.shape[1:]) & mask).sum(axis=3)  # [.., G, L]
-        of_fullest: list[int] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
+        of_fullest: list[float] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
         return of_fullest
 
     def end_step(self, w: int) -> EndedStep:

@@ -20,6 +20,7 @@ from eldr_serve.scheduling import (
     Saving,
     Shadow,
 )
+from eldr_serve.scheduling.worker_names import worker_names
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
 from offline.simulation.outcome import Outcome
@@ -65,8 +66,9 @@ def simulate(
     Args:
         policy: a new policy, which has its table if it needs one.
         experts: the experts that `requests.kind` refers to; None for a dense model.
-        ranks: int[L,E], the EP rank of each expert on every worker, or int[K,L,E] with those of each worker.
-            In each layer, a step takes the time of the rank with most active experts. None: one rank.
+        ranks: int[L,E], the EP rank of each expert on every replica, or int[K,L,E] with those of each one.
+            In each layer, a step takes the time of the rank with most active experts. None: a replica's
+            data-parallel ranks have equal shares of the active experts.
         changes: in any order.
         in_flight: a closed loop of so many requests: the next one arrives when one ends, whatever its arrival
             time. None: an open loop, by arrival times.
@@ -125,7 +127,9 @@ class _Simulation:
         self._placer = Placer(
             policy, on_policy_error=_fail, ledger=self._ledger, seed=seed, clock=lambda: self._now
         )
-        self._names = [str(worker) for worker in range(len(self._decode))]
+        num_ranks = cluster.decode.ranks_per_replica
+        replicas = range(len(self._decode) // num_ranks)
+        self._names = [name for replica in replicas for name in worker_names(str(replica), num_ranks)]
         self._placer.set_workers(self._names)
         if (whole := cluster.decode.whole) is not None:
             kv_tokens = whole.cache_blocks * whole.block_tokens
@@ -142,7 +146,7 @@ class _Simulation:
         self._reported_at_s = -np.inf
         self._events: list[tuple[float, int, int, int]] = []  # time, number, kind, subject
         self._num_events = 0
-        self._in_round = False
+        self._in_round: set[int] = set()  # replicas whose ranks are in a step
         self._changes = sorted(changes, key=lambda change: change.at_s)
         for index, change in enumerate(self._changes):
             self._at(change.at_s, _CHANGE, index)
@@ -273,9 +277,10 @@ class _Simulation:
     def _on_ready(self, now: float, request_index: int) -> None:
         worker = int(self._recorder.worker[request_index])
         self._decode.enqueue(worker, request_index)
-        if self._cluster.decode.barrier:
-            if not self._in_round:
-                self._begin_round(now)
+        ranks = self._cluster.decode.ranks_per_replica
+        if ranks > 1:
+            if worker // ranks not in self._in_round:
+                self._begin_round(now, worker // ranks)
         elif not self._decode.is_busy(worker):
             self._begin(now, worker)
 
@@ -283,12 +288,14 @@ class _Simulation:
         if (seconds := self._decode.begin(worker)) > 0:
             self._at(now + seconds, _STEP, worker)
 
-    def _begin_round(self, now: float) -> None:
-        longest = self._decode.begin_round()
-        self._in_round = longest > 0
+    def _begin_round(self, now: float, replica: int) -> None:
+        longest = self._decode.begin_round(replica)
         if longest > 0:
-            self._at(now + longest, _ROUND, 0)
+            self._in_round.add(replica)
+            self._at(now + longest, _ROUND, replica)
             self._recorder.record_sample(now, self._decode.kv_tokens)
+        else:
+            self._in_round.discard(replica)
 
     def _on_step_end(self, now: float, worker: int) -> None:
         num_ended = self._end_step(now, worker)
@@ -300,11 +307,11 @@ class _Simulation:
         if not self._decode.is_busy(worker):  # otherwise a newly placed request has begun the next step
             self._begin(now, worker)
 
-    def _on_round_end(self, now: float, _: int) -> None:
-        num_ended = sum([self._end_step(now, worker) for worker in range(len(self._decode))])
+    def _on_round_end(self, now: float, replica: int) -> None:
+        num_ended = sum([self._end_step(now, worker) for worker in self._decode.ranks_of(replica)])
         if num_ended:
-            self._submit(now)  # the round still counts as running, so all workers begin together
-        self._begin_round(now)
+            self._submit(now)  # the round still counts as running, so all ranks begin together
+        self._begin_round(now, replica)
 
     def _end_step(self, now: float, worker: int) -> int:
         """End the worker's step. Return how many requests have ended."""

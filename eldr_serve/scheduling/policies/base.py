@@ -99,6 +99,12 @@ class Policy(ABC):
     def on_finished(self, request_id: str) -> None:  # noqa: B027
         """Process the end of a request that runs or waits; unknown ones are ignored."""
 
+    def on_workers_changed(self, workers: Sequence[str | None]) -> None:  # noqa: B027
+        """Process the worker of each position, None for a vacant one; `worker_names` says what a name means.
+
+        `on_assigned` follows for the running requests.
+        """
+
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:  # noqa: B027
         """Process totals of generated tokens by request id; unknown ones are ignored."""
 

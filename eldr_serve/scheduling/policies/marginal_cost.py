@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from eldr_serve.scheduling.activation import ExpectedActivation, Levels, probability
+from eldr_serve.scheduling.barrier import StepBarrier
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.parameters import Weight
 from eldr_serve.scheduling.policies.base import Policy, available_workers, choose_shortest
@@ -49,6 +50,10 @@ class MarginalCost(Policy):
        steps of the new request: the mean length of recent answers or, if less, the request's token limit.
     3. Tail: with `tail_power` above 1, both costs are multiplied by a factor above 1 if the worker's step
        would be slow compared with the median, or its batch large compared with the mean.
+
+    Data-parallel ranks wait for each other in every step (see StepBarrier). There the step, the requests, the
+    active experts and the profile are those of the replica. The request goes to the rank where it adds the
+    least, and to the least loaded one if it lengthens no rank's part.
     """
 
     name = "marginal-cost"
@@ -77,7 +82,8 @@ class MarginalCost(Policy):
         self.cost = self.parameters.cost or StepCost()
         self.activation = ExpectedActivation()
         self.profiles = AffinityProfiles()
-        self._profiled: dict[str, tuple[int, int]] = {}  # running request -> position, number there
+        self._barrier: StepBarrier | None = None
+        self._profiled: dict[str, tuple[int, int]] = {}  # running request -> row, number there
         self._generated: dict[str, int] = {}  # generated tokens of each running request
         self._answer_tokens = _DEFAULT_ANSWER_TOKENS
         self._num_answers = 0  # number of answers in the mean, at most _ANSWER_MEMORY
@@ -85,6 +91,13 @@ class MarginalCost(Policy):
     def update_cost_model(self, cost: StepCost) -> None:
         if self.parameters.cost is None:
             self.cost = cost
+
+    def on_workers_changed(self, workers: Sequence[str | None]) -> None:
+        self._barrier = StepBarrier.from_workers(workers)
+
+    def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return these positions' rows in `activation` and `profiles`: ranks of a replica share its first one."""
+        return positions if self._barrier is None else self._barrier.first[positions]
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         positions = available_workers(loads)
@@ -94,7 +107,10 @@ class MarginalCost(Policy):
         self.activation.grow(len(loads))
         self.profiles.grow(len(loads), len(estimate.p))
         candidates = positions
-        if len(positions) > _MAX_EXACT_WORKERS:
+        if self._barrier is not None:
+            decode, prefill = self._raw_costs(positions, loads, request, np.zeros(len(positions), np.float32))
+            candidates = self._barrier.least_loaded_ranks(positions, loads, self.cost, decode + prefill)
+        if len(candidates) > _MAX_EXACT_WORKERS:
             cost = self._weighted_cost(candidates, loads, estimate, self.activation.num_coarse_cells)
             candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
         cost = self._weighted_cost(candidates, loads, estimate, len(estimate.p))
@@ -115,8 +131,9 @@ class MarginalCost(Policy):
         if levels is None:
             return np.zeros(len(loads))
         self.activation.grow(len(loads))
+        positions = np.arange(len(loads))
         added_experts = self.activation.p_idle[: len(loads)] @ probability(levels)
-        decode, prefill = self._raw_costs(np.arange(len(loads)), loads, request, added_experts)
+        decode, prefill = self._raw_costs(positions, loads, request, added_experts[self._rows(positions)])
         return decode + prefill
 
     def _raw_costs(
@@ -132,10 +149,13 @@ class MarginalCost(Policy):
             added_experts: float32[n], active experts that the request adds at each worker.
         """
         requests, kv_tokens = loads.in_flight[positions], loads.kv_tokens[positions]
-        active, tokens = self.activation.expected_active[positions], request.prompt_tokens
-        decode, step_s = self.cost.added_seconds(
-            requests, kv_tokens, active, more_tokens=tokens, more_experts=added_experts
-        )
+        active, tokens = self.activation.expected_active[self._rows(positions)], request.prompt_tokens
+        more: dict[str, Any] = {"more_tokens": tokens, "more_experts": added_experts}
+        if self._barrier is None:
+            decode, step_s = self.cost.added_seconds(requests, kv_tokens, active, **more)
+        else:
+            requests = self._barrier.over_ranks(np.add, loads.in_flight)[positions]
+            decode, step_s = self._barrier.added_seconds(self.cost, positions, loads, active, **more)
         uncached = np.full(len(positions), tokens)
         if loads.cached_tokens is not None:
             uncached = np.maximum(uncached - loads.cached_tokens[positions], 0)
@@ -155,11 +175,12 @@ class MarginalCost(Policy):
         self, positions: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, num_cells: int
     ) -> NDArray[np.float64]:
         """Return the cost at each worker, weighted by affinity, from the first `num_cells` of each row."""
-        added_experts = _dot_products(self.activation.p_idle, positions, estimate.p, num_cells)
+        rows = self._rows(positions)
+        added_experts = _dot_products(self.activation.p_idle, rows, estimate.p, num_cells)
         decode, prefill = self._raw_costs(positions, loads, estimate.request, added_experts)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
-                positions, _dot_products(self.profiles.profile, positions, estimate.deviation, num_cells)
+                rows, _dot_products(self.profiles.profile, rows, estimate.deviation, num_cells)
             )
             decode *= 1 + self._affinity * (similarity.max() - similarity)
         return decode + prefill
@@ -176,14 +197,15 @@ class MarginalCost(Policy):
     def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         data = decision.policy_data if decision is not None else None
         estimate: RequestEstimate | None = data if data is not None else self._estimate(request)
+        row = position if self._barrier is None else int(self._barrier.first[position])
         if estimate is not None and estimate.deviation is not None:
-            self._learn(request.request_id, position, estimate.deviation)
-        self.activation.on_assigned(request, position, estimate.levels if estimate is not None else None)
+            self._learn(request.request_id, row, estimate.deviation)
+        self.activation.on_assigned(request, row, estimate.levels if estimate is not None else None)
 
-    def _learn(self, request_id: str, position: int, deviation: NDArray[np.float32]) -> None:
+    def _learn(self, request_id: str, row: int, deviation: NDArray[np.float32]) -> None:
         """Learn a request once; true counts that replace predicted ones correct the profile."""
         if request_id not in self._profiled:
-            self._profiled[request_id] = (position, self.profiles.learn(position, deviation))
+            self._profiled[request_id] = (row, self.profiles.learn(row, deviation))
             return
         _, levels = self.activation.running[request_id]
         assert self.activation.mean is not None

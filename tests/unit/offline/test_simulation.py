@@ -189,6 +189,38 @@ def test_a_barrier_makes_all_steps_as_long_as_the_slowest() -> None:
     assert outcome.summary()["spread_tokens"] == (steady.mean() if len(steady) else None)
 
 
+def test_the_ranks_of_a_replica_step_together_and_divide_the_experts() -> None:
+    requests, experts, routes = random_requests(4)
+    requests = replace(requests, arrival_s=np.zeros(4))
+    decode = Decode(workers=4, ranks=2, cost=COST)
+    outcome = simulate(requests, make_policy("round-robin"), Cluster(decode=decode), experts=experts)
+    for replica in range(2):
+        jobs = np.flatnonzero(outcome.worker // 2 == replica).tolist()
+        now, done = 0.0, [0] * 4
+        running = jobs[:1]  # the first step begins before the second request is placed
+        while running:
+            own_s = max(COST.seconds(1, 10 + j + done[j], 0) for j in running)
+            active = [{e for j in running for e in routes[j][done[j]][layer]} for layer in range(L)]
+            now += own_s + COST.per_expert_s * sum(map(len, active)) / 2
+            for j in running:
+                done[j] += 1
+                assert done[j] < len(routes[j]) or outcome.last_s[j] == pytest.approx(now)
+            running = [j for j in jobs if done[j] < len(routes[j])]
+        assert len(jobs) == 2
+
+
+def test_a_barrier_makes_all_workers_ranks_of_one_replica() -> None:
+    requests, experts, _ = random_requests(20, gap_s=0.3)
+    ends = [
+        simulate(requests, make_policy("marginal-cost"), Cluster(decode=decode), experts=experts).last_s
+        for decode in (Decode(workers=4, barrier=True, cost=COST), Decode(workers=4, ranks=4, cost=COST))
+    ]
+    assert np.array_equal(*ends)
+    for wrong in ({"ranks": 3}, {"ranks": 2, "barrier": True}):
+        with pytest.raises(ValidationError):
+            Decode(workers=4, cost=COST, **wrong)
+
+
 def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
     lengths, blocks = np.array([1024, 1500, 400, 1024]), ((1, 2), (1, 2, 3), (9,), (1, 2))
     requests = Requests(np.arange(4) * 10.0, lengths, np.ones(4, np.int64), blocks=blocks)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.papers.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting
+from benchmarks.papers.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting, together
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.reproduce import reproduce
 from eldr_serve.errors import UserInputError
@@ -80,6 +80,16 @@ def test_the_papers_columns_are_beside_the_papers_number_of_workers() -> None:
     assert [row["spread_below_jsq"] for row in rows] == [2, 2]
     assert rows[0]["paper_below_jsq"] == pytest.approx(104_737 / 54_051)
     assert rows[1]["paper_below_jsq"] is None
+
+
+def test_a_policy_that_knows_the_barrier_of_ranks_shortens_their_steps(
+    observed: Path, arrivals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "LOADS", (0.85,))
+    rows = together.ranks(Options((observed, arrivals), requests=1500))
+    names = ("shortest-queue", "marginal-cost, independent ranks", "marginal-cost")
+    queue, independent, ours = (row_of(rows, policy=name)["tpot_p50_ms"] for name in names)
+    assert ours < min(queue, independent)
 
 
 @pytest.mark.slow

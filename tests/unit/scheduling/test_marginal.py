@@ -87,6 +87,71 @@ def test_the_choice_minimises_the_sum_over_all_requests(
 @given(
     seed=st.integers(0, 10_000),
     requests=st.integers(0, 24),
+    replicas=st.integers(1, 3),
+    ranks=st.integers(1, 4),
+    cost=st.sampled_from([COST, JUMPING]),
+)
+def test_ranks_that_wait_for_each_other_are_priced_by_their_common_step(
+    seed: int, requests: int, replicas: int, ranks: int, cost: StepCost
+) -> None:
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost.as_dict(), tail_power=1)
+    workers = replicas * ranks
+    policy.on_workers_changed([f"r{w // ranks}/{w % ranks}" for w in range(workers)])
+    rng = np.random.default_rng(seed)
+    running = [request_like(f"r{i}", seed + i, int(rng.integers(10, 3000))) for i in range(requests)]
+    positions = rng.integers(workers, size=requests).tolist()
+    assign(policy, running, positions)
+    placement, newcomer = by_worker(running, positions, workers), request_like("new", seed + 999, 700)
+
+    def own_seconds(on_rank: list[PlacementRequest]) -> float:
+        return float(cost.seconds(len(on_rank), sum(h.prompt_tokens for h in on_rank), 0))
+
+    def seconds_of_all(replica: int, more_on: int | None = None) -> float:
+        """Return the step time of the replica times its requests, with a newcomer on one of its ranks."""
+        by_rank = [placement[w] + [newcomer] * (w == more_on) for w in members[replica]]
+        everyone = [h for on_rank in by_rank for h in on_rank]
+        experts_s = cost.per_expert_s * expected_union(everyone) / ranks
+        return len(everyone) * (max(map(own_seconds, by_rank)) + experts_s)
+
+    members = np.arange(workers).reshape(replicas, ranks).tolist()
+    expected = [seconds_of_all(w // ranks, w) - seconds_of_all(w // ranks) for w in range(workers)]
+    added = policy.added_cost(newcomer, loads(placement))
+    assert added == pytest.approx(expected, rel=0.02)  # probabilities are kept in 8 bits
+    chosen = policy.select(newcomer, loads(placement), rng)
+    best = chosen.position
+    assert chosen.num_candidates == workers
+    assert added[best] <= added.min() * (1 + 1e-6)
+    ties = [w for w in members[best // ranks] if added[w] == added[best]]
+    assert own_seconds(placement[best]) == min(own_seconds(placement[w]) for w in ties)
+
+
+@pytest.mark.parametrize(("workers", "position"), [(["a", None, "b"], 0), (["a/0", None, "a/1"], 2)])
+def test_a_request_avoids_the_rank_whose_kv_tokens_all_ranks_wait_for(
+    workers: list[str | None], position: int
+) -> None:
+    """Alone, the first worker would be better: it has many KV tokens, but also the request's experts."""
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=COST.as_dict(), tail_power=1)
+    policy.on_workers_changed(workers)
+    assign(policy, [request_like("long", 1, 1000), request_like("short", 2)], [0, 2])
+    load = Loads.from_counts([1, 0, 1], [1000, 0, 40], [True, False, True])
+    assert policy.select(request_like("new", 1), load, RNG).position == position
+
+
+def test_experts_choose_the_replica_and_balance_its_rank() -> None:
+    for taste, position in ((1, 1), (2, 2)):
+        policy: Any = make_policy("marginal-cost")
+        policy.on_workers_changed(["a/0", "a/1", "b/0", "b/1"])
+        positions = [0, 0, 1, 2, 3, 3]
+        running = [request_like(str(n), 1 + worker // 2) for n, worker in enumerate(positions)]
+        assign(policy, running, positions)
+        load = loads(by_worker(running, positions, 4))
+        assert policy.select(request_like("new", taste), load, RNG).position == position
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    requests=st.integers(0, 24),
     workers=st.integers(1, 5),
     most=st.sampled_from([0, 3, 500]),
     answers=st.lists(st.integers(1, 90), max_size=5),

@@ -1,5 +1,6 @@
 """Notifications of policies about running requests. The decisions themselves are tested with each policy."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,3 +53,21 @@ def test_a_new_policy_or_shadow_alone_learns_of_the_running_requests() -> None:
     shadow.catch_up()
     assert (first.new_calls(), second.new_calls()) == ([], [])
     assert third.new_calls() == [("a", 1), ("b", "finished")]
+
+
+class Named(Recording):
+    """A policy that records the names of the workers too."""
+
+    def on_workers_changed(self, workers: Sequence[str | None]) -> None:
+        self.calls.append(tuple(workers))
+
+
+def test_a_policy_learns_of_the_workers_before_their_requests() -> None:
+    first, second, third = Named(), Named(), Named()
+    placer = placer_with(first, "a/0", "a/1", requests="ab")
+    shadow = Shadow(second)
+    placer.set_shadow(shadow)
+    placer.set_policy(third)
+    shadow.catch_up()
+    placed = [("a", 1), ("b", 0)]
+    assert [policy.new_calls() for policy in (first, second, third)] == [[("a/0", "a/1"), *placed]] * 3
