@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.lib.ep.network import ONE_NODE, TRAFFIC, Network, RankTraffic
 from benchmarks.lib.ep.ranks import device, read_experts, read_gate
 from benchmarks.papers.parallel_layer import (
     ParallelLayer,
@@ -32,6 +33,7 @@ ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TOKENS_PER_EXPERT = (1, 2, 4, 8)
 MESSAGE_BYTES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 Arm = tuple[float, str, str]  # setting of a comparison: replication (slots / experts), routing, dispatch
+ONCE_A_NODE = "all-to-all, once a node"  # a dispatch; the others are "all-gather" and "all-to-all"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Plan:
     arms: tuple[Arm, ...]
     rounds: int  # calls of each batch, layer and arm
     seed: int
+    network: Network = ONE_NODE
 
     def routing(self, arm: Arm, layer: int) -> Routing:
         """Return the arm's choice of replicas in a layer."""
@@ -67,7 +70,7 @@ class Plan:
             for b in range(batches):
                 experts = self.routes[b, layer]
                 # All-to-all: each rank chooses for its own tokens.
-                parts = self.ranks if arm[2] == "all-to-all" else 1
+                parts = 1 if arm[2] == "all-gather" else self.ranks
                 for chunk in np.split(experts, parts):
                     np.add.at(tokens[b, layer], (chunk, route(chunk, np.zeros(len(chunk), np.int64))), 1)
         return tokens
@@ -107,14 +110,23 @@ class _Experts:
         return torch.randn(number, self.hidden, device=device()).bfloat16()
 
 
-def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
-    """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
+class LayerRun(NamedTuple):
+    """What `layers_together` measures on one rank, by arm."""
+
+    seconds: dict[Arm, NDArray[np.float64]]  # [B, L, rounds, stage]
+    traffic: dict[Arm, NDArray[np.int64]]  # [B, L, 4], as in TRAFFIC; all-to-alls alone
+
+
+def layers_together(rank: int, plan: Plan) -> LayerRun:
+    """Time each stage while the ranks start every layer together."""
     experts_of_rank = _Experts(plan)
     batches, layers, tokens, _ = plan.routes.shape
     rank_tokens = tokens // plan.ranks
     start = rank * rank_tokens
     times = {arm: np.zeros((batches, layers, plan.rounds, len(STAGES))) for arm in plan.arms}
+    counts = {arm: np.zeros((batches, layers, len(TRAFFIC)), np.int64) for arm in plan.arms}
     for b, layer, turn, arm in _schedule(plan):
+        traffic = RankTraffic(rank, plan.ranks, plan.network)
         placement = plan.placements[arm[0]][layer]
         gathers_all = arm[2] == "all-gather"
         recorded = plan.routes[b, layer, slice(None) if gathers_all else slice(start, start + rank_tokens)]
@@ -124,6 +136,7 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
             placement,
             num_experts=plan.num_experts,
             route=plan.routing(arm, layer),
+            on_exchange=traffic.add,
         )
         x = experts_of_rank.tokens(rank_tokens)
         clock = _Clock()
@@ -132,9 +145,11 @@ def layers_together(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
         if gathers_all:
             layer_of_rank.run_gathered(x, [rank_tokens] * plan.ranks, clock)
         else:
-            layer_of_rank.run_exchanged(x, clock)
+            nodes = plan.network.nodes if arm[2] == ONCE_A_NODE else 1
+            layer_of_rank.run_exchanged(x, clock, nodes=nodes)
         times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
-    return times
+        counts[arm][b, layer] = traffic.counts
+    return LayerRun(times, counts)
 
 
 def shares_alone(rank: int, plan: Plan) -> dict[Arm, NDArray[np.float64]]:
