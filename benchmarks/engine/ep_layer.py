@@ -63,7 +63,7 @@ def ep_layer(
 
     def plan(ranks: int, tokens: int, arms: Sequence[tuple[str, str]]) -> Plan:
         arms_with_ratio = tuple((ratio, *arm) for ratio in RATIOS for arm in arms)
-        return _plan(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
+        return draw_plan(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
 
     two_ranks = plan(2, batch, [*ARMS, ("even", "all-to-all")])
     many_ranks_plan = plan(_MANY_RANKS, _MANY_BATCH, ARMS)
@@ -71,7 +71,7 @@ def ep_layer(
     message_rows = on_ranks(2, messages, rounds)[0]
     shares = on_ranks(1, shares_alone, many_ranks_plan)[0]  # [B, L, rounds, G] by arm
     times_alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
-    times_together = _slowest(on_ranks(2, layers_together, two_ranks))
+    times_together = slowest_rank([part.seconds for part in on_ranks(2, layers_together, two_ranks)])
 
     alone_work = _work(points)
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
@@ -168,7 +168,7 @@ def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[st
     ]
 
 
-def _plan(
+def draw_plan(
     data: CapturedRoutes,
     model: Path,
     ranks: int,
@@ -178,6 +178,7 @@ def _plan(
     rounds: int,
     seed: int,
 ) -> Plan:
+    """Draw batches of tokens from one half of the requests. Place experts by EPLB for the other half."""
     if tokens % ranks:
         raise UserInputError(f"a batch of {tokens} tokens does not divide by {ranks} ranks")
     fit, rest = data.split("all", 0.5, seed)
@@ -186,17 +187,17 @@ def _plan(
     experts = load.shape[1]
     placements = {
         ratio: eplb_placement(load, round(experts * ratio / ranks) * ranks, groups=1, nodes=1, ranks=ranks)
-        for ratio in RATIOS
+        for ratio in sorted({ratio for ratio, *_ in arms})
     }
     steps = [
         np.stack([routes[rng.integers(len(routes))] for routes in map(data.routes, drawn)])
-        for drawn in (rng.choice(rest, tokens, replace=False) for _ in range(batches))
+        for drawn in (rng.choice(rest, tokens, replace=tokens > len(rest)) for _ in range(batches))
     ]
     routes = np.stack(steps).swapaxes(1, 2).astype(np.int64)
     return Plan(model, ranks, placements, routes, arms, rounds, seed)
 
 
-def _slowest(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
+def slowest_rank(by_rank: list[dict[Arm, Floats]]) -> dict[Arm, dict[str, Floats]]:
     """Return the slowest rank's median over rounds by arm and stage, [B, L]. `layer` sums a rank's stages."""
     timed = {}
     for arm in by_rank[0]:
