@@ -70,7 +70,7 @@ def ep_layer(
 
     def make_job(ranks: int, tokens: int, arms: Sequence[tuple[str, str]]) -> RankJob:
         arms_with_ratio = tuple(LayerArm(ratio, *arm) for ratio in RATIOS for arm in arms)
-        return _make_job(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
+        return draw_job(data, model, ranks, tokens, batches, arms_with_ratio, rounds, seed)
 
     two_ranks = make_job(2, batch, [*ARMS, ("even", "all-to-all")])
     many_ranks = make_job(_MANY_RANKS, _MANY_BATCH, ARMS)
@@ -78,7 +78,7 @@ def ep_layer(
     message_rows = on_ranks(2, time_messages, rounds)[0]
     shares = on_ranks(1, time_shares_alone, many_ranks)[0]  # [B, L, rounds, G] by arm
     times_alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
-    times_together = _slowest(on_ranks(2, time_layers_together, two_ranks))
+    times_together = slowest_rank([part.seconds for part in on_ranks(2, time_layers_together, two_ranks)])
 
     alone_work = _work(points)
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
@@ -175,7 +175,7 @@ def _rank_rows(points: list[dict[str, Any]], compute: LayerCost) -> list[dict[st
     ]
 
 
-def _make_job(
+def draw_job(
     data: CapturedRoutes,
     model: Path,
     ranks: int,
@@ -185,6 +185,7 @@ def _make_job(
     rounds: int,
     seed: int,
 ) -> RankJob:
+    """Draw batches of tokens from one half of the requests. Place experts by EPLB for the other half."""
     if tokens % ranks:
         raise UserInputError(f"a batch of {tokens} tokens does not divide by {ranks} ranks")
     fit, rest = data.split("all", 0.5, seed)
@@ -193,17 +194,17 @@ def _make_job(
     experts = load.shape[1]
     placements = {
         ratio: eplb_placement(load, round(experts * ratio / ranks) * ranks, groups=1, nodes=1, ranks=ranks)
-        for ratio in RATIOS
+        for ratio in sorted({arm.replication for arm in arms})
     }
     steps = [
         np.stack([routes[rng.integers(len(routes))] for routes in map(data.routes, drawn)])
-        for drawn in (rng.choice(rest, tokens, replace=False) for _ in range(batches))
+        for drawn in (rng.choice(rest, tokens, replace=tokens > len(rest)) for _ in range(batches))
     ]
     routes = np.stack(steps).swapaxes(1, 2).astype(np.int64)
     return RankJob(model, ranks, placements, routes, arms, rounds, seed)
 
 
-def _slowest(by_rank: list[dict[LayerArm, Floats]]) -> dict[LayerArm, dict[str, Floats]]:
+def slowest_rank(by_rank: list[dict[LayerArm, Floats]]) -> dict[LayerArm, dict[str, Floats]]:
     """Return the slowest rank's median over rounds by arm and stage, [B, L]. `layer` sums a rank's stages."""
     timed = {}
     for arm in by_rank[0]:

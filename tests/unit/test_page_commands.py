@@ -92,6 +92,9 @@ BY_A_TEST = {
     "make docs": "tests/unit/test_docs_site.py::test_the_site_builds_strictly_and_fetches_from_no_other_host",
     "make package": "tests/unit/test_package.py::test_the_sdist_builds_the_same_wheel",
     "python -m benchmarks.engine.ep_layer": "tests/unit/benchmarks/test_parallel_layer.py",
+    "python -m benchmarks.engine.ep_nodes": (
+        "tests/unit/benchmarks/test_ep_nodes.py::test_fewer_bytes_cross_if_a_token_is_sent_once_to_each_node"
+    ),
     "python -m benchmarks.engine.gpu_cost": (
         "tests/unit/gpu_cost/test_cost_command.py::test_the_benchmark_has_a_row_with_the_errors_of_each_batch"
     ),

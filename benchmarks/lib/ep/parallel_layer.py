@@ -3,13 +3,16 @@
 A rank holds its own slots of a placement, and is the home of its own tokens. Tokens reach their experts in
 one of two ways. All-gather dispatch sends every token to every rank before the gate, so that the choice of
 replicas can use the whole batch (METRO, section IV-C). All-to-all dispatch sends a token only to ranks that
-serve it. Each rank chooses replicas for its own tokens. Outputs equal those of one process within rounding,
-for any placement, choice and dispatch. This module needs torch, so the package does not import it.
+serve it: directly, or once to each node, where one of these ranks forwards it to the others (GRACE-MoE,
+section 5.1). Each rank chooses replicas for its own tokens. Outputs equal those of one process within
+rounding, for any placement, choice and dispatch. This module needs torch, so the package does not import it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +22,22 @@ from torch import Tensor
 
 from benchmarks.lib.ep.replica_choice import route_even
 from eldr_serve.arrays import Ints
+from eldr_serve.experts.parallel.placement import Topology
 
+Bools = NDArray[np.bool_]
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]
 Products = Callable[[Tensor, Tensor], Tensor]  # rows [n, H], slot int64[n] of each -> outputs [n, H]
 Routing = Callable[[Ints, Ints], Ints]  # experts int[T, k], home rank int[T] -> serving rank int[T, k]
+OnExchange = Callable[[Ints, Ints], None]  # bytes to and from each rank, int[G]; at the end of an all-to-all
+
+
+class _Trip(NamedTuple):
+    """The way of tokens to other ranks, by which results return."""
+
+    token: Tensor  # row of each sent token at its sender, in the order of the receiving ranks
+    tokens: int  # number of rows at the sender
+    sent: Ints  # int[G], tokens to each rank
+    received: Ints  # int[G], tokens from each rank
 
 
 class ParallelLayer:
@@ -32,6 +47,7 @@ class ParallelLayer:
         products: computes this rank's slots.
         placement: int[P], the logical expert of each slot of all ranks, rank-major; ValueError if uneven.
         route: the serving rank of each (token, expert) pair; the same function on every rank.
+        on_exchange: called after each all-to-all of `run_exchanged`.
     """
 
     def __init__(
@@ -43,8 +59,10 @@ class ParallelLayer:
         num_experts: int,
         route: Routing,
         group: dist.ProcessGroup | None = None,
+        on_exchange: OnExchange = lambda sent, received: None,
     ) -> None:
         self._gate, self._products, self._route, self._group = gate, products, route, group
+        self._num_experts, self._on_exchange = num_experts, on_exchange
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._slot = slots_of(placement, num_experts, self._ranks)[self._rank]
 
@@ -81,35 +99,69 @@ class ParallelLayer:
         on_stage("combine")
         return out[: len(x)]
 
-    def run_exchanged(self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None) -> Tensor:
+    def run_exchanged(
+        self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None, *, nodes: int = 1
+    ) -> Tensor:
         """Compute the layer by all-to-all dispatch and combine. A token is sent to a rank at most once.
 
         Like `run_gathered`. The stages are gate, route, dispatch, experts, combine.
+
+        Args:
+            nodes: nodes of the ranks. With several, a token is sent to each node at most once, to its entry:
+                the first rank there that serves it. The entry forwards it to the others, and adds their
+                results before one sum returns.
         """
         weights, experts = self._gate(x)
         on_stage("gate")
         chosen_experts = experts.cpu().numpy()
         ranks = self._route(chosen_experts, np.full(len(x), self._rank))
         on_stage("route")
-        visits = (ranks[:, None, :] == np.arange(self._ranks)[None, :, None]).any(axis=2)
-        host, token = np.nonzero(visits.T)
-        sent = visits.sum(axis=0)
-        counts = torch.as_tensor(sent).to(x.device)
-        received = self._exchange(counts, [1] * self._ranks, [1] * self._ranks).tolist()
-        requested = np.where(ranks[token] == host[:, None], chosen_experts[token], -1)
-        visitors, gates, requested_here = (
-            self._exchange(part, sent.tolist(), received)
-            for part in (x[token], weights[token], torch.as_tensor(requested).to(x.device))
-        )
+        pairs = torch.as_tensor(ranks * self._num_experts + chosen_experts).to(x.device)
+        tokens = [x, weights, pairs]
+        trips: list[_Trip] = []
+        if nodes > 1:
+            entries = first_of_each_node(self._serving_ranks(pairs), nodes, self._rank)
+            tokens, trip = self._send(tokens, entries, np.ones(self._ranks, bool))
+            trips.append(trip)
+        node_of = Topology(ranks=self._ranks, nodes=nodes).node_of
+        is_near = node_of == node_of[self._rank]
+        tokens, trip = self._send(tokens, self._serving_ranks(tokens[2]) & is_near, is_near)
+        trips.append(trip)
         on_stage("dispatch")
-        partial = self._sum_experts(visitors, gates, requested_here.cpu().numpy())
+        visitors, gates, pairs = tokens
+        rank, expert = np.divmod(pairs.cpu().numpy(), self._num_experts)
+        partial = self._sum_experts(visitors, gates, np.where(rank == self._rank, expert, -1))
         on_stage("experts")
-        returned = self._exchange(partial, received, sent.tolist())
-        out = torch.zeros(x.shape, device=x.device).index_add_(
-            0, torch.as_tensor(token).to(x.device), returned.float()
-        )
+        for trip in reversed(trips):
+            partial = self._return(partial, trip)
         on_stage("combine")
-        return out.to(x.dtype)
+        return partial
+
+    def _serving_ranks(self, pairs: Tensor) -> Bools:
+        """Return bool[T, G], the ranks that serve a token, from its pairs int64[T, k], rank * E + expert."""
+        ranks = pairs.cpu().numpy() // self._num_experts
+        is_serving: Bools = (ranks[:, None, :] == np.arange(self._ranks)[None, :, None]).any(axis=2)
+        return is_serving
+
+    def _send(self, parts: list[Tensor], visits: Bools, is_peer: Bools) -> tuple[list[Tensor], _Trip]:
+        """Send each token's row of all parts to the ranks that it visits, bool[T, G]. Return what arrives.
+
+        Args:
+            is_peer: bool[G], the only ranks to which tokens go and from which they come.
+        """
+        token = torch.as_tensor(np.nonzero(visits.T)[1]).to(parts[0].device)
+        sent, received = visits.sum(axis=0), np.zeros(self._ranks, np.int64)
+        counts = torch.as_tensor(sent[is_peer]).to(parts[0].device)
+        (arrived_counts,) = self._exchange([counts], is_peer.astype(np.int64), is_peer.astype(np.int64))
+        received[is_peer] = arrived_counts.cpu().numpy()
+        arrived = self._exchange([part[token] for part in parts], sent, received)
+        return arrived, _Trip(token, len(visits), sent, received)
+
+    def _return(self, results: Tensor, trip: _Trip) -> Tensor:
+        """Return the results [n, H] of a trip's tokens to their senders, and sum those of each token."""
+        (returned,) = self._exchange([results], trip.received, trip.sent)
+        total = torch.zeros(trip.tokens, results.shape[1], device=results.device)
+        return total.index_add_(0, trip.token, returned.float()).to(results.dtype)
 
     def _sum_experts(self, tokens: Tensor, weights: Tensor, requested: Ints) -> Tensor:
         """Return [T, H] weighted sums over this rank's experts; requested int[T, k], -1: served elsewhere."""
@@ -124,10 +176,28 @@ class ParallelLayer:
         total = torch.zeros(tokens.shape, device=tokens.device)
         return total.index_add_(0, row, outputs.float() * gates.float()[:, None]).to(tokens.dtype)
 
-    def _exchange(self, part: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        arrived = part.new_empty((sum(received), *part.shape[1:]))
-        dist.all_to_all_single(arrived, part.contiguous(), received, sent, group=self._group)
+    def _exchange(self, parts: list[Tensor], sent: Ints, received: Ints) -> list[Tensor]:
+        """Exchange sent[g] rows of each part for received[g] rows of rank g. All parts are one message."""
+        arrived = [part.new_empty((int(received.sum()), *part.shape[1:])) for part in parts]
+        for rows, part in zip(arrived, parts, strict=True):
+            dist.all_to_all_single(
+                rows, part.contiguous(), received.tolist(), sent.tolist(), group=self._group
+            )
+        row_bytes = sum(part.element_size() * math.prod(part.shape[1:]) for part in parts)
+        self._on_exchange(row_bytes * sent, row_bytes * received)
         return arrived
+
+
+def first_of_each_node(is_serving: Bools, nodes: int, home: int) -> Bools:
+    """Return bool[T, G]: the first rank of each node among the ranks bool[T, G] that serve a token.
+
+    Counting begins at the place that `home` has on its own node, so that homes differ in their entries.
+    """
+    tokens, ranks = is_serving.shape
+    place = home % (ranks // nodes)
+    by_node = np.roll(is_serving.reshape(tokens, nodes, ranks // nodes), -place, axis=2)
+    is_first = by_node & (by_node.cumsum(axis=2) == 1)
+    return np.roll(is_first, place, axis=2).reshape(tokens, ranks)
 
 
 def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.lib.ep.network import ONE_NODE, TRAFFIC, Network, RankTraffic
 from benchmarks.lib.ep.parallel_layer import (
     ParallelLayer,
     Products,
@@ -31,6 +32,7 @@ STAGES = ("dispatch", "gate", "route", "experts", "combine")
 ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 TOKENS_PER_EXPERT = (1, 2, 4, 8)
 MESSAGE_BYTES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
+ONCE_A_NODE = "all-to-all, once a node"  # a dispatch; the others are "all-gather" and "all-to-all"
 
 
 class LayerArm(NamedTuple):
@@ -52,6 +54,7 @@ class RankJob:
     arms: tuple[LayerArm, ...]
     rounds: int  # calls of each batch, layer and arm
     seed: int
+    network: Network = ONE_NODE
 
     def routing(self, arm: LayerArm, layer: int) -> Routing:
         """Return the function that sends tokens to ranks in this layer, by the arm's rule and placement."""
@@ -74,7 +77,7 @@ class RankJob:
             for b in range(batches):
                 experts = self.routes[b, layer]
                 # All-to-all: each rank chooses for its own tokens.
-                parts = self.ranks if arm.dispatch == "all-to-all" else 1
+                parts = 1 if arm.dispatch == "all-gather" else self.ranks
                 for chunk in np.split(experts, parts):
                     np.add.at(tokens[b, layer], (chunk, route(chunk, np.zeros(len(chunk), np.int64))), 1)
         return tokens
@@ -114,14 +117,23 @@ class _Experts:
         return torch.randn(number, self.hidden, device=device()).bfloat16()
 
 
-def time_layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
-    """Time each stage while the ranks start every layer together: [B, L, rounds, stage] s, by arm."""
+class LayerRun(NamedTuple):
+    """What `time_layers_together` measures on one rank, by arm."""
+
+    seconds: dict[LayerArm, NDArray[np.float64]]  # [B, L, rounds, stage]
+    traffic: dict[LayerArm, NDArray[np.int64]]  # [B, L, 4], as in TRAFFIC; all-to-alls alone
+
+
+def time_layers_together(rank: int, job: RankJob) -> LayerRun:
+    """Time each stage while the ranks start every layer together."""
     experts_of_rank = _Experts(job)
     batches, layers, tokens, _ = job.routes.shape
     rank_tokens = tokens // job.ranks
     start = rank * rank_tokens
     times = {arm: np.zeros((batches, layers, job.rounds, len(STAGES))) for arm in job.arms}
+    counts = {arm: np.zeros((batches, layers, len(TRAFFIC)), np.int64) for arm in job.arms}
     for b, layer, turn, arm in _schedule(job):
+        traffic = RankTraffic(rank, job.ranks, job.network)
         placement = job.placements[arm.replication][layer]
         gathers_all = arm.dispatch == "all-gather"
         recorded = job.routes[b, layer, slice(None) if gathers_all else slice(start, start + rank_tokens)]
@@ -131,6 +143,7 @@ def time_layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.f
             placement,
             num_experts=job.num_experts,
             route=job.routing(arm, layer),
+            on_exchange=traffic.add,
         )
         x = experts_of_rank.draw_tokens(rank_tokens)
         clock = _Clock()
@@ -139,9 +152,11 @@ def time_layers_together(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.f
         if gathers_all:
             layer_of_rank.run_gathered(x, [rank_tokens] * job.ranks, clock)
         else:
-            layer_of_rank.run_exchanged(x, clock)
+            nodes = job.network.nodes if arm.dispatch == ONCE_A_NODE else 1
+            layer_of_rank.run_exchanged(x, clock, nodes=nodes)
         times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
-    return times
+        counts[arm][b, layer] = traffic.counts
+    return LayerRun(times, counts)
 
 
 def time_shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:

@@ -96,7 +96,7 @@ class MarginalCost(Policy):
         self._barrier = StepBarrier.from_workers(workers)
 
     def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return these positions' rows in `activation` and `profiles`: ranks of a replica share its first one."""
+        """Return the rows of these positions in `activation` and `profiles`; ranks of a replica share one."""
         return positions if self._barrier is None else self._barrier.first[positions]
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:

@@ -7,13 +7,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.lib.ep.network import Network, RankTraffic
 from benchmarks.lib.ep.parallel_layer import (
     ParallelLayer,
     Products,
     Routing,
     all_replicas,
+    first_of_each_node,
     one_replica,
     top_k_gate,
     vllm_products,
@@ -21,15 +25,17 @@ from benchmarks.lib.ep.parallel_layer import (
 from benchmarks.lib.ep.ranks import on_ranks, read_experts, read_gate
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import hosts_of
+from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from examples.demo_model import WEIGHTS
 from offline.expert_placement.eplb import activation_placement, eplb_placement
+from offline.expert_placement.evaluate import forwarded_copies, work_of
 
 E, TOP_K, LAYER = 64, 4, 2  # the demo model's experts and top-k, and one of its layers
 SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens by rank; two ranks: the first two
 PLACEMENTS = ("eplb", "activation", "replicated")
 GATE = top_k_gate(read_gate(WEIGHTS, LAYER).float(), TOP_K)
 ROUTINGS = ("even", "metro", "optimal", "home")
+NODES = {"exchanged": 1, "once a node": 2}  # nodes between which a dispatch forwards
 
 
 def placement(name: str, ranks: int) -> np.ndarray:
@@ -111,8 +117,10 @@ def outputs_of_rank(rank: int, cases: list[LayerCase]) -> list[np.ndarray]:
             route=routing(case.routing, hosts_of(rows[None], E, ranks)[0]),
         )
         x = hidden_states(sum(case.sizes), seed).split(case.sizes)[rank]
-        gathered = case.dispatch == "gathered"
-        outputs.append((layer.run_gathered(x, case.sizes) if gathered else layer.run_exchanged(x)).numpy())
+        if case.dispatch == "gathered":
+            outputs.append(layer.run_gathered(x, case.sizes).numpy())
+        else:
+            outputs.append(layer.run_exchanged(x, nodes=NODES[case.dispatch]).numpy())
     return outputs
 
 
@@ -120,13 +128,71 @@ def outputs_of_rank(rank: int, cases: list[LayerCase]) -> list[np.ndarray]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     sizes = [tuple(some[:ranks]) for some in SIZES]
-    every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", "exchanged"))
+    every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", *NODES))
     cases = list(itertools.starmap(LayerCase, every))
     results = zip(*on_ranks(ranks, outputs_of_rank, cases), strict=True)
     for seed, (case, parts) in enumerate(zip(cases, results, strict=True)):
         assert [len(part) for part in parts] == list(case.sizes)
         expected = reference_output(hidden_states(sum(case.sizes), seed)).numpy()
         np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-4, err_msg=str(case))
+
+
+def traffic_of_rank(rank: int, nodes: int) -> np.ndarray:
+    """Return this rank's traffic between two nodes of two ranks, with 8 tokens on each rank."""
+    rows, traffic = placement("replicated", 4), RankTraffic(rank, 4, Network(2))
+    layer = ParallelLayer(
+        GATE,
+        products(tuple(rows.reshape(4, -1)[rank].tolist())),
+        rows,
+        num_experts=E,
+        route=routing("even", hosts_of(rows[None], E, 4)[0]),
+        on_exchange=traffic.add,
+    )
+    layer.run_exchanged(hidden_states(32, 0).split(8)[rank], nodes=nodes)
+    return traffic.counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", NODES.values())
+def test_a_dispatch_sends_the_copies_that_placements_are_evaluated_by(nodes: int) -> None:
+    topology = Topology(ranks=4, nodes=2)
+    experts = GATE(hidden_states(32, 0))[1].numpy()
+    route = routing("even", hosts_of(placement("replicated", 4)[None], E, 4)[0])
+    ranks = np.concatenate([route(part, np.zeros(8, int)) for part in np.split(experts, 4)])[None, :, None]
+    if nodes == 2:
+        near, far = 32 * np.array(forwarded_copies(ranks, topology))
+    else:
+        work = work_of(experts[None, :, None], ranks, topology, num_experts=E)
+        near, far = work.near_bytes.sum(), work.far_bytes.sum()
+    near_messages, near_bytes, far_messages, far_bytes = np.sum(on_ranks(4, traffic_of_rank, nodes), axis=0)
+    token_bytes = 2 * 160 * 4 + TOP_K * (4 + 8)  # the state there and back; weights and pairs there
+    assert near_bytes == pytest.approx(near * token_bytes + 8 * 4 * nodes)  # each rank's counts
+    assert far_bytes == pytest.approx(far * token_bytes + 8 * 8)
+    assert 0 < far_messages <= 3 * 8  # counts, tokens and results, from each rank to two others
+    assert 0 < near_messages <= 3 * 4 * nodes
+
+
+@given(seed=st.integers(0, 9999), nodes=st.sampled_from([1, 2, 4]), size=st.integers(1, 3))
+def test_a_node_has_one_entry_among_the_ranks_that_serve_the_token(seed: int, nodes: int, size: int) -> None:
+    is_serving = np.random.default_rng(seed).random((5, nodes * size)) < 0.4
+    for home in range(nodes * size):
+        entries = first_of_each_node(is_serving, nodes, home).reshape(5, nodes, size)
+        for chosen, node_ranks in zip(entries, is_serving.reshape(5, nodes, size), strict=True):
+            for of_node, serving in zip(chosen, node_ranks, strict=True):
+                order = [(home + step) % size for step in range(size)]
+                expected = next(([place] for place in order if serving[place]), [])
+                assert np.flatnonzero(of_node).tolist() == expected
+
+
+def test_messages_between_nodes_wait_for_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("benchmarks.lib.ep.network.time.sleep", waits.append)
+    traffic = RankTraffic(1, 4, Network(2, delay_s=1.0, bytes_per_s=10.0))
+    traffic.add(np.array([5, 7, 0, 0]), np.array([0, 7, 0, 0]))
+    traffic.add(np.array([0, 7, 10, 20]), np.array([9, 9, 30, 40]))
+    traffic.add(np.array([0, 0, 0, 40]), np.array([0, 0, 0, 0]))
+    assert waits == [8.0, 5.0]
+    assert traffic.counts.tolist() == [1, 5, 3, 70]
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
