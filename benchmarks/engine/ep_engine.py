@@ -3,17 +3,18 @@
     python -m benchmarks.engine.ep_engine ep_choice --prompts DIR
     python -m benchmarks.engine.ep_engine ep_shift --prompts DIR
 
-Ranks are processes of this machine (docs/expert_parallel_engines.md). The model is the demo model with wide
-experts and an extra head, in 32 bits, so that all arms must give equal answers. Placements are fitted to one
-half of the captured requests. Batches come from the other half. All arms take turns on one engine with the
-slots of the largest replication. An arm with fewer replicas leaves slots empty. A step's time is wall-clock
-time, including the choice of replicas.
+Ranks are processes of this machine (docs/expert_parallel_engines.md). With --data-parallel each rank has
+requests of its own, and the results are `ep_choice_dp` and `ep_shift_dp`. The model is the demo model with
+wide experts and an extra head, in 32 bits, so that all arms must give equal answers. Placements are fitted to
+one half of the captured requests. Batches come from the other half. All arms take turns on one engine with
+the slots of the largest replication. An arm with fewer replicas leaves slots empty. A step's time is
+wall-clock time, including the choice of replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,14 +27,16 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
-from benchmarks.lib.ep.rows import BASE, EVEN, choice_rows, shift_rows
+from benchmarks.lib.ep.rows import BASE, BY_EXPERTS, EVEN, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
     MAX_PROMPT_TOKENS,
     NUM_HEADS,
+    DataParallel,
     Minutes,
     Ranks,
     Rounds,
     Tokens,
+    choose_homes,
     draw_disjoint_batches,
     measure_in_turns,
     summary,
@@ -61,9 +64,13 @@ _CHOICE_NOTES = column_notes(
     {
         "change_pct": "Change of the step time against the base arm, paired by round.",
         "even_pct": "Change of the step time against `eplb, even` at the same replication, paired by round.",
+        "homes": "Data-parallel ranks have equally many requests of a batch, in its order (blocks) or where most "
+        "of their prompts' experts are. Tensor-parallel ranks have no requests: equal blocks of tokens stand in.",
         "away_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
         "moved_a_token": "Mean number of ranks other than the home rank that serve a token in a layer.",
         "none_moved_pct": "Change of `moved_a_token` against the base arm.",
+        "blocks_pct, blocks_moved_pct": "Changes of the step time and of `moved_a_token` against the same arm in "
+        "equal blocks.",
         "requests_equal_pct": "Share of answers whose tokens all equal those of the base arm.",
         "paper_experts_pct, paper_step_pct": "METRO's figures on its GPUs: of even spread against no "
         "replicas, and of METRO's choice against even spread.",
@@ -89,10 +96,14 @@ _SHIFT_NOTES = column_notes(
 
 @dataclass(frozen=True)
 class PlacedArm:
-    """One setting: a placement int[L, P] (-1: an empty slot) and a rule that chooses replicas."""
+    """One setting: a placement int[L, P] (-1: an empty slot) and a rule that chooses replicas.
+
+    Data-parallel ranks get a batch's prompts in equal blocks, or by their experts.
+    """
 
     placement: Ints
     rule: str
+    by_experts: bool = False
 
 
 def ep_choice(
@@ -100,6 +111,7 @@ def ep_choice(
     batch: options.Batch = "8,32,128",
     replication: Annotated[str, typer.Option(help="Slots per expert, comma-separated.")] = "1,1.25,1.5,2",
     ranks: Ranks = 2,
+    data_parallel: DataParallel = None,
     tokens: Tokens = 24,
     rounds: Rounds = 5,
     intermediate: options.Intermediate = 1024,
@@ -116,14 +128,17 @@ def ep_choice(
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
+    result, ranks, attention = _form("ep_choice", ranks, data_parallel)
     settings = {"prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks}
     settings |= {"tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed}
-    journal = Journal(work / "ep_choice.jsonl", settings)
+    journal = Journal(work / f"{result}.jsonl", settings)
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     experts = load.shape[1]
     sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
     most = max(sizes.values())
     arms = _arms(data, fit, sizes, ranks, seed)
+    if data_parallel:
+        arms |= _arms_by_experts(arms)
     drawn = {
         size: draw_disjoint_batches(rest, size, rounds, np.random.default_rng([seed, size]))
         for size in batches
@@ -136,19 +151,20 @@ def ep_choice(
         turn, size, ratio, name = key
         arm = arms[ratio, name]
         engine.place(arm.placement, arm.rule, load)
-        chosen = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in drawn[size][turn]]
-        return summary(engine.decode(chosen, tokens, name=f"{turn}/{size}"))
+        chosen, homes = drawn[size][turn], None
+        if arm.by_experts:
+            homes = choose_homes(data.trace.prefill_counts[chosen], arm.placement, ranks)
+        texts = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in chosen]
+        return summary(engine.decode(texts, tokens, name=f"{turn}/{size}", homes=homes))
 
-    start_engine = partial(
-        EpEngine, model, ranks=ranks, redundant=most - experts, moves_per_slice=64, max_batch=max(batches)
-    )
+    extra = {"redundant": most - experts, "moves_per_slice": 64, "max_batch": max(batches)}
+    start_engine = partial(EpEngine, model, ranks=ranks, data_parallel=bool(data_parallel), **extra)
     trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
     rows: list[dict[str, Any]] = []
     for size in batches:
         measured = {arm: [trials[turn, size, *arm] for turn in range(rounds)] for arm in arms}
-        rows += choice_rows(measured, size, seed)
-    inputs = settings | {"rounds": rounds}
-    publish("ep_choice", rows, inputs=inputs, seed=seed, out=out, notes=_CHOICE_NOTES)
+        rows += choice_rows(measured, size, seed, attention)
+    publish(result, rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_CHOICE_NOTES)
     journal.remove()
 
 
@@ -160,6 +176,7 @@ def ep_shift(
     replication: Annotated[float, typer.Option(min=1, help="Slots per expert.")] = 1.25,
     choice: Annotated[str, typer.Option(help="Replica choice of all arms.")] = "even",
     ranks: Ranks = 2,
+    data_parallel: DataParallel = None,
     tokens: Tokens = 48,
     rounds: Rounds = 4,
     moves_per_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
@@ -177,22 +194,12 @@ def ep_shift(
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
-    settings = {
-        "prompts": prompts.name,
-        "batch": batch,
-        "windows": windows,
-        "groups": groups,
-        "replication": replication,
-        "choice": choice,
-        "ranks": ranks,
-        "tokens": tokens,
-        "moves_per_slice": moves_per_slice,
-        "cost": cost.name,
-        "intermediate": intermediate,
-        "requests": requests,
-        "seed": seed,
-    }
-    journal = Journal(work / "ep_shift.jsonl", settings)
+    result, ranks, attention = _form("ep_shift", ranks, data_parallel)
+    settings = {"prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups}
+    settings |= {"replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens}
+    settings |= {"moves_per_slice": moves_per_slice, "cost": cost.name, "intermediate": intermediate}
+    settings |= {"requests": requests, "seed": seed}
+    journal = Journal(work / f"{result}.jsonl", settings)
     load, slots, start = _eplb_start(data, fit, replication, ranks)
     planners = _migration_planners(data, slots, ranks, LayerCost.load(cost), seed)
     rng = np.random.default_rng([seed, 1])
@@ -207,11 +214,19 @@ def ep_shift(
         return _decode_windows(engine, planners[name], data, traffic[turn], start, tokens, turn)
 
     extra = {"redundant": slots - load.shape[1], "moves_per_slice": moves_per_slice, "max_batch": batch}
-    start_engine = partial(EpEngine, model, ranks=ranks, **extra)
+    start_engine = partial(EpEngine, model, ranks=ranks, data_parallel=bool(data_parallel), **extra)
     trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
-    rows = list(shift_rows({name: [trials[turn, name] for turn in range(rounds)] for name in planners}, seed))
-    publish("ep_shift", rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_SHIFT_NOTES)
+    measured = {name: [trials[turn, name] for turn in range(rounds)] for name in planners}
+    rows = list(shift_rows(measured, seed, attention))
+    publish(result, rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_SHIFT_NOTES)
     journal.remove()
+
+
+def _form(benchmark: str, ranks: int, data_parallel: int | None) -> tuple[str, int, str]:
+    """Return the name of the result, the number of ranks, and the kind of their attention."""
+    if data_parallel is None:
+        return benchmark, ranks, "tensor-parallel"
+    return f"{benchmark}_dp", data_parallel, "data-parallel"
 
 
 def _eplb_start(data: CapturedRoutes, fit: Ints, replication: float, ranks: int) -> tuple[Floats, int, Ints]:
@@ -279,6 +294,15 @@ def _arms(
                 add_empty_slots(rows, max(sizes.values()), ranks), name.split(", ")[1]
             )
     return arms
+
+
+def _arms_by_experts(arms: dict[tuple[float, str], PlacedArm]) -> dict[tuple[float, str], PlacedArm]:
+    """Return arms that put prompts on the ranks of their experts; replicas are chosen by locality."""
+    return {
+        (ratio, f"{name}, {BY_EXPERTS}"): replace(arm, by_experts=True)
+        for (ratio, name), arm in arms.items()
+        if name in (BASE, "grace, none", "grace, local")
+    }
 
 
 def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:

@@ -1,8 +1,9 @@
 """Run an engine of one process, or of data-parallel ranks with expert parallelism, as a script.
 
 One process writes its answers and counts. Ranks must answer and count the same, whichever rank runs a
-request, also if other ranks are idle. If one rank dies, the engine must end. More than two ranks have
-replicas of experts, among which METRO chooses in decode steps.
+request, also if other ranks are idle. If one rank dies, the engine must end. Two ranks have all experts each,
+and decode steps choose the replica on the token's own rank. More ranks have replicas of some experts, among
+which METRO chooses in decode steps.
 """
 
 from __future__ import annotations
@@ -22,12 +23,10 @@ import pytest
 from tests.support import tiny_model
 
 PROMPTS, OUTPUT = 8, 10
-METRO = {
-    "redundant_experts": 8,
-    "fill_redundant": True,
-    "replica_choice": "metro",
-    "prefill_replica_choice": "even",
-}
+MAX_REQUESTS = 8  # of a rank
+REPLICAS = {"fill_redundant": True, "prefill_replica_choice": "even"}
+LOCAL = REPLICAS | {"redundant_experts": tiny_model.EXPERTS, "replica_choice": "local"}
+METRO = REPLICAS | {"redundant_experts": 8, "replica_choice": "metro"}
 Rank = int | None
 
 
@@ -37,7 +36,7 @@ def make_engine(model: str, ranks: int, role: Any = "calibrate", **others: Any) 
 
     from eldr_serve.engine.vllm.config import engine_kwargs
 
-    shared = {"model": model, "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    shared = {"model": model, "dtype": "float32", "max_model_len": 256, "max_num_seqs": MAX_REQUESTS}
     if ranks > 1:
         others |= {"data_parallel_size": ranks, "enable_expert_parallel": True}
     kwargs = engine_kwargs(role, device="cpu", **shared, **others)
@@ -104,14 +103,17 @@ class Session:
 
 async def main(model: str, expected: Path, ranks: int) -> None:
     alone = json.loads(expected.read_text())
-    experts = METRO if ranks > 2 else {}
+    experts = METRO if ranks > 2 else LOCAL
     session = Session(make_engine(model, ranks, additional_config={"eldr_experts": experts}))
     spread = await session.answers(lambda number: number % ranks)
     assert spread == alone, "each rank with requests of its own"
     await check_log(session, ranks)
     assert await session.answers(lambda number: None) == alone, "ranks chosen by vLLM"
+    (start, _), *_ = await session.ask("batches", 0)
     last = await session.answers(lambda number: ranks - 1, at_once=False)
     assert last == alone, "one after the other on one rank, with a prefix hit"
+    if experts == LOCAL:
+        await check_local(session, start)
     await check_abort(session, alone, ranks)
     await check_refusals(session, ranks)
     await check_death(session, ranks)
@@ -135,6 +137,19 @@ async def check_log(session: Session, ranks: int) -> None:
     assert (tokens.sum(axis=0) == computed).all(), "the tokens of requests, and no others"
     for routed in await session.ask("routed"):
         assert (np.sum(routed, axis=1) == computed * tiny_model.TOP_K).all()
+
+
+async def check_local(session: Session, start: int) -> None:
+    """Check that the last of two ranks, which had all requests since batch `start`, decoded them alone."""
+    for rank, (_, log) in enumerate(await session.ask("batches", start)):
+        batches = np.array(log).reshape(-1, np.shape(log)[-1])  # of all layers
+        is_local = batches[:, 0] <= 2 * MAX_REQUESTS
+        assert batches[is_local, 0].any()
+        pairs = batches[is_local, 0] * tiny_model.TOP_K if rank else 0
+        assert (batches[is_local, 2] == pairs).all()
+        assert (batches[is_local, 3] == pairs).all(), "all at home"
+        assert (batches[~is_local, 2] > 0).all(), "an even spread uses both ranks"
+        assert not is_local.all()
 
 
 async def check_abort(session: Session, alone: list[dict[str, Any]], ranks: int) -> None:

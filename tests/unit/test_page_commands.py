@@ -142,6 +142,7 @@ BY_NONE = {
     "python -m venv router-venv": "a download",
     "python -m benchmarks.serving.peers": "plain vLLM servers for an hour; parts: test_benchmarks.py",
     "python -m benchmarks.serving.whole_replicas": "engines for hours; parts: test_whole_replicas.py",
+    "python -m benchmarks.engine.ep_engine": "an engine for minutes; parts: test_ep_engine.py",
     "python -m benchmarks.serving.barrier": "engines for minutes; parts: test_barrier.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/unit/test_deployments.py",
     "python -m benchmarks.serving.backlog": "real engines for minutes; virtual time: test_backlog.py",

@@ -1,10 +1,18 @@
-"""One real engine with several expert-parallel ranks, in its own process, driven step by step."""
+"""One real engine with several expert-parallel ranks, driven step by step.
+
+Tensor-parallel ranks are driven from one process. Data-parallel ranks are a process each, which run the same
+function at the same time: they step together, and their experts can move between two steps.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.engine_pool import EngineProcesses
+from benchmarks.lib.ports import free_port
 from benchmarks.lib.replay.engine import ENGINE_ENV
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
@@ -25,7 +34,7 @@ class Decoded:
     """
 
     answers: Ints  # [requests, tokens]
-    seconds: Floats  # [N], wall-clock time of each step, without moves
+    seconds: Floats  # [N], wall-clock time of each step on the slowest rank, without moves
     move_s: float  # total time of the migration slices between steps
     experts_moved: int  # experts that these slices moved, in all layers
     slices: int
@@ -39,20 +48,37 @@ class EpEngine(EngineProcesses):
     """A context manager of one engine.
 
     Args:
-        model: directory. The ranks must divide the number of heads.
-        ranks: number of ranks of tensor and expert parallelism, G.
+        model: directory. Tensor-parallel ranks must divide the number of heads.
+        ranks: number of ranks of expert parallelism, G.
+        data_parallel: whether each rank has requests of its own; otherwise the ranks are tensor-parallel.
         redundant: slots of a layer beyond one per expert.
         moves_per_slice: maximum number of experts that move between two steps.
+        max_batch: maximum number of requests of a rank that decode together.
     """
 
     def __init__(
-        self, model: Path, *, ranks: int, redundant: int, moves_per_slice: int, max_batch: int
+        self,
+        model: Path,
+        *,
+        ranks: int,
+        redundant: int,
+        moves_per_slice: int,
+        max_batch: int,
+        data_parallel: bool = False,
     ) -> None:
-        super().__init__(1, _start, str(model), ranks, redundant, moves_per_slice, max_batch)
+        self._parts = ranks if data_parallel else 1
+        context = get_context("spawn")
+        numbers = context.SimpleQueue()
+        for part in range(self._parts):
+            numbers.put(part)
+        shared = numbers, context.Barrier(self._parts), free_port()
+        super().__init__(
+            self._parts, _start, *shared, str(model), ranks, redundant, moves_per_slice, max_batch
+        )
 
     def place(self, placement: Ints, rule: str, load: Floats) -> None:
         """Apply the placement int[L, P] (-1: an empty slot) and rule, with expected tokens `load` [L, E]."""
-        self._pool.submit(_place, placement, rule, load).result()
+        self._call(_place, placement, rule, load)
 
     def decode(
         self,
@@ -60,6 +86,7 @@ class EpEngine(EngineProcesses):
         tokens: int,
         *,
         name: str,
+        homes: Ints | None = None,
         migrate_to: Ints | None = None,
         load: Floats | None = None,
     ) -> Decoded:
@@ -67,32 +94,66 @@ class EpEngine(EngineProcesses):
 
         Args:
             name: name of these prompts, whose KV blocks are in the prefix cache when they are measured.
+            homes: int[requests], the data-parallel rank of each prompt; None: equal blocks of the prompts.
             migrate_to: int[L, P], placement to reach, by one slice of moves after each decode step.
             load: float[L, E], expected tokens of each expert under `migrate_to`; None: as before.
         """
-        return self._pool.submit(_decode, prompts, tokens, name, migrate_to, load).result()
+        if homes is None:
+            homes = np.arange(len(prompts)) * self._parts // len(prompts)
+        numbers = [np.flatnonzero(homes == part) for part in range(self._parts)]
+        shares = [[prompts[n] for n in share] for share in numbers]
+        decoded = self._call(_decode, shares, tokens, f"{name} on {homes.tolist()}", migrate_to, load)
+        return replace(
+            decoded[0],
+            answers=np.concatenate([part.answers for part in decoded])[np.argsort(np.concatenate(numbers))],
+            seconds=np.max([part.seconds for part in decoded], axis=0),
+            move_s=max(part.move_s for part in decoded),
+            log=np.concatenate([part.log for part in decoded]),
+        )
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return the function's result in each process, in the order of ranks."""
+        futures = [self._pool.submit(_run, function, *arguments) for _ in range(self._parts)]
+        return [result for _, result in sorted((future.result() for future in futures), key=itemgetter(0))]
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:  # stop the ranks before their parent process
-            self._pool.submit(_stop).result()
+        if error is None:  # stop tensor-parallel ranks before their parent process
+            self._call(_stop)
         super().__exit__(kind, error, trace)
 
 
 _engine: Any
 _ranks: int
+_part: int  # the data-parallel rank of this process
+_together: Barrier
 _sent = 0
 _known: set[str] = set()  # names of prompts in the prefix cache
 
 
-def _start(model: str, ranks: int, redundant: int, moves_per_slice: int, max_batch: int) -> None:
-    global _engine, _ranks
+def _start(
+    numbers: SimpleQueue[int],
+    together: Barrier,
+    port: int,
+    model: str,
+    ranks: int,
+    redundant: int,
+    moves_per_slice: int,
+    max_batch: int,
+) -> None:
+    global _engine, _ranks, _part, _together
     from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV, register
 
+    _ranks, _part, _together = ranks, numbers.get(), together
     os.environ |= ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", EXPERT_PARALLEL_ENV: "1"}
+    os.environ |= {
+        "VLLM_DP_SIZE": str(together.parties),
+        "VLLM_DP_RANK": str(_part),
+        "VLLM_DP_RANK_LOCAL": str(_part),
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
     register()  # the plug-in does this in every process if the package is installed
     from vllm import EngineArgs, LLMEngine
 
-    _ranks = ranks
     _engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=model,
@@ -106,14 +167,21 @@ def _start(model: str, ranks: int, redundant: int, moves_per_slice: int, max_bat
             enforce_eager=True,
             async_scheduling=False,
             skip_tokenizer_init=True,
-            tensor_parallel_size=ranks,
+            tensor_parallel_size=ranks // together.parties,
+            distributed_executor_backend="mp" if together.parties == 1 else "uni",
             enable_expert_parallel=True,
-            worker_extension_cls="eldr_serve.engine.vllm.worker.EldrWorkerExtension",
+            worker_extension_cls="benchmarks.lib.ep.stepped_worker.SteppedWorker",
             additional_config={
                 "eldr_experts": {"redundant_experts": redundant, "moves_per_slice": moves_per_slice}
             },
         )
     )
+
+
+def _run(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
+    """Return this process's rank, and the function's result, once each process has received a call."""
+    _together.wait()
+    return _part, function(*arguments)
 
 
 def _stop() -> None:
@@ -136,7 +204,7 @@ def _place(placement: Ints, rule: str, load: Floats) -> None:
 
 
 def _decode(
-    prompts: Sequence[list[int]],
+    shares: Sequence[Sequence[list[int]]],
     tokens: int,
     name: str,
     migrate_to: Ints | None,
@@ -147,7 +215,8 @@ def _decode(
 
     if name not in _known:
         _known.add(name)
-        _decode(prompts, 2, name, None, None)
+        _decode(shares, 2, name, None, None)
+    prompts = shares[_part]
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     first = _sent + 1
     for prompt in prompts:
@@ -176,7 +245,7 @@ def _decode(
     if slices_left:
         _ask("stop")
     log = np.array([rows for _, rows in _ask("batches", first_step)])
-    is_decode = log[0, :, 0, 0] == len(prompts)  # number of tokens of the step
+    is_decode = log[0, :, 0, 0] == sum(map(len, shares))  # number of tokens of the step
     after = _ask("status")[0]
     routed = np.array(_ask("routed")[0]) - before
     return Decoded(

@@ -12,6 +12,7 @@ from loadgen.statistics import median_ci, paired_change_percent
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
 BASE = "linear, none"  # at replication 1
 EVEN = "eplb, even"
+BY_EXPERTS = "by experts"  # at the end of an arm's name
 _PAPERS: dict[str, dict[str, Any]] = {
     # METRO, from replication 1.5: EPLB's even spread against no replicas, and METRO's choice against EPLB's.
     EVEN: {"paper_experts_pct": 30.0, "paper_step_pct": 14.0},
@@ -23,21 +24,27 @@ _PAPER_PROACTIVE = "-39..-58"  # DIRECTOR's proactive placement on 32 GPUs again
 
 
 def choice_rows(
-    measured: dict[tuple[float, str], list[dict[str, Any]]], batch: int, seed: int
+    measured: dict[tuple[float, str], list[dict[str, Any]]],
+    batch: int,
+    seed: int,
+    attention: str = "tensor-parallel",
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each arm from what was measured in each round."""
     base = next(trials for (ratio, name), trials in measured.items() if (ratio, name) == (1.0, BASE))
     for (ratio, name), trials in measured.items():
-        placement, choice = name.split(", ")
+        placement, choice, *homes = name.split(", ")
+        in_blocks = measured[ratio, f"{placement}, {choice}"]
         even = measured.get((ratio, EVEN))
         papers: dict[str, Any] = _PAPERS.get(name if choice != "metro" else choice, {})
         if name == EVEN and ratio < 1.5:
             papers = {}
         yield {
+            "attention": attention,
             "replication": ratio,
             "batch_size": batch,
             "placement": placement,
             "choice": choice,
+            "homes": homes[0] if homes else "equal blocks",
             **_interval("step", trials),
             **_means(
                 trials,
@@ -48,6 +55,8 @@ def choice_rows(
             **({"even_experts_pct": _mean_pct(trials, even, "worst_rank_experts")} if even else {}),
             "none_experts_pct": _mean_pct(trials, base, "worst_rank_experts"),
             "none_moved_pct": _mean_pct(trials, base, "moved_a_token"),
+            **(_change("blocks", trials, in_blocks, "step_ms", seed) if homes else {}),
+            **({"blocks_moved_pct": _mean_pct(trials, in_blocks, "moved_a_token")} if homes else {}),
             "requests_equal_pct": _equal_pct(trials, base),
             "paper_experts_pct": None,
             "paper_step_pct": None,
@@ -56,7 +65,9 @@ def choice_rows(
         }
 
 
-def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> Iterator[dict[str, Any]]:
+def shift_rows(
+    measured: dict[str, list[list[dict[str, Any]]]], seed: int, attention: str = "tensor-parallel"
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each arm and phase from what was measured in each round and window."""
     windows = len(measured["offline"][0])
     middle = windows // 2
@@ -66,6 +77,7 @@ def shift_rows(measured: dict[str, list[list[dict[str, Any]]]], seed: int) -> It
             trials = [turn[window] for turn in turns for window in part]
             base = [turn[window] for turn in measured["offline"] for window in part]
             yield {
+                "attention": attention,
                 "placement": name,
                 "phase": phase,
                 "windows": len(trials),

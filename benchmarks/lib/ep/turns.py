@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
+from scipy.optimize import linear_sum_assignment
 
 from benchmarks.lib.ep.engine import Decoded
 from eldr_serve.arrays import Ints
@@ -26,6 +27,9 @@ NUM_HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
 MAX_PROMPT_TOKENS = 65  # longer prompts are cut, since only decode is measured
 SKIPPED_STEPS = 2  # decode steps after the prefill that no figure includes
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
+DataParallel = Annotated[
+    int | None, typer.Option(min=2, help="Data-parallel ranks, instead of --ranks tensor-parallel ones.")
+]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated per request.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
@@ -72,6 +76,21 @@ def draw_disjoint_batches(requests: Ints, size: int, number: int, rng: np.random
         batches.append(unused[:size])
         unused = unused[size:]
     return batches
+
+
+def choose_homes(counts: Ints, placement: Ints, ranks: int) -> Ints:
+    """Return the rank of each prompt, int[N], where most of its experts are; all ranks get as many prompts.
+
+    Args:
+        counts: int[N, L, E], tokens per expert of each prompt.
+        placement: int[L, P], experts in the slots of all ranks; -1: an empty slot.
+        ranks: G, number of ranks.
+    """
+    _, layers, experts = counts.shape
+    holds = (placement.reshape(layers, ranks, -1, 1) == np.arange(experts)).any(axis=2)  # [L, G, E]
+    share_at_home = np.einsum("nle,lge->ng", counts / counts.sum(axis=(1, 2), keepdims=True), holds)
+    places = np.arange(len(counts)) % ranks
+    return places[linear_sum_assignment(share_at_home[:, places], maximize=True)[1]]
 
 
 def summary(decoded: Decoded) -> dict[str, Any]:

@@ -11,7 +11,13 @@ import pytest
 from benchmarks.engine.ep_engine import add_empty_slots
 from benchmarks.lib.ep.engine import Decoded
 from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
-from benchmarks.lib.ep.turns import SKIPPED_STEPS, draw_disjoint_batches, measure_in_turns, summary
+from benchmarks.lib.ep.turns import (
+    SKIPPED_STEPS,
+    choose_homes,
+    draw_disjoint_batches,
+    measure_in_turns,
+    summary,
+)
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
@@ -133,6 +139,34 @@ def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:
     assert [row["requests_equal_pct"] for row in (base, even)] == [100, 100]
     assert metro["requests_equal_pct"] == pytest.approx(500 / 6)
     assert "even_pct" not in base
+
+
+def test_prompts_by_experts_are_compared_with_the_same_arm_in_equal_blocks() -> None:
+    arms = {
+        (1.0, "linear, none"): [measurement(10), measurement(20)],
+        (1.0, "grace, none"): [measurement(8, moved_a_token=0.6), measurement(16, moved_a_token=0.6)],
+        (1.0, "grace, none, by experts"): [measurement(n, moved_a_token=0.3) for n in (4, 8)],
+    }
+    *in_blocks, by_experts = choice_rows(arms, 8, 0, "data-parallel")
+    assert [row["homes"] for row in in_blocks] == ["equal blocks"] * 2
+    assert "blocks_pct" not in in_blocks[1]
+    assert [by_experts[key] for key in ("attention", "placement", "choice", "homes")] == [
+        "data-parallel",
+        "grace",
+        "none",
+        "by experts",
+    ]
+    assert by_experts["blocks_pct"] == pytest.approx(-50)
+    assert by_experts["blocks_moved_pct"] == pytest.approx(-50)
+    assert by_experts["none_moved_pct"] == pytest.approx(100 * (0.3 / 0.9 - 1))
+
+
+def test_prompts_go_to_the_rank_of_their_experts_as_many_to_each() -> None:
+    placement = np.array([[0, 1, 2, -1, 3, 2]])  # expert 2 is on both ranks
+    counts = np.array([[0, 0, 5, 5], [50, 0, 0, 1], [0, 1, 9, 0], [1, 0, 1, 0]])[:, None]
+    assert choose_homes(counts, placement, 2).tolist() == [1, 0, 1, 0]
+    assert choose_homes(counts[[1, 1, 1, 1]], placement, 2).tolist().count(0) == 2
+    assert sorted(choose_homes(counts[:3], placement, 2).tolist()) == [0, 0, 1]
 
 
 def test_a_shift_is_summarised_by_phase_including_moves() -> None:
