@@ -64,13 +64,14 @@ _CHOICE_NOTES = column_notes(
     {
         "change_pct": "Change of the step time against the base arm, paired by round.",
         "even_pct": "Change of the step time against `eplb, even` at the same replication, paired by round.",
-        "homes": "Data-parallel ranks have equally many requests of a batch, in its order (blocks) or where most "
-        "of their prompts' experts are. Tensor-parallel ranks have no requests: equal blocks of tokens stand in.",
+        "homes": "Data-parallel ranks have equally many requests of a batch, in its order (blocks) or "
+        "where most of their prompts' experts are. Tensor-parallel ranks have no requests: equal blocks of "
+        "tokens stand in.",
         "away_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
         "moved_a_token": "Mean number of ranks other than the home rank that serve a token in a layer.",
         "none_moved_pct": "Change of `moved_a_token` against the base arm.",
-        "blocks_pct, blocks_moved_pct": "Changes of the step time and of `moved_a_token` against the same arm in "
-        "equal blocks.",
+        "blocks_pct, blocks_moved_pct": "Changes of the step time and of `moved_a_token` against the same "
+        "arm in equal blocks.",
         "requests_equal_pct": "Share of answers whose tokens all equal those of the base arm.",
         "paper_experts_pct, paper_step_pct": "METRO's figures on its GPUs: of even spread against no "
         "replicas, and of METRO's choice against even spread.",
