@@ -157,7 +157,7 @@ class IngressCalls:
             lease
             for request_id, lease in newest.items()
             if lease.state is LeaseState.LEASED
-            and (call := self.open.get(request_id)) is not None
+            and (call := self.place_calls.get(request_id)) is not None
             and not call.has_lease
         ]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class SteppedWorker(EldrWorkerExtension):
     """Mixin of vLLM's worker whose data-parallel ranks all receive a call between the same two steps."""
 
-    def _live_experts(self) -> LiveExperts:
-        experts = super()._live_experts()
+    def eldr_live_experts(self) -> LiveExperts:
+        experts = super().eldr_live_experts()
         experts.called_together = True
         return experts

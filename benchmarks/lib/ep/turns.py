@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.lib.ep.engine import Decoded
@@ -78,7 +79,7 @@ def draw_disjoint_batches(requests: Ints, size: int, number: int, rng: np.random
     return batches
 
 
-def choose_homes(counts: Ints, placement: Ints, ranks: int) -> Ints:
+def choose_homes(counts: NDArray[Any], placement: Ints, ranks: int) -> Ints:
     """Return the rank of each prompt, int[N], where most of its experts are; all ranks get as many prompts.
 
     Args:

@@ -30,11 +30,11 @@ class EldrWorkerExtension:
     def eldr_experts(self, method: RankMethod, *arguments: Any) -> Any:
         """Call a method of `LiveExperts` and return its result; a str is the reason of a refusal."""
         try:
-            return getattr(self._live_experts(), method)(*arguments)
+            return getattr(self.eldr_live_experts(), method)(*arguments)
         except ValueError as error:
             return str(error)
 
-    def _live_experts(self) -> LiveExperts:
+    def eldr_live_experts(self) -> LiveExperts:
         """Return the LiveExperts of this worker; raise ValueError if its experts cannot be moved."""
         if self._eldr_experts is None:
             from eldr_serve.engine.vllm.compat.ep import live_experts  # imports vLLM's MoE layers

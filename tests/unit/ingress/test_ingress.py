@@ -264,7 +264,7 @@ async def test_an_ingress_whose_http_server_has_ended_is_unhealthy() -> None:
         await app.ingress.check_health()
         app.ingress._http._server.should_exit = True
         await wait_until(app.ingress._started.done)
-        with pytest.raises(RuntimeError, match="HTTP server has ended"):
+        with pytest.raises(RuntimeError, match="HTTP server stopped unexpectedly"):
             await app.ingress.check_health()
         app.ingress._port.release()
 

@@ -101,7 +101,7 @@ async def test_a_core_that_does_not_answer_is_lost_until_it_answers_again(
     with pytest.raises(RuntimeError, match="answered nothing"):
         await server.check_health()
     (line,) = errors(caplog)
-    assert "and so are 2 calls: its core has answered nothing for 0.1 s" in line
+    assert "lost the engine (its core has answered nothing for 0.1 s); 2 calls failed" in line
     server._engine.runs.set()
     channel = await reconnect(server)
     assert await read_all(generate(channel))
