@@ -110,7 +110,7 @@ class MarginalCost(Policy):
         if self._barrier is not None:
             decode, prefill = self._raw_costs(positions, loads, request, np.zeros(len(positions), np.float32))
             candidates = self._barrier.least_loaded_ranks(positions, loads, self.cost, decode + prefill)
-        if len(candidates) > _MAX_EXACT_WORKERS:
+        if len(positions) > _MAX_EXACT_WORKERS and len(candidates) > _FINALISTS:
             cost = self._weighted_cost(candidates, loads, estimate, self.activation.num_coarse_cells)
             candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
         cost = self._weighted_cost(candidates, loads, estimate, len(estimate.p))
