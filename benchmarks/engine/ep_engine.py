@@ -139,7 +139,7 @@ def ep_choice(
     most = max(sizes.values())
     arms = _arms(data, fit, sizes, ranks, seed)
     if data_parallel:
-        arms |= _arms_by_experts(arms)
+        arms |= _arms_by_experts(arms, ranks)
     drawn = {
         size: draw_disjoint_batches(rest, size, rounds, np.random.default_rng([seed, size]))
         for size in batches
@@ -297,12 +297,14 @@ def _arms(
     return arms
 
 
-def _arms_by_experts(arms: dict[tuple[float, str], PlacedArm]) -> dict[tuple[float, str], PlacedArm]:
-    """Return arms that put prompts on the ranks of their experts; replicas are chosen by locality."""
+def _arms_by_experts(
+    arms: dict[tuple[float, str], PlacedArm], ranks: int
+) -> dict[tuple[float, str], PlacedArm]:
+    """Return arms that put prompts on the ranks of their experts, unless each rank holds all experts."""
     return {
         (ratio, f"{name}, {BY_EXPERTS}"): replace(arm, by_experts=True)
         for (ratio, name), arm in arms.items()
-        if name in (BASE, "grace, none", "grace, local")
+        if name in (BASE, "grace, none", "grace, local") and ratio < ranks
     }
 
 

@@ -102,9 +102,8 @@ class EpEngine(EngineProcesses):
             homes = np.arange(len(prompts)) * self._parts // len(prompts)
         numbers = [np.flatnonzero(homes == part) for part in range(self._parts)]
         shares = [[prompts[n] for n in share] for share in numbers]
-        decoded: list[Decoded] = self._call(
-            _decode, shares, tokens, f"{name} on {homes.tolist()}", migrate_to, load
-        )
+        name += f" on {homes.tolist()}"
+        decoded: list[Decoded] = self._call(_decode, shares, tokens, name, migrate_to, load)
         return replace(
             decoded[0],
             answers=np.concatenate([part.answers for part in decoded])[np.argsort(np.concatenate(numbers))],

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.lib.ep.engine import Decoded
@@ -79,7 +79,7 @@ def draw_disjoint_batches(requests: Ints, size: int, number: int, rng: np.random
     return batches
 
 
-def choose_homes(counts: NDArray[Any], placement: Ints, ranks: int) -> Ints:
+def choose_homes(counts: ArrayLike, placement: Ints, ranks: int) -> Ints:
     """Return the rank of each prompt, int[N], where most of its experts are; all ranks get as many prompts.
 
     Args:
@@ -87,10 +87,11 @@ def choose_homes(counts: NDArray[Any], placement: Ints, ranks: int) -> Ints:
         placement: int[L, P], experts in the slots of all ranks; -1: an empty slot.
         ranks: G, number of ranks.
     """
-    _, layers, experts = counts.shape
+    tokens = np.asarray(counts, np.float64)
+    _, layers, experts = tokens.shape
     holds = (placement.reshape(layers, ranks, -1, 1) == np.arange(experts)).any(axis=2)  # [L, G, E]
-    share_at_home = np.einsum("nle,lge->ng", counts / counts.sum(axis=(1, 2), keepdims=True), holds)
-    places = np.arange(len(counts)) % ranks
+    share_at_home = np.einsum("nle,lge->ng", tokens / tokens.sum(axis=(1, 2), keepdims=True), holds)
+    places = np.arange(len(tokens)) % ranks
     return places[linear_sum_assignment(share_at_home[:, places], maximize=True)[1]]
 
 
