@@ -87,5 +87,4 @@ class StepBarrier:
         order = np.lexsort((kv_tokens, in_flight, cost.seconds(in_flight, kv_tokens, 0), added_s))
         by_cost = workers[order]
         _, best = np.unique(self.first[by_cost], return_index=True)
-        best_positions: NDArray[np.int64] = by_cost[best]
-        return best_positions
+        return np.asarray(by_cost[best])
