@@ -34,6 +34,7 @@ from eldr_serve.scheduling import (
     DecodeLoads,
     Lease,
     LeaseState,
+    LoadedAdapters,
     PlacementRequest,
     Placer,
     PrefixCacheSize,
@@ -59,6 +60,7 @@ class RouterState:
         table: content of a RoutingTable file, or None to place by load until one is swapped in.
         predictor: content of a SignaturePredictor file, for the ingresses, which predict.
         cost: cost of a decode step until the engines' steps are measured.
+        adapters: LoRA adapters of the workers.
 
     Attributes:
         epoch: identifies this state; each restart of the actor and each changed deployment has another one.
@@ -87,6 +89,7 @@ class RouterState:
         table: bytes | None = None,
         predictor: bytes | None = None,
         cost: StepCost | None = None,
+        adapters: LoadedAdapters | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -127,6 +130,7 @@ class RouterState:
         self.placer = Placer(
             policies.policy,
             on_policy_error=lambda error: self.counters.update([RouterEvent.POLICY_ERRORS]),
+            adapters=adapters,
             seed=seed,
             clock=clock,
         )

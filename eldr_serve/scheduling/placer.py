@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.scheduling.adapters import LoadedAdapters
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.decode_loads import WorkerLoads
 from eldr_serve.scheduling.fairness import fair_order
@@ -44,6 +45,7 @@ class Placer:
         on_policy_error: callback for each exception of the policy, whose decision GuardedPolicy then makes
             by load; may raise it again.
         ledger: load of the workers.
+        adapters: LoRA adapters of the workers.
         clock: time source for queue waits, s.
 
     Attributes:
@@ -58,12 +60,14 @@ class Placer:
         *,
         on_policy_error: Callable[[Exception], None],
         ledger: LoadLedger | None = None,
+        adapters: LoadedAdapters | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.running: dict[str, Lease] = {}
         self.queue: dict[str, Lease] = {}
         self.prefixes = PrefixMap()
+        self._adapters = adapters or LoadedAdapters()
         self._policy = GuardedPolicy(policy, on_policy_error)
         self._shadow: Shadow | None = None
         self._on_policy_error = on_policy_error
@@ -100,6 +104,7 @@ class Placer:
             }
             self._ledger_rows = self._ledger.rows(workers)
             self.prefixes.keep(self._position)
+            self._adapters.keep(self._position)
         available = [worker is not None and worker not in draining for worker in workers]
         self._available = np.array(available, bool)
         if self._shadow is not None:
@@ -181,6 +186,8 @@ class Placer:
         """Return the loads for a request, and its prompt's cached tokens."""
         request = lease.request
         loads = self._loads_without(*self._excluded_for(lease))
+        if request.adapter:
+            loads = replace(loads, lacks_adapter=self._adapters.lacking(self._workers, request.adapter))
         if request.blocks is None:
             return loads
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
@@ -343,6 +350,7 @@ class Placer:
 
     def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
+        self._adapters.use(lease.worker, lease.request.adapter)
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
         for observer in self._observers():
