@@ -108,7 +108,8 @@ class Attempt:
             prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
             blocks=self._blocks(),
             exclude=self._workers_to_avoid(),
-            prompt_key=prompt_key(context.request.fields),
+            prompt_key=prompt_key(context.request.fields, context.request.adapter),
+            adapter=context.request.adapter,
             tenant=context.request.tenant,
             priority=context.request.priority,
             worker_failed=bool(failed_workers),
@@ -118,7 +119,8 @@ class Attempt:
         # Only first attempts are queued.
         wait_s = 0.0 if moved_or_failed else services.options.queue_timeout_s
         counts = self._prompt.expert_counts
-        return await services.router_client.place(request, counts, token_ids=prompt_ids, wait_s=wait_s)
+        token_ids = context.predictable_ids
+        return await services.router_client.place(request, counts, token_ids=token_ids, wait_s=wait_s)
 
     def _workers_to_avoid(self) -> tuple[str, ...]:
         """Return the workers to avoid.
