@@ -256,7 +256,7 @@ class Placer:
         """Add a request that is LEASED already, for example by its ingress."""
         self.finish(lease.request_id)
         self._register_running(lease)
-        self._record_prefix(lease)
+        self._record_use(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
@@ -335,22 +335,22 @@ class Placer:
         lease.is_most_similar = _is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._register_running(lease, decision)
-        self._record_prefix(lease)
+        self._record_use(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
             self._ledger.add_prefill(lease.request_id, missing)
         return lease
 
-    def _record_prefix(self, lease: Lease) -> None:
-        """Set the cached tokens of the prompt, then add its blocks to the worker's prefix cache."""
-        blocks = lease.request.blocks
-        if blocks is not None and lease.worker in self._position:
-            lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
-            self.prefixes.record_prompt(lease.worker, blocks)
+    def _record_use(self, lease: Lease) -> None:
+        """Record the adapter; set the prompt's cached tokens, then add its blocks to the prefix cache."""
+        if lease.worker in self._position:
+            self._adapters.use(lease.worker, lease.request.adapter)
+            if (blocks := lease.request.blocks) is not None:
+                lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
+                self.prefixes.record_prompt(lease.worker, blocks)
 
     def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
-        self._adapters.use(lease.worker, lease.request.adapter)
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.progress(lease.request_id, lease.generated_tokens)
         for observer in self._observers():
