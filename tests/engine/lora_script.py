@@ -75,28 +75,23 @@ async def answer_by_two(model: str, prefills: Connection, arguments: dict[str, A
 
 
 def main(model: Path, folder: Path) -> None:
-    fork, alone = get_context("fork"), {}
-    for seed, name in enumerate(("m", "first", "second")):
-        if name != "m":
-            make_adapter(model, folder / name, seed)
-        parent_end, child_end = fork.Pipe()
-        served = model if name == "m" else folder / name / "merged"
-        process = fork.Process(target=answer_alone, args=(served, child_end))
-        process.start()
-        child_end.close()  # so that recv raises if the child dies
-        alone[name] = parent_end.recv()
-        process.join()
-    modules = [{"name": name, "path": str(folder / name)} for name in ("first", "second")]
+    fork, modules = get_context("fork"), []
+    for seed, name in enumerate(("first", "second")):
+        make_adapter(model, folder / name, seed)
+        modules.append({"name": name, "path": str(folder / name)})
+    (parent_end, child_end), alone = fork.Pipe(), fork.Pipe()
+    process = fork.Process(target=answer_alone, args=(folder / "first" / "merged", alone[1]))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     arguments = {"lora_modules": modules, "lora_target_modules": [*SHAPES]}
-    parent_end, child_end = fork.Pipe()
     prefill = fork.Process(target=lambda: asyncio.run(serve(str(model), child_end, **arguments)))
     prefill.start()
-    child_end.close()
+    child_end.close()  # so that recv raises if the child dies
     report = asyncio.run(answer_by_two(str(model), parent_end, arguments))
     parent_end.send(None)
     prefill.join()
-    for name, answer in report.items():
-        answer["alone"] = alone[name]
+    report["first"]["alone"] = alone[0].recv()
     (folder / "report.json").write_text(json.dumps(report))
 
 

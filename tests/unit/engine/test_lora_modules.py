@@ -38,7 +38,7 @@ def test_adapters_are_cards_of_the_model_and_arguments_of_the_engine(tmp_path: P
     described = spec([{"name": "sql", "path": path}, {"name": "law", "path": path}], max_cpu_loras=3)
     base, sql, law = described.model_cards
     assert [base["id"], sql["id"], law["id"]] == ["m", "sql", "law"]
-    assert (base["parent"], sql["parent"], sql["root"]) == (None, "m", path)
+    assert (base.get("parent"), sql["parent"], sql["root"]) == (None, "m", path)
     assert (described.adapters, described.adapter_slots) == (("sql", "law"), 3)
     assert described.arguments()["enable_lora"] is True
     assert "lora_modules" not in json.dumps(described.arguments())
