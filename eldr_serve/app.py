@@ -100,10 +100,10 @@ def build_parts(args: dict[str, Any]) -> ApplicationParts:
         prefill=prefill,
         decode=decode,
         tokenizer=decode_spec.tokenizer,
-        model_card=decode_spec.model_card,
+        model_cards=decode_spec.model_cards,
         openapi=openapi_document(BACKEND.request_types()),
         application=eldr_args.name,
-        router_settings=router_settings(eldr_args, decode_spec.model_id),
+        router_settings=router_settings(eldr_args, decode_spec),
         options=eldr_args.ingress,
         path_options=eldr_args.path,
         prefill_options=eldr_args.prefill_router,
@@ -125,12 +125,17 @@ def _ingress_class(options: IngressOptions) -> type:
     return ingress
 
 
-def router_settings(eldr_args: EldrArgs, model_id: str) -> RouterSettings:
+def router_settings(eldr_args: EldrArgs, spec: EngineSpec) -> RouterSettings:
     """Return the settings of the DecodeRouter actor, including those that are set automatically."""
     router_name = actor_name(eldr_args.name)
-    pool = PoolSettings(eldr_args.name, router_name, model_id, eldr_args.signatures)
+    pool = PoolSettings(eldr_args.name, router_name, spec.model_id, eldr_args.signatures)
     return eldr_args.router.model_copy(
-        update={"model_id": model_id, "pool": pool if eldr_args.signatures.actors else None}
+        update={
+            "model_id": spec.model_id,
+            "adapters": spec.adapters,
+            "adapter_slots": spec.adapter_slots,
+            "pool": pool if eldr_args.signatures.actors else None,
+        }
     )
 
 

@@ -96,6 +96,7 @@ class Request:
     method: str  # "chat", "completions", "messages" or "responses"
     body: bytes  # JSON, as the client sent it
     fields: RequestFields
+    adapter: str = ""  # LoRA adapter that `model` names; "" for the base model
     headers: dict[str, str] = field(default_factory=dict)
     hints: PolicyHints = field(default_factory=PolicyHints)
     tenant: str = ""
@@ -145,11 +146,13 @@ def needs_whole_replica(method: str, fields: RequestFields) -> str | None:
 def has_exact_ids(request: Request) -> bool:
     """Return whether the ids of a prompt that was tokenised here are those that its engine computes.
 
-    The ids of a chat are not exact, since the engine's template surrounds it.
+    The ids of a chat are not exact, since the engine's template surrounds it. Nor are those of an adapter's
+    prompt, since the engine reports no ids of the adapter's blocks.
     """
     fields = request.fields
     return (
         request.method == "completions"
+        and not request.adapter
         and fields.add_special_tokens is True
         and fields.truncate_prompt_tokens is None
     )
@@ -178,10 +181,11 @@ def conversation(fields: RequestFields) -> Any:
     return [{"role": "system", "content": system}, *messages]
 
 
-def prompt_key(fields: RequestFields) -> str:
-    """Return a key that depends only on the prompt, not on other fields."""
+def prompt_key(fields: RequestFields, adapter: str = "") -> str:
+    """Return a key that depends only on the prompt and the adapter, not on other fields."""
     prompt = conversation(fields) if fields.prompt is None else fields.prompt
-    return hashlib.blake2b(repr(prompt).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    key = adapter + repr(prompt)
+    return hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:

@@ -20,7 +20,9 @@ class EngineSpec(Protocol):
         model_id: the model name that requests use.
         model_source: location of the model: a folder, a URL, or a name on the model hub.
         tokenizer: location of the tokenizer, in the same form as `model_source`.
-        model_card: the model's entry in `GET /v1/models`.
+        model_cards: the entries of the model and of its adapters in `GET /v1/models`, the model's first.
+        adapters: names of the LoRA adapters, in the order in which an engine loads them.
+        adapter_slots: number of adapters that an engine keeps in memory.
         deployment_name: name of the Ray Serve deployment, without the prefix.
         deployment_config: options of the Ray Serve deployment.
         device: the hardware that the engines run on.
@@ -38,7 +40,11 @@ class EngineSpec(Protocol):
     @property
     def tokenizer(self) -> str: ...
     @property
-    def model_card(self) -> dict[str, Any]: ...
+    def model_cards(self) -> list[dict[str, Any]]: ...
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+    @property
+    def adapter_slots(self) -> int: ...
     @property
     def deployment_name(self) -> str: ...
     @property

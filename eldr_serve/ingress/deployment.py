@@ -65,7 +65,7 @@ class EldrIngress:
         prefill, decode: handles of the deployments, used only for their health and to discover their
             replicas. Without `prefill`, decode engines prefill as well.
         tokenizer: location of the model's tokenizer, a folder or a name on the hub.
-        model_card: description of the model in `GET /v1/models`.
+        model_cards: the model and its adapters as `GET /v1/models` describes them, the model first.
         openapi: the OpenAPI document.
         application: name of the application, part of the name of the DecodeRouter actor.
         router_settings: start arguments of that actor.
@@ -87,7 +87,7 @@ class EldrIngress:
         prefill: DeploymentHandle | None,
         decode: DeploymentHandle,
         tokenizer: str,
-        model_card: dict[str, Any],
+        model_cards: list[dict[str, Any]],
         openapi: dict[str, Any],
         application: str,
         router_settings: RouterSettings,
@@ -126,7 +126,7 @@ class EldrIngress:
             counters=counters,
             log=self._log,
             max_sequences=options.max_sequences,
-            model_card=model_card,
+            model_cards=model_cards,
             openapi=openapi,
         )
         self.admin = AdminEndpoints(

@@ -57,7 +57,7 @@ class OpenAIEndpoints:
         counters: counters of this ingress.
         log: request log, which makes the context of each request.
         max_sequences: maximum number of answers to one request.
-        model_card: description of the model in `GET /v1/models`.
+        model_cards: the model and its adapters as `GET /v1/models` describes them, the model first.
         openapi: the OpenAPI document.
     """
 
@@ -69,7 +69,7 @@ class OpenAIEndpoints:
         counters: IngressCounters,
         log: RequestLog,
         max_sequences: int,
-        model_card: dict[str, Any],
+        model_cards: list[dict[str, Any]],
         openapi: dict[str, Any],
     ) -> None:
         self._request_path = request_path
@@ -77,7 +77,8 @@ class OpenAIEndpoints:
         self._counters = counters
         self._log = log
         self._max_sequences = max_sequences
-        self._model_card = model_card
+        self._model_cards = {card["id"]: card for card in model_cards}
+        self._base_model = next(iter(self._model_cards))
         self._openapi = openapi
 
     async def generate(self, method: str, request: HTTPRequest) -> Response:
@@ -90,7 +91,8 @@ class OpenAIEndpoints:
         state.reservation.reserve(prompt_tokens + self._count_answers(fields) * max_new_tokens(fields))
         self._router.start()
         sending = _SendingTask(self._counters)
-        pipeline_request = _request(method, request, body, fields)
+        adapter = "" if fields.model == self._base_model else fields.model or ""
+        pipeline_request = _request(method, request, body, fields, adapter)
         context = self._log.begin(request.scope["path"], pipeline_request, on_overflow=sending.cancel)
         state.reservation.used = partial(context.used_tokens, prompt_tokens)
         state.id_headers = _id_headers(context)
@@ -142,14 +144,15 @@ class OpenAIEndpoints:
         return Response(await self._request_path.forward(engine_request), media_type="application/json")
 
     async def models(self, request: HTTPRequest) -> Response:
-        """Return the served model as a list in OpenAI's format."""
-        return JSONResponse({"object": "list", "data": [self._model_card]})
+        """Return the served model and its adapters as a list in OpenAI's format."""
+        return JSONResponse({"object": "list", "data": list(self._model_cards.values())})
 
     async def model(self, request: HTTPRequest) -> Response:
-        """Return the served model if it has the requested name."""
-        if request.path_params["model"] != self._model_card["id"]:
-            raise _no_model(request.path_params["model"])
-        return JSONResponse(self._model_card)
+        """Return the served model or adapter that has the requested name."""
+        name = request.path_params["model"]
+        if name not in self._model_cards:
+            raise _no_model(name)
+        return JSONResponse(self._model_cards[name])
 
     async def openapi(self, request: HTTPRequest) -> Response:
         """Return the service's OpenAPI document."""
@@ -172,18 +175,19 @@ class OpenAIEndpoints:
             raise BadRequestError(
                 one_line_message(error), param=f"body.{error.errors()[0]['loc'][0]}"
             ) from error
-        if fields.model and fields.model != self._model_card["id"]:
+        if fields.model and fields.model not in self._model_cards:
             raise _no_model(fields.model)
         return fields
 
 
-def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFields) -> Request:
+def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFields, adapter: str) -> Request:
     """Return the request as the pipeline takes it."""
     tenant = AdmittedState.of(request).reservation.tenant
     return Request(
         method=method,
         body=body,
         fields=fields,
+        adapter=adapter,
         headers=_headers_for_engines(request),
         hints=PolicyHints.from_headers(request.headers),
         tenant=tenant.name,

@@ -139,6 +139,7 @@ class DecodeCall:
         prompt_ids = self._prompt.ids_to_compute
         if not self._counts_prompts or prompt_ids is None or self._context.answer.num_tokens:
             return None
-        set_counts = partial(self._router_client.set_measured_counts, request_id, prompt_ids)
+        token_ids = self._context.predictable_ids
+        set_counts = partial(self._router_client.set_measured_counts, request_id, token_ids)
         request = EngineRequest(id=request_id)
         return MeasuredCounts(self._fleet.call(self.worker, WAIT_FOR_COUNTS, request), set_counts)

@@ -86,7 +86,8 @@ class PlacementStep:
             prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
             blocks=blocks,
             exclude=self._workers_to_avoid(context),
-            prompt_key=prompt_key(context.request.fields),
+            prompt_key=prompt_key(context.request.fields, context.request.adapter),
+            adapter=context.request.adapter,
             tenant=context.request.tenant,
             priority=context.request.priority,
             worker_failed=bool(failed_workers),
@@ -94,8 +95,9 @@ class PlacementStep:
         )
         # Only first attempts are queued.
         wait_s = 0.0 if failed_workers or drained_workers else self._options.queue_timeout_s
+        token_ids = context.predictable_ids
         return await self._router_client.place(
-            request, prompt.expert_counts, token_ids=prompt_ids, wait_s=wait_s
+            request, prompt.expert_counts, token_ids=token_ids, wait_s=wait_s
         )
 
     def _workers_to_avoid(self, context: RequestContext) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import uuid
 from collections.abc import Callable
@@ -91,9 +92,16 @@ class RequestContext:
         """Return the prompt's token ids, uint32[n], preferably the prefill engine's; None if unknown."""
         return self.tokenised_ids if self.prefilled_ids is None else self.prefilled_ids
 
+    @property
+    def predictable_ids(self) -> NDArray[np.uint32] | None:
+        """Return `prompt_ids`; None for an adapter, since the predictor knows the base model's experts."""
+        return None if self.request.adapter else self.prompt_ids
+
     def blocks(self, token_ids: NDArray[np.uint32], block_tokens: int) -> PromptBlocks:
         """Return the blocks of the prompt with these ids, uint32[n]; see prompt_blocks."""
         salt = self.request.cache_salt or self.request.fields.cache_salt or ""
+        if self.request.adapter:
+            salt = json.dumps([self.request.adapter, salt])
         return prompt_blocks(token_ids, block_tokens, salt, exact=has_exact_ids(self.request))
 
     @property

@@ -127,7 +127,7 @@ class SplitPrefill:
         replicas = [name for name in replicas if name not in context.admission.late_replicas] or replicas
         open_calls, other_calls = self._fleet.open_calls, self._queues.other_calls(replicas)
         replica = choose_prefill(
-            prompt_head(context.request.fields),
+            context.request.adapter.encode() + prompt_head(context.request.fields),
             {name: open_calls[name] + other_calls[name] for name in replicas},
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,

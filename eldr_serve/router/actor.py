@@ -34,6 +34,7 @@ from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
 from eldr_serve.scheduling import (
     BlockChanges,
     DecodeLoads,
+    LoadedAdapters,
     PrefixCacheSize,
     PromptBlocks,
     StepAnswer,
@@ -256,6 +257,7 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
         table=settings.table,
         predictor=settings.predictor,
         cost=settings.cost,
+        adapters=LoadedAdapters(settings.adapters, settings.adapter_slots),
         seed=settings.seed,
     )
     state.live_settings.set_deployed_fingerprint(settings.fingerprint, overrides=previous)

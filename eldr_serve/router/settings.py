@@ -60,6 +60,12 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     """Policy, artifacts and ingress timeout of a decode router."""
 
     model_id: str = Field(default="", description="set automatically: id of the served model")
+    adapters: tuple[str, ...] = Field(
+        default=(), description="set automatically: its LoRA adapters, as engines load them"
+    )
+    adapter_slots: int = Field(
+        default=1, ge=1, description="set automatically: number of adapters that an engine keeps"
+    )
     policy: str = Field(
         default=DEFAULT_POLICY,
         description="policy to start with, a name or my_package.module:MyPolicy; PUT /eldr/policy changes it",

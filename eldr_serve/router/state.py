@@ -34,6 +34,7 @@ from eldr_serve.scheduling import (
     DecodeLoads,
     Lease,
     LeaseState,
+    LoadedAdapters,
     PlacementRequest,
     Placer,
     PrefixCacheSize,
@@ -59,6 +60,7 @@ class RouterState:
         table: content of a RoutingTable file, or None to place by load until one is swapped in.
         predictor: content of a SignaturePredictor file, with which the ingresses predict expert counts.
         cost: cost of a decode step until the engines' steps are measured.
+        adapters: LoRA adapters of the workers.
         seed: seed of the random numbers that policies use.
 
     Attributes:
@@ -88,6 +90,7 @@ class RouterState:
         table: bytes | None = None,
         predictor: bytes | None = None,
         cost: StepCost | None = None,
+        adapters: LoadedAdapters | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -128,6 +131,7 @@ class RouterState:
         self.placer = Placer(
             policies.policy,
             on_policy_error=lambda error: self.counters.update([RouterEvent.POLICY_ERRORS]),
+            adapters=adapters,
             seed=seed,
             clock=clock,
         )

@@ -164,7 +164,7 @@ class RouterClient:
             request: the request without expert counts, similarity and may_wait, which are set here.
             counts: unsigned[L,E], the prompt's expert counts; None if prefill returned none. They are then
                 predicted if there is a predictor.
-            token_ids: uint32[n], the prompt's token ids, if known.
+            token_ids: uint32[n], the prompt's token ids, if a predictor may read them.
             wait_s: maximum wait in the decode queue, s; 0: place at once.
 
         Raises:
@@ -194,16 +194,17 @@ class RouterClient:
         return lease
 
     def set_measured_counts(
-        self, request_id: str, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int
+        self, request_id: str, token_ids: NDArray[np.uint32] | None, counts: NDArray[Any], prompt_tokens: int
     ) -> None:
         """Set the expert counts of a placed request's prompt that its engine has measured.
 
         Args:
-            token_ids: uint32[n] from which the counts were predicted.
+            token_ids: uint32[n] from which the counts were predicted; None if they were not.
             counts: unsigned[L,E].
             prompt_tokens: number of counted tokens, including a chat template's, which `token_ids` lack.
         """
-        self.scorer.train(token_ids, counts, prompt_tokens)
+        if token_ids is not None:
+            self.scorer.train(token_ids, counts, prompt_tokens)
         lease = self.leases.get(request_id)
         if lease is not None and lease.state is LeaseState.LEASED:
             lease.request = replace(

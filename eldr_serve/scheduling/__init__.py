@@ -1,5 +1,6 @@
 """Placement policies and the placer. They depend on NumPy, SciPy and pydantic, not on Ray or vLLM."""
 
+from eldr_serve.scheduling.adapters import LoadedAdapters
 from eldr_serve.scheduling.cost import StepAnswer, StepCost, StepSums
 from eldr_serve.scheduling.decode_loads import DecodeLoads, StepTimeModel, WorkerLoads
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
@@ -65,6 +66,7 @@ __all__ = [
     "LeaseState",
     "LengthPredictor",
     "LoadLedger",
+    "LoadedAdapters",
     "Loads",
     "MarginalCost",
     "NoWorkerError",

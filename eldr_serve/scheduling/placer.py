@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.scheduling.adapters import LoadedAdapters
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.decode_loads import WorkerLoads
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
-from eldr_serve.scheduling.policies.base import Policy, worker_similarity
+from eldr_serve.scheduling.policies.base import Policy, is_most_similar
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PrefixMap, PromptBlocks
 from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, LeaseState, Loads, PlacementRequest
@@ -46,6 +47,7 @@ class Placer:
             by load; may raise it again.
         ledger: load of the workers; None: a new one.
         seed: seed of the random numbers that the policy uses.
+        adapters: LoRA adapters of the workers.
         clock: time source for queue waits, s.
 
     Attributes:
@@ -60,12 +62,14 @@ class Placer:
         *,
         on_policy_error: Callable[[Exception], None],
         ledger: LoadLedger | None = None,
+        adapters: LoadedAdapters | None = None,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.running: dict[str, Lease] = {}
         self.queue: dict[str, Lease] = {}
         self.prefixes = PrefixMap()
+        self._adapters = adapters or LoadedAdapters()
         self._policy = GuardedPolicy(policy, on_policy_error)
         self._shadow: Shadow | None = None
         self._on_policy_error = on_policy_error
@@ -102,6 +106,7 @@ class Placer:
             }
             self._ledger_rows = self._ledger.rows(workers)
             self.prefixes.keep(self._position)
+            self._adapters.keep(self._position)
             self._policy.on_workers_changed(self._workers)
         available = [worker is not None and worker not in draining for worker in workers]
         self._available = np.array(available, bool)
@@ -186,6 +191,8 @@ class Placer:
         """Return the loads for a request, and its prompt's cached tokens."""
         request = lease.request
         loads = self._loads_without(*self._excluded_for(lease))
+        if request.adapter:
+            loads = replace(loads, lacks_adapter=self._adapters.lacking(self._workers, request.adapter))
         if request.blocks is None:
             return loads
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
@@ -254,7 +261,7 @@ class Placer:
         """Add a request that is LEASED already, for example by its ingress."""
         self.finish(lease.request_id)
         self._register_running(lease)
-        self._record_prefix(lease)
+        self._record_use(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
@@ -332,21 +339,22 @@ class Placer:
         lease.become(LeaseState.LEASED)
         lease.worker, lease.position = worker, decision.position
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
-        lease.is_most_similar = _is_most_similar(decision.position, lease.request, loads)
+        lease.is_most_similar = is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._register_running(lease, decision)
-        self._record_prefix(lease)
+        self._record_use(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
             self._ledger.add_prefill(lease.request_id, missing)
         return lease
 
-    def _record_prefix(self, lease: Lease) -> None:
-        """Set the cached tokens of the prompt, then add its blocks to the worker's prefix cache."""
-        blocks = lease.request.blocks
-        if blocks is not None and lease.worker in self._position:
-            lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
-            self.prefixes.record_prompt(lease.worker, blocks)
+    def _record_use(self, lease: Lease) -> None:
+        """Record the adapter; set the prompt's cached tokens, then add its blocks to the prefix cache."""
+        if lease.worker in self._position:
+            self._adapters.use(lease.worker, lease.request.adapter)
+            if (blocks := lease.request.blocks) is not None:
+                lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
+                self.prefixes.record_prompt(lease.worker, blocks)
 
     def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
@@ -389,10 +397,3 @@ def _turn_s(lease: Lease, now_s: float) -> float:
     patient_s = lease.queued_at_s + PATIENCE_S
     deadline_s = lease.first_token_deadline_s
     return patient_s if deadline_s is None or deadline_s < now_s else min(deadline_s, patient_s)
-
-
-def _is_most_similar(position: int, request: PlacementRequest, loads: Loads) -> bool:
-    if request.similarity is None:
-        return False
-    similarity = worker_similarity(request.similarity, len(loads))
-    return bool(similarity[position] >= similarity[loads.available].max())

@@ -28,6 +28,7 @@ class PlacementRequest:
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts. It may then omit the counts.
         labels: what the client says by headers to a policy outside this project, by name.
+        adapter: LoRA adapter that the engine computes with; "" for the base model.
         prompt_key: equal for equal prompts.
         counts_missing: there are neither usable counts nor a prediction.
         predicted: the counts are a prediction from the prompt's tokens.
@@ -48,6 +49,7 @@ class PlacementRequest:
     expert_counts: NDArray[Any] | None = None
     domain: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    adapter: str = ""
     similarity: NDArray[np.float32] | None = None
     prompt_key: str | None = None
     table_version: int = 0
@@ -152,6 +154,7 @@ class Loads:
         prefill_tokens: int64[W], prompt tokens of these requests still to be computed; None if all are 0.
         cached_tokens: int64[W], prompt tokens of the request to place that are expected in the worker's
             prefix cache; None if all are 0.
+        lacks_adapter: bool[W], whether the worker would load the request's LoRA adapter; None: no adapter.
     """
 
     in_flight: NDArray[np.int64]
@@ -159,6 +162,7 @@ class Loads:
     available: NDArray[np.bool_]
     prefill_tokens: NDArray[np.int64] | None = None
     cached_tokens: NDArray[np.int64] | None = None
+    lacks_adapter: NDArray[np.bool_] | None = None
 
     @classmethod
     def from_counts(

@@ -42,13 +42,13 @@ def nixl() -> int:
     return port
 
 
-async def start(role: EngineRole, model: str) -> Engine:
+async def start(role: EngineRole, model: str, **arguments: Any) -> Engine:
     """Start an engine like a replica."""
     nixl()
     described = {
         "model_loading_config": {"model_id": "m", "model_source": model},
         "accelerator_config": {"kind": "cpu"},
-        "engine_kwargs": dict(KWARGS),
+        "engine_kwargs": KWARGS | arguments,
         "log_engine_metrics": False,  # Ray would receive them
     }
     spec: Any = BACKEND.spec(role, described, kv_lease_s=300.0)
@@ -63,9 +63,9 @@ def end(engine: Any) -> None:
     engine_client(engine.server.engine).shutdown()
 
 
-async def serve(model: str, pipe: Connection) -> None:
+async def serve(model: str, pipe: Connection, **arguments: Any) -> None:
     """Serve a prefill engine over a pipe: [method, arguments] messages, until one is None."""
-    engine = await start("prefill", model)
+    engine = await start("prefill", model, **arguments)
     while (call := await asyncio.to_thread(pipe.recv)) is not None:
         method, arguments = call
         try:

@@ -189,7 +189,7 @@ class World:
         process.servable_object = deployment = _Ingress(
             prefill=None if self.has_whole_replicas else handle,
             decode=handle,
-            model_card={"id": MODEL, "object": "model"},
+            model_cards=[{"id": MODEL, "object": "model"}],
             openapi={},
             application="world",
             tokenizer="/nowhere",

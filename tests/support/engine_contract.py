@@ -74,6 +74,7 @@ def request(
     prefilled: Prefilled | None = None,
     generated: bytes = b"",
     sampled: bool = False,
+    model: str = "m",
 ) -> EngineRequest:
     """Return a completion request for PROMPT.
 
@@ -83,8 +84,9 @@ def request(
         prefilled: the prompt as another engine has computed it; None: the engine computes it.
         generated: ids of the tokens that an engine which was lost has sent.
         sampled: whether the engine returns a sample.
+        model: name of the model or of an adapter.
     """
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": tokens, "stream": stream}
+    body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "stream": stream}
     body |= {"ignore_eos": True, "temperature": 0}
     ids = b"" if prefilled is None else prefilled.token_ids.tobytes()
     return EngineRequest(

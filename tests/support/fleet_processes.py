@@ -106,7 +106,7 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
             prefill=Mock(),
             decode=Mock(),
             tokenizer="/nowhere",
-            model_card={"id": "m"},
+            model_cards=[{"id": "m"}],
             openapi={},
             application=_APPLICATION,
             router_settings=RouterSettings(model_id="m"),

@@ -221,6 +221,7 @@ VLLM_EXTENSION_POINTS = {
     "vllm.v1.core.sched.async_scheduler": "scheduler_cls",
     "vllm.v1.core.sched.scheduler": "scheduler_cls",
     "vllm.v1.metrics.loggers": "stat_loggers",
+    "vllm.v1.worker.cpu_worker": "worker_cls",
     "vllm.v1.worker.gpu_worker": "worker_cls",
 }
 # Ray's documented packages; not all of its internal ones have a leading underscore.

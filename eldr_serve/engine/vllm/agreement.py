@@ -34,6 +34,7 @@ class SharedArgument:
 _KV = "decode engines read KV blocks as prefill engines wrote them"
 _WEIGHTS = "both must compute with the same weights"
 _PROMPT = "both must turn a prompt into the same tokens"
+_ADAPTERS = "a request for an adapter passes through both"
 _ANSWER = "both engines read each request, and refuse those that their parsers do not support"
 
 SHARED_ARGUMENTS = (
@@ -51,6 +52,8 @@ SHARED_ARGUMENTS = (
     SharedArgument("quantization", _WEIGHTS, "model_config.quantization"),
     SharedArgument("revision", _WEIGHTS),
     SharedArgument("hf_overrides", _WEIGHTS),
+    SharedArgument("lora_modules", _ADAPTERS),
+    SharedArgument("lora_target_modules", _WEIGHTS),
     SharedArgument("tokenizer", _PROMPT),
     SharedArgument("tokenizer_mode", _PROMPT, "model_config.tokenizer_mode"),
     SharedArgument("tokenizer_revision", _PROMPT),

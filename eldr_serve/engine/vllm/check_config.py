@@ -57,6 +57,10 @@ def check_config(where: str, config: Mapping[str, Any]) -> None:
         raise _invalid(
             f"{where}.accelerator_type", kind, f"unknown, {did_you_mean(kind, kinds) or 'see Ray'}"
         )
+    if config.get("lora_config"):
+        raise ConfigurationError(
+            f"{where}.lora_config is not supported: name adapters in engine_kwargs.lora_modules instead"
+        )
     kwargs = config.get("engine_kwargs") or {}
     _check_names(f"{where}.engine_kwargs", kwargs, declared.engine_arguments(), "engine argument")
     check_environment(f"{where}.runtime_env", config.get("runtime_env") or {})

@@ -78,6 +78,8 @@ def engine_kwargs(
     }
     if device == "cpu":
         defaults |= {"enforce_eager": True, "block_size": 32}
+        if overrides.get("enable_lora"):
+            defaults["worker_cls"] = "eldr_serve.engine.vllm.cpu_worker.EldrCpuWorker"
     else:
         defaults["worker_cls"] = "eldr_serve.engine.vllm.gpu_worker.EldrWorker"
     transfer = _transfer(role, device, kv_lease_s, overrides.pop("kv_transfer_config", None) or {})

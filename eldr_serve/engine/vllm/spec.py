@@ -13,12 +13,15 @@ from typing import Any
 
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
+from vllm.config import LoRAConfig
 
 from eldr_serve.data_root import model_folder
 from eldr_serve.engine.protocol import Device, EngineRole
+from eldr_serve.engine.vllm.adapters import parse_adapters
 from eldr_serve.engine.vllm.compat.checked import configuration_errors
 from eldr_serve.engine.vllm.compat.serve_llm import (
     LocalModel,
+    LoRAModulePath,
     OneProcessLLMConfig,
     deployment_name,
     engine_placement,
@@ -40,13 +43,19 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
         config[part] = config.get(part) or {}
     loading = config.get("model_loading_config") or {}
     source = loading.get("model_source")
-    if isinstance(source, str) and (folder := model_folder(source)):
+    folder = model_folder(source) if isinstance(source, str) else None
+    if folder:
         loading["model_source"] = folder  # absolute: replicas run elsewhere
         config.setdefault("callback_config", {"callback_class": LocalModel})
     accelerator = (config.get("accelerator_config") or {}).get("kind", "gpu")
-    config["engine_kwargs"] = engine_kwargs(
-        role, device=accelerator, kv_lease_s=kv_lease_s, **config["engine_kwargs"]
+    arguments = config["engine_kwargs"]
+    arguments = arguments | parse_adapters(
+        arguments,
+        model_id=loading.get("model_id", ""),
+        on_cpu=accelerator == "cpu",
+        model_is_here=folder is not None,
     )
+    config["engine_kwargs"] = engine_kwargs(role, device=accelerator, kv_lease_s=kv_lease_s, **arguments)
     # By default Serve LLM batches streamed tokens for 50 ms, which would distort the inter-token latency.
     experimental = {"stream_batching_interval_ms": 0, "NIXL_SIDE_CHANNEL_PORT_BASE": _PORT_BASE[role]}
     config["experimental_configs"] = experimental | config["experimental_configs"]
@@ -105,10 +114,29 @@ class VllmSpec:
         return str(self.config.model_loading_config.tokenizer_source or self.model_source)
 
     @property
-    def model_card(self) -> dict[str, Any]:
-        """Return the model's entry in `GET /v1/models`."""
-        card: dict[str, Any] = to_model_metadata(self.model_id, self.config).model_dump()
-        return card | {"created": int(time.time())}
+    def model_cards(self) -> list[dict[str, Any]]:
+        """Return the entries of the model and of its adapters in `GET /v1/models`."""
+        created = {"created": int(time.time())}
+        cards = [to_model_metadata(self.model_id, self.config).model_dump() | created]
+        for module in self._adapters:
+            card = to_model_metadata(module.name, self.config, {"model_id": module.name}).model_dump()
+            cards.append(card | created | {"root": module.path, "parent": self.model_id})
+        return cards
+
+    @property
+    def _adapters(self) -> list[LoRAModulePath]:
+        return self.config.engine_kwargs.get("lora_modules") or []
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the LoRA adapters, in the order in which an engine loads them."""
+        return tuple(module.name for module in self._adapters)
+
+    @property
+    def adapter_slots(self) -> int:
+        """Return the number of adapters that an engine keeps in memory."""
+        kwargs = self.config.engine_kwargs
+        return int(kwargs.get("max_cpu_loras") or kwargs.get("max_loras") or LoRAConfig.max_loras)
 
     @property
     def deployment_config(self) -> dict[str, Any]:

@@ -162,6 +162,14 @@ def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDAr
     return best
 
 
+def is_most_similar(position: int, request: PlacementRequest, loads: Loads) -> bool:
+    """Return whether no available worker has a centroid that is more similar to the request."""
+    if request.similarity is None:
+        return False
+    similarity = worker_similarity(request.similarity, len(loads))
+    return bool(similarity[position] >= similarity[loads.available].max())
+
+
 def available_workers(loads: Loads) -> NDArray[np.int64]:
     """Return the positions of the available workers, ascending; raise NoWorkerError if there are none."""
     positions = loads.available_positions

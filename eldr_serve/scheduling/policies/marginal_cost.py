@@ -48,6 +48,7 @@ class MarginalCost(Policy):
     2. Prefill, only on whole replicas: prompt tokens that the worker's prefix cache lacks delay the other
        requests, and the new request also waits for earlier prompts. This time is divided by the number of
        steps of the new request: the mean length of recent answers or, if less, the request's token limit.
+       The time in which a worker loads the request's LoRA adapter, if it lacks it, counts in the same way.
     3. Tail: with `tail_power` above 1, both costs are multiplied by a factor above 1 if the worker's step
        would be slow compared with the median, or its batch large compared with the mean.
 
@@ -69,6 +70,10 @@ class MarginalCost(Policy):
             ge=1,
             le=32,
             description="exponent by which slow or full workers cost more; 1: they cost their time only",
+        )
+        adapter_load_s: Weight = Field(
+            default=0.2,
+            description="time in which an engine loads a LoRA adapter that it lacks, s; its requests wait",
         )
         cost: StepCost | None = Field(
             default=None, description="terms of the step cost, s; null: fitted to the engines' steps"
@@ -163,6 +168,9 @@ class MarginalCost(Policy):
         steps = min(self._answer_tokens, request.max_new_tokens or self._answer_tokens)
         per_token_s = self.cost.per_prompt_token_s / steps
         prefill = ((requests + 1) * uncached + pending) * per_token_s
+        if loads.lacks_adapter is not None:
+            load_s = self.parameters.adapter_load_s * loads.lacks_adapter[positions]
+            prefill += (requests + 1) * load_s / steps
         if self.parameters.tail_power == 1:
             return decode, prefill
         total_s = step_s + (uncached + pending) * per_token_s

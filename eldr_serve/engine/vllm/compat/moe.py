@@ -19,6 +19,7 @@ from eldr_serve.engine.vllm.compat.checked import (
 )
 
 with internal_imports():
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
     from vllm.model_executor.layers.fused_moe.oracle import mxfp4
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
@@ -246,3 +247,18 @@ def check_vllm_names() -> None:
         (BaseRouter, "set_capture_fn"),
         (FusedMoEExpertsMonolithic, "supports_routing_replay_capture"),
     )
+
+
+def keep_cpu_kernel_beside_adapters() -> None:
+    """Make vLLM choose its CPU kernel for experts that no adapter changes; call it before the model is made.
+
+    With LoRA vLLM chooses Triton's kernel on every device, and that kernel does not run on CPUs.
+    """
+    check_names("LoRA on CPUs", (unquantized, "select_unquantized_moe_backend"))
+    select = unquantized.select_unquantized_moe_backend
+
+    def select_without_adapters(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return select(moe_config)
+
+    unquantized.select_unquantized_moe_backend = select_without_adapters

@@ -25,6 +25,7 @@ from eldr_serve.errors import RequestRefusedError
 with internal_imports():
     from vllm.entrypoints.generate.api_router import init_generate_state
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
     from vllm.entrypoints.pooling.factories import init_pooling_state
     from vllm.entrypoints.pooling.scoring.protocol import RerankRequest
     from vllm.entrypoints.serve import create_error_response
@@ -69,6 +70,7 @@ __all__ = [
     "CompletionRequest",
     "EngineCoreOutput",
     "FinishReason",
+    "LoRAModulePath",
     "LocalModel",
     "LogprobsLists",
     "OneProcessLLMConfig",
