@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 
 
 class EldrWorkerExtension:
-    """Mixin of vLLM's worker."""
+    """Mixin of vLLM's worker.
+
+    Attributes:
+        eldr_called_together: whether a call reaches data-parallel ranks between the same two steps, so that
+            they can move experts. It does not if vLLM's client calls them.
+    """
 
     vllm_config: Any
+    eldr_called_together = False
     _eldr_experts: LiveExperts | None = None
 
     def eldr_abandon(self, names: list[str]) -> None:
@@ -39,5 +45,5 @@ class EldrWorkerExtension:
         if self._eldr_experts is None:
             from eldr_serve.engine.vllm.compat.ep import live_experts  # imports vLLM's MoE layers
 
-            self._eldr_experts = live_experts(self.vllm_config)
+            self._eldr_experts = live_experts(self.vllm_config, self.eldr_called_together)
         return self._eldr_experts
