@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 
 
 class EldrWorkerExtension:
-    """Mixin of vLLM's worker."""
+    """Mixin of vLLM's worker.
+
+    Attributes:
+        eldr_called_together: whether a call reaches data-parallel ranks between the same two steps, so that
+            they can move experts. It does not if vLLM's client calls them.
+    """
 
     vllm_config: Any
+    eldr_called_together = False
     _eldr_experts: LiveExperts | None = None
 
     def eldr_abandon(self, names: list[str]) -> None:
@@ -30,14 +36,14 @@ class EldrWorkerExtension:
     def eldr_experts(self, method: RankMethod, *arguments: Any) -> Any:
         """Call a method of `LiveExperts` and return its result; a str is the reason of a refusal."""
         try:
-            return getattr(self.eldr_live_experts(), method)(*arguments)
+            return getattr(self._live_experts(), method)(*arguments)
         except ValueError as error:
             return str(error)
 
-    def eldr_live_experts(self) -> LiveExperts:
+    def _live_experts(self) -> LiveExperts:
         """Return the LiveExperts of this worker; raise ValueError if its experts cannot be moved."""
         if self._eldr_experts is None:
             from eldr_serve.engine.vllm.compat.ep import live_experts  # imports vLLM's MoE layers
 
-            self._eldr_experts = live_experts(self.vllm_config)
+            self._eldr_experts = live_experts(self.vllm_config, self.eldr_called_together)
         return self._eldr_experts

@@ -92,14 +92,18 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
             self.moe_kernel = FusedMoEKernel(dispatch, kernel.fused_experts)
 
 
-def live_experts(vllm_config: VllmConfig) -> LiveExperts:
-    """Return the experts of a worker's model; raise ValueError if they cannot be moved."""
+def live_experts(vllm_config: VllmConfig, called_together: bool) -> LiveExperts:
+    """Return the experts of a worker's model; raise ValueError if they cannot be moved.
+
+    Args:
+        called_together: whether data-parallel ranks are called together; others always are.
+    """
     layers = list(_find_layers(vllm_config))
     if not layers:
         raise ValueError(
             "this engine's experts cannot be moved: it does not run eldr-serve's expert parallelism"
         )
-    called_together = vllm_config.parallel_config.data_parallel_size == 1
+    called_together |= vllm_config.parallel_config.data_parallel_size == 1
     moves = _parse_config(vllm_config).moves_per_slice
     return LiveExperts(layers, moves, get_ep_group().cpu_group, called_together=called_together)
 

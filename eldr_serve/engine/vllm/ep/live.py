@@ -27,12 +27,9 @@ class LiveExperts:
         layers: all MoE layers of the model.
         moves_per_slice: maximum number of experts that move between two steps.
         group: process group of the ranks.
-        called_together: see the attribute.
-
-    Attributes:
-        called_together: whether all ranks receive a call between the same two steps. Data-parallel ranks that
-            serve do not, so they refuse changes. Otherwise a rank would wait for weights that another rank
-            sends only after a step, in which that rank waits for the first.
+        called_together: whether all ranks receive a call between the same two steps. Data-parallel ranks do
+            not, so they refuse changes. Otherwise a rank would wait for weights that another rank sends only
+            after a step, in which that rank waits for the first.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class LiveExperts:
         *,
         called_together: bool = True,
     ) -> None:
-        self.called_together = called_together
+        self._called_together = called_together
         self._layers, self._slice_size, self._group = dict(enumerate(layers)), moves_per_slice, group
         self._slices: deque[list[Move]] = deque()  # to be moved
         # Since the start: experts moved by all ranks, bytes received by this rank.
@@ -100,7 +97,7 @@ class LiveExperts:
             layer.set_placement(layer.row)
 
     def _check_changeable(self) -> None:
-        if not self.called_together:
+        if not self._called_together:
             raise ValueError(
                 "data-parallel ranks cannot change their experts while they serve: set additional_config's "
                 "eldr_experts and start the engine again"
