@@ -142,6 +142,8 @@ class DescribedEngine:
             "load_format": "dummy",
             "distributed_executor_backend": "mp" if ranks > 1 else "uni",
         }
+        if capability is None:
+            all_arguments["enable_lora"] = False  # adapters on CPUs leave the experts' kernel as it is
         self.config = AsyncEngineArgs(**all_arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         world = ranks * data_ranks
         sizes = {"WORLD": world, "TP": ranks, "DP": data_ranks, "EP": world}
