@@ -74,7 +74,7 @@ def fake_application(
         prefill=deploy(PrefillServer, prefill_directory(name), prefill_replicas),
         decode=deploy(DecodeServer, decode_directory(name), decode_replicas, router_name=actor_name(name)),
         tokenizer=str(WEIGHTS),
-        model_card={"id": MODEL, "object": "model"},
+        model_cards=[{"id": MODEL, "object": "model"}],
         openapi={},
         application=name,
         router_settings=RouterSettings(model_id=MODEL, policy="locality-band", table=table_bytes),
