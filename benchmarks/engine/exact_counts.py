@@ -42,7 +42,7 @@ _PORTS = {"V1": 28211, "V2": 28221}  # ports of NIXL's side channels
 
 
 class EngineSettings(NamedTuple):
-    """What both runners' engines have in common; see the options of `exact_counts`."""
+    """The settings of the engines of both runners; see the options of `exact_counts`."""
 
     device: str
     batches: str

@@ -101,7 +101,7 @@ class Gate:
 
 @dataclass
 class AdmittedState:
-    """What the middleware, the endpoint and the error response of an admitted request share.
+    """The state of an admitted request, for the middleware, the endpoint and the error response.
 
     Attributes:
         reservation: tokens of the tenant's limit, which the endpoint reserves.

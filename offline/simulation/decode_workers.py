@@ -44,7 +44,8 @@ class _Worker:
         self.waiting: deque[int] = deque()
         self.without_token: list[int] = []  # running requests without a token
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        # Of a replica's first rank: active experts of the next steps with these jobs, the last step first.
+        # Active experts of the next steps with these jobs, the last step first. The first rank of a replica
+        # keeps them for all of its ranks.
         self.ahead: list[float] = []
         self.same_jobs = False
         self.steps = 0

@@ -118,7 +118,7 @@ class _Experts:
 
 
 class LayerRun(NamedTuple):
-    """What `time_layers_together` measures on one rank, by arm."""
+    """The measurements of `time_layers_together` on one rank, by arm."""
 
     seconds: dict[LayerArm, NDArray[np.float64]]  # [B, L, rounds, stage]
     traffic: dict[LayerArm, NDArray[np.int64]]  # [B, L, 4], as in TRAFFIC; all-to-alls alone
