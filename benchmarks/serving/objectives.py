@@ -52,6 +52,7 @@ _NEEDED_SHARE = 0.95  # share of requests within their objective
 _TTFT_SLACK, _TPOT_SLACK = 5, 3  # objectives over the median times of an idle service
 _OVERLOAD = 1.5  # arrivals over the rate that fits
 _TIMEOUT_S = 120.0
+_OTHER_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, of the second application
 _REFUSED = ("HTTP 429", "HTTP 503")
 
 
@@ -154,6 +155,14 @@ def send_in_turn(
     return answers
 
 
+def with_other_ports(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a deployment's `args` whose engines can run beside those of the same deployment."""
+    return arguments | {
+        role: arguments[role] | {"experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": base}}
+        for role, base in _OTHER_PORTS.items()
+    }
+
+
 def row(admission: str, answers: list[Answer], objective: LatencyObjective, seconds: float) -> dict[str, Any]:
     """Return the figures of one kind of admission.
 
@@ -205,7 +214,9 @@ def objectives(
         idle = summarise_answers(asyncio.run(_send_closed_loop(client.url, requests, 1)))
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
-        by_count = start_application(arguments, port=port + 2, name="by-count", max_in_flight=fit.in_flight)
+        by_count = start_application(
+            with_other_ports(arguments), port=port + 2, name="by-count", max_in_flight=fit.in_flight
+        )
         asyncio.run(_send_closed_loop(by_count.url, requests, fit.in_flight))  # warms up
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
         services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}
