@@ -3,7 +3,7 @@
 One process writes its answers and counts. Ranks must answer and count the same, whichever rank runs a
 request, also if other ranks are idle. If one rank dies, the engine must end. Two ranks have all experts each,
 and decode steps choose the replica on the token's own rank. More ranks have replicas of some experts, among
-which METRO chooses in decode steps.
+which METRO chooses in decode steps. So do two ranks that gather their tokens before top-k.
 """
 
 from __future__ import annotations
@@ -101,13 +101,18 @@ class Session:
         return [answer for (answer,) in by_rank]
 
 
-async def main(model: str, expected: Path, ranks: int) -> None:
+async def main(model: str, expected: Path, ranks: int, gather: str = "after-top-k") -> None:
     alone = json.loads(expected.read_text())
-    experts = METRO if ranks > 2 else LOCAL
-    session = Session(make_engine(model, ranks, additional_config={"eldr_experts": experts}))
+    experts = LOCAL if ranks == 2 and gather == "after-top-k" else METRO
+    settings = {"eldr_experts": experts | {"gather": gather}}
+    session = Session(make_engine(model, ranks, additional_config=settings))
     spread = await session.answers(lambda number: number % ranks)
     assert spread == alone, "each rank with requests of its own"
     await check_log(session, ranks)
+    if gather == "before-top-k":
+        assert await session.answers(lambda number: ranks - 1) == alone, "the other rank is idle"
+        session.engine.shutdown()
+        return
     assert await session.answers(lambda number: None) == alone, "ranks chosen by vLLM"
     (start, _), *_ = await session.ask("batches", 0)
     last = await session.answers(lambda number: ranks - 1, at_once=False)
@@ -204,4 +209,4 @@ if __name__ == "__main__":
     if sys.argv[2] == "alone":
         asyncio.run(write_alone(sys.argv[1], Path(sys.argv[3])))
     else:
-        asyncio.run(main(sys.argv[1], Path(sys.argv[3]), int(sys.argv[2])))
+        asyncio.run(main(sys.argv[1], Path(sys.argv[3]), int(sys.argv[2]), *sys.argv[4:]))

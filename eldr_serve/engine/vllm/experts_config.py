@@ -49,6 +49,10 @@ class CpuExpertsConfig(BaseModel):
             batch, or `weighted` (GRACE-MoE's polling by load), or `none` (an expert's first replica).
         prefill_replica_choice: the rule for steps that prefill. They have more tokens than the ranks can
             decode at once (`max_num_seqs` each). null: `replica_choice`.
+        gather: when each data-parallel rank sends its tokens to all ranks:
+
+            - after-top-k: after it has chosen their experts, which it sends too.
+            - before-top-k: before that, so that every rank chooses the experts of all tokens (METRO).
         moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 
@@ -59,6 +63,7 @@ class CpuExpertsConfig(BaseModel):
     redundant_experts: int | None = Field(default=None, ge=0)
     replica_choice: Rule = "even"
     prefill_replica_choice: Rule | None = None
+    gather: Literal["after-top-k", "before-top-k"] = "after-top-k"
     moves_per_slice: int = Field(default=8, ge=1)
 
 

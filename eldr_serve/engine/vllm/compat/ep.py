@@ -16,7 +16,7 @@ from eldr_serve.engine.vllm.compat.checked import (
     internal_imports,
     raise_first_refusal,
 )
-from eldr_serve.engine.vllm.compat.ep_ranks import RankDispatch, rank_batches
+from eldr_serve.engine.vllm.compat.ep_ranks import OwnChoices, RankDispatch, begin_forward, rank_batches
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.transfer import start_layer
@@ -54,21 +54,60 @@ def register_layers() -> None:
 
 
 class PlacedMoERunner(MoERunner):
-    """vLLM's MoE layer as one opaque operator for the compiler, as on GPUs: its sizes depend on the data."""
+    """vLLM's MoE layer as one opaque operator for the compiler, as on GPUs: its sizes depend on the data.
+
+    With `gather: before-top-k` it routes the tokens of all data-parallel ranks.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.moe_config.moe_parallel_config.use_ep and not isinstance(self._quant_method, PlacedMoEMethod):
+        use_ep = self.moe_config.moe_parallel_config.use_ep
+        if use_ep and not isinstance(self._quant_method, PlacedMoEMethod):
             raise UnsupportedEngineError(
                 f"expert parallelism on CPUs does not support {type(self._quant_method).__name__}: "
                 "only experts that are not quantised"
             )
+        vllm_config = get_current_vllm_config()
+        self._gathers_first = use_ep and _gathers_before_top_k(vllm_config)
+        if self._gathers_first:
+            self.own_choices = OwnChoices(self.router)
+            self._begins = self.layer_name == vllm_config.compilation_config.static_all_moe_layers[0]
 
     def _select_forward(self) -> Any:
         if not self.moe_config.moe_parallel_config.use_ep:
             return super()._select_forward()
         ops = torch.ops.vllm
         return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+
+    def _forward_impl(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        shared_experts_input: Tensor | None,
+        input_ids: Tensor | None = None,
+    ) -> Any:
+        """Compute the layer for this rank's tokens; see vLLM's class."""
+        if not self._gathers_first:
+            return super()._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
+        batches = rank_batches()
+        if self._begins:
+            begin_forward(len(hidden_states))
+        if not any(batches.sizes):  # nothing to gather, and routers need a token
+            return super()._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
+        parts = [hidden_states]
+        if self.gate is None:  # the model has computed the logits; otherwise they are computed below
+            parts.append(router_logits)
+        if input_ids is not None:
+            parts.append(input_ids[:, None])
+        gathered, *others = batches.gather(*parts)
+        ids = None if input_ids is None else others.pop()[:, 0]
+        logits = others.pop() if others else gathered
+        result: Any = super()._forward_impl(gathered, logits, shared_experts_input, ids)
+        shared, routed = result if isinstance(result, tuple) else (None, result)
+        own = len(batches.own(gathered))
+        output = torch.zeros_like(hidden_states)  # which may end with padding
+        output[:own] = routed[:own]
+        return output if shared is None else (shared, output)
 
 
 class PlacedMoEMethod(UnquantizedFusedMoEMethod):
@@ -79,15 +118,25 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
         if moe.moe_parallel_config.use_ep:
             vllm_config = get_current_vllm_config()
             _check_supported(vllm_config, moe)
-            _parse_config(vllm_config)
+            self._gathers_first = _gathers_before_top_k(vllm_config)
             self.experts_cls: Any = _limit_to_own_slots(self.experts_cls, vllm_config)
             self._layer_names = vllm_config.compilation_config.static_all_moe_layers  # in the model's order
+            self._runners = vllm_config.compilation_config.static_forward_context
 
     def _init_moe_kernel(self, layer: Any) -> None:
         """Make vLLM's kernel; with data parallelism replace its exchange of tokens, which CPUs lack."""
         super()._init_moe_kernel(layer)
         if self.moe.use_ep and self.moe.dp_size > 1:
-            dispatch = RankDispatch(begins=layer.layer_name == self._layer_names[0])
+            runner = self._runners[layer.layer_name]
+            raise_first_refusal(
+                "gather: before-top-k",
+                (
+                    self._gathers_first and not isinstance(runner, PlacedMoERunner),
+                    f"layers of type {type(runner).__name__}: leave gather out",
+                ),
+            )
+            begins = not self._gathers_first and layer.layer_name == self._layer_names[0]
+            dispatch = RankDispatch(begins=begins, gathers=not self._gathers_first)
             kernel: Any = self.moe_kernel  # type: ignore[has-type]
             self.moe_kernel = FusedMoEKernel(dispatch, kernel.fused_experts)
 
@@ -119,6 +168,23 @@ def _find_layers(vllm_config: VllmConfig) -> Iterator[LayerExperts]:
 
 def _parse_config(vllm_config: VllmConfig) -> CpuExpertsConfig:
     return parse_experts_config(CpuExpertsConfig, (vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
+
+
+def _gathers_before_top_k(vllm_config: VllmConfig) -> bool:
+    """Return whether data-parallel ranks gather their tokens before top-k.
+
+    Raises:
+        UnsupportedEngineError: the configuration is invalid, or the engine has no data-parallel ranks.
+    """
+    gathers_first = _parse_config(vllm_config).gather == "before-top-k"
+    raise_first_refusal(
+        "gather: before-top-k",
+        (
+            gathers_first and vllm_config.parallel_config.data_parallel_size == 1,
+            "an engine without data-parallel ranks, since its ranks have all tokens: leave gather out",
+        ),
+    )
+    return gathers_first
 
 
 def _check_supported(vllm_config: VllmConfig, moe: Any) -> None:

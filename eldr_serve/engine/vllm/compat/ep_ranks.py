@@ -5,6 +5,7 @@ vLLM's own exchange needs operations that its communicator for CPUs lacks. Check
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,31 @@ def rank_batches() -> RankBatches:
     return RankBatches(get_ep_group().cpu_group)
 
 
+def begin_forward(tokens: int) -> None:
+    """Begin a forward of this rank, in its first MoE layer; without requests its tokens do not count."""
+    idle = get_forward_context().attn_metadata is None
+    rank_batches().begin(0 if idle else tokens)
+
+
+class OwnChoices:
+    """The router of a layer that routes the tokens of all ranks; only this rank's choices are captured.
+
+    Args:
+        router: vLLM's router of the layer.
+    """
+
+    def __init__(self, router: Any) -> None:
+        self.top_k, self.global_num_experts = router.top_k, router.global_num_experts
+        self._router = router
+
+    def set_capture_fn(self, capture_fn: Callable[[Tensor], None] | None) -> None:
+        """Pass the choices of this rank's tokens, int[T, k], to a callback; the interface of BaseRouter."""
+        if capture_fn is None:
+            self._router.set_capture_fn(None)
+        else:
+            self._router.set_capture_fn(lambda experts: capture_fn(rank_batches().own(experts)))
+
+
 class RankDispatch(FusedMoEPrepareAndFinalizeModular):
     """A dispatch that gathers the tokens of all ranks before a layer's experts, and then sums up the results.
 
@@ -36,12 +62,13 @@ class RankDispatch(FusedMoEPrepareAndFinalizeModular):
     left out, so it activates no expert.
 
     Args:
-        begins: whether the layer is the first MoE layer of the model.
+        begins: whether a forward begins in this dispatch, that of the model's first MoE layer.
+        gathers: whether the tokens are still to be gathered; False: they have been before top-k.
     """
 
-    def __init__(self, *, begins: bool) -> None:
+    def __init__(self, *, begins: bool, gathers: bool = True) -> None:
         super().__init__()
-        self._begins = begins
+        self._begins, self._gathers = begins, gathers
 
     @property
     def activation_format(self) -> Any:
@@ -73,11 +100,14 @@ class RankDispatch(FusedMoEPrepareAndFinalizeModular):
         """Return hidden states, experts and weights of the tokens of all ranks; see vLLM's class."""
         batches = rank_batches()
         if self._begins:
-            idle = get_forward_context().attn_metadata is None
-            batches.begin(0 if idle else len(a1))
+            begin_forward(len(a1))
         if apply_router_weight_on_input:  # of one expert
             a1 = a1 * topk_weights.to(a1.dtype)
-        hidden, weights, experts = batches.gather(a1, topk_weights, topk_ids)
+        parts = (a1, topk_weights, topk_ids)
+        if self._gathers:
+            hidden, weights, experts = batches.gather(*parts)
+        else:  # only the tokens of idle ranks are left out
+            hidden, weights, experts = (part[: sum(batches.sizes)] for part in parts)
         return hidden, None, None, experts, weights
 
     def finalize(

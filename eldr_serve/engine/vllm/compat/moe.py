@@ -122,7 +122,8 @@ def _check_router(name: str, router: BaseRouter) -> None:
 def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     """Return (layer index, source of the layer's choices) of each MoE layer, ascending.
 
-    The source is the layer's BaseRouter or, if the kernel routes internally, a RoutingKernel.
+    The source is the layer's BaseRouter or, if the kernel routes internally, a RoutingKernel. It is an
+    OwnChoices if the layer also routes the tokens of other ranks.
 
     Raises:
         UnsupportedEngineError: a layer hides its choices, or layers differ in experts or top-k.
@@ -143,7 +144,7 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
 def _find_source(index: int, layer: Any) -> Any:
     method = getattr(layer, "_quant_method", None)
     if not getattr(method, "is_monolithic", False):
-        return layer.router
+        return getattr(layer, "own_choices", layer.router)
     experts = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
     if isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture():
         return RoutingKernel(layer, experts)

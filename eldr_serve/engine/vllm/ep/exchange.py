@@ -63,8 +63,12 @@ class RankBatches:
         """
         if len(partial):
             dist.all_reduce(partial, group=self._group)
+        return self.own(partial)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return this rank's rows of those of all ranks."""
         start = sum(self.sizes[: self._rank])
-        return partial[start : start + self.sizes[self._rank]]
+        return rows[start : start + self.sizes[self._rank]]
 
 
 def _unpack(rows: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
