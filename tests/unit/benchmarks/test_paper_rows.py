@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from benchmarks.lib.tables import PAPERS, fill_blocks, has_result
 from eldr_serve.config.application import EldrArgs
+from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.experts.signature import TRANSFORMS
 from eldr_serve.scheduling.policies.length_predictors import LENGTH_PREDICTORS
@@ -24,6 +25,7 @@ PLACES = {"service", "CPU engines", "GPU code, never run", "offline", "simulator
 CHOICES = {
     "--method": METHODS,
     "--transform": TRANSFORMS,
+    "gather": get_args(CpuExpertsConfig.model_fields["gather"].annotation),
     "policy": POLICIES,
     "replica_choice": RULES,
     "prefill_replica_choice": RULES,
