@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,23 @@ class Journal:
 
     Args:
         settings: everything that the measurements depend on. Any path in them is kept as text.
+        varying: settings that may differ between runs, since a measurement's key says all of them that it
+            depends on.
 
     Raises:
         UserInputError: the file has measurements of another run, or is not a journal.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], varying: Collection[str] = ()) -> None:
         self._path = path
         new_settings = json.loads(json.dumps(settings, default=str))
         stored_settings, self._entries = _read(path) if path.exists() else ({}, {})
         names = {**stored_settings, **new_settings}
-        different = [name for name in names if stored_settings.get(name) != new_settings.get(name)]
+        different = [
+            name
+            for name in names
+            if name not in varying and stored_settings.get(name) != new_settings.get(name)
+        ]
         if self._entries and different:
             raise UserInputError(
                 f"{path} was recorded with different settings ({', '.join(different)}): use the same "

@@ -69,9 +69,9 @@ async def request_completion(
 Send = Callable[[aiohttp.ClientSession, dict[str, Any]], Awaitable[Answer]]
 
 
-def sender(url: str) -> Send:
+def sender(url: str, headers: dict[str, str] | None = None) -> Send:
     """Return a function that sends a request to this URL by `request_completion`."""
-    return lambda http, body: request_completion(http, url, body)
+    return lambda http, body: request_completion(http, url, body, headers=headers)
 
 
 async def closed_loop(

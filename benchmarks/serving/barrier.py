@@ -16,9 +16,17 @@ part of a step, as in larger models. Decode engines cache no prefixes: each requ
 have exactly `max_tokens` tokens, which the router knows. So `balance-route-horizon` knows which requests end
 within its horizon, as with the paper's oracle.
 
+Policy `vllm` is vLLM's own balancer. The router then places requests as under `shortest-queue`, but decode
+engines ignore the rank (`benchmarks/lib/barrier/any_rank.py`), and vLLM chooses it by the requests that it
+counts on each rank. Neither policy has a decode queue. So under both all requests in flight are at the engine
+after their prefill, and those beyond the slots wait for a slot of their rank, as with a plain vLLM.
+
 The simulator predicts each trial, with the time of steps and hand-overs fitted to the trials of the other
-policies. It knows no experts, so its `balance-band` is `balance-route-horizon`. The same options resume a
-stopped run.
+policies. It knows no experts, so its `balance-band` is `balance-route-horizon`. It does not predict `vllm`,
+whose columns are empty, and whose trials no prediction uses.
+
+The same options resume a stopped run. With `--keep` the trials stay after the result is written, and the same
+options with more policies add those. Policies that are added take turns only with each other.
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
+from benchmarks.lib.barrier.any_rank import HEADER as ANY_RANK
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
 from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies, request_body
 from benchmarks.lib.barrier.rows import BASE, policy_rows
@@ -62,9 +71,10 @@ from offline.simulation.cluster import Cluster, Decode
 
 BENCHMARKS = {"barrier": "named"}
 POLICIES = f"{BASE},balance-route,balance-route-horizon,balance-band"
+VLLM = "vllm"  # vLLM's own balancer
 _INTERMEDIATE = 32  # neurons per expert of the demo model itself
 _LONG_WAITS = {"kv_lease_s": 150.0, "queue_timeout_s": 110.0, "slot_wait_s": 110.0, "prefill_queue_s": 110.0}
-_NOT_INPUTS = ("minutes", "port", "work", "out")
+_NOT_INPUTS = ("minutes", "keep", "port", "work", "out")
 _NOTES = column_notes(
     "Figures of KV tokens are means over steps. Changes are against shortest-queue.",
     {
@@ -78,7 +88,14 @@ Key = tuple[str, int, str]  # trace, round, policy
 
 
 def policy_and_parameters(text: str, slots: int) -> tuple[str, dict[str, Any]]:
-    """Return name and parameters of `name:parameter=value`, with the ranks' slots if the policy uses them."""
+    """Return name and parameters of the router's policy, with the ranks' slots if the policy uses them.
+
+    Args:
+        text: `name:parameter=value`, or VLLM.
+        slots: requests that a rank runs at once.
+    """
+    if text == VLLM:
+        return BASE, {}
     name, parameters = parse_policy(text)
     has_slots = "slots" in policy_class(name).Parameters.model_fields
     return name, ({"slots": slots} if has_slots else {}) | parameters
@@ -98,7 +115,10 @@ def barrier_arguments(
         "enable_prefix_caching": False,
         "scheduler_cls": "benchmarks.lib.barrier.recording.RecordingScheduler",
     }
-    arguments["decode_config"]["runtime_env"]["env_vars"] |= {RECORD_FOLDER_ENV: str(folder.resolve())}
+    arguments["decode_config"]["runtime_env"]["env_vars"] |= {
+        RECORD_FOLDER_ENV: str(folder.resolve()),
+        "ELDR_ENGINE_BACKEND": "benchmarks.lib.barrier.any_rank:AnyRankBackend",
+    }
     return arguments | {"path": _LONG_WAITS}
 
 
@@ -147,7 +167,8 @@ def _measure(
     service.set_policy(*policy_and_parameters(policy, load.slots))
     bodies = request_bodies(part_of_round(lengths[trace], number, rounds), stems, 1000 * seed + number)
     seconds = load.warm_up_s + load.seconds
-    loop = timed_loop(sender(service.url), bodies, in_flight=load.in_flight, seconds=seconds)
+    send = sender(service.url, {ANY_RANK: "1"} if policy == VLLM else None)
+    loop = timed_loop(send, bodies, in_flight=load.in_flight, seconds=seconds)
     trial = BarrierTrial.of(load, *asyncio.run(loop), read_steps(folder, ranks))
     spread, p99 = trial.steps.spread.mean(), np.nanquantile(trial.tpot_ms, 0.99)
     typer.echo(f"{trace}, round {number + 1}, {policy}: spread {spread:.0f}, TPOT p99 {p99:.1f} ms", err=True)
@@ -171,11 +192,12 @@ def _has_queue(policy: Policy) -> bool:
 def predictions_of(
     trials: dict[str, list[BarrierTrial]], lengths: Ints, load: ClosedLoop, seed: int
 ) -> dict[str, list[BarrierPrediction]]:
-    """Return the predictions of a trace's trials by policy.
+    """Return the predictions of a trace's trials by policy, without VLLM.
 
     The cost of a step is fitted to the other policies' trials. The hand-over is fitted to the trials of all
     policies with a decode queue.
     """
+    trials = {policy: rounds for policy, rounds in trials.items() if policy != VLLM}
     makers: dict[str, Callable[[], Policy]] = {}
     for policy in trials:
         name, parameters = policy_and_parameters(policy, load.slots)
@@ -220,7 +242,7 @@ def barrier(
     trace: Annotated[list[Path], typer.Option(help="Request trace whose lengths are used; repeatable.")],
     prompts: options.Prompts = options.PROMPTS,
     policies: Annotated[
-        str, typer.Option(help="Policies, comma-separated; parameters: name:parameter=value.")
+        str, typer.Option(help=f"Policies or {VLLM}, comma-separated; parameters: name:parameter=value.")
     ] = POLICIES,
     ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks; each wants a core.")] = 2,
     slots: Annotated[int, typer.Option(min=1, help="Requests that a rank runs at once.")] = 8,
@@ -234,6 +256,7 @@ def barrier(
     context: Annotated[int, typer.Option(min=64, help="Maximum tokens of prompt and answer.")] = 4096,
     heads: Annotated[int, typer.Option(min=3, help="Attention heads; those beyond 3 are zero.")] = 24,
     minutes: Minutes = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the trials, to add policies.")] = False,
     deployment: options.Deployment = Path("deployments/cpu_demo_wide_ep.yaml"),
     stream_interval: options.Interval = 8,
     port: options.Port = 8380,
@@ -254,7 +277,7 @@ def barrier(
     sizes |= {"stream_interval": stream_interval, "folder": folder}
     settings: dict[str, Any] = {"lengths": lengths, "stems": stems, "load": load, "folder": folder}
     measure = partial(_measure, **settings, ranks=ranks, rounds=rounds, seed=seed)
-    journal = Journal(work / "barrier.jsonl", inputs)
+    journal = Journal(work / "barrier.jsonl", inputs, varying=("policies",))
 
     def start() -> AbstractContextManager[OperatorClient]:
         model = widen_model(_INTERMEDIATE, work, heads=heads)
@@ -266,7 +289,8 @@ def barrier(
         trials = trials_of(name, names, rounds, measured)
         rows += policy_rows(name, trials, predictions_of(trials, of_trace, load, seed), seed)
     publish("barrier", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
-    journal.remove()
+    if not keep:
+        journal.remove()
 
 
 if __name__ == "__main__":

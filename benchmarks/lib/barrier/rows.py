@@ -35,7 +35,8 @@ def policy_rows(
     resample rounds if there are four or more, else requests within rounds, and parts of trials.
 
     Args:
-        trials, predictions: values of all rounds, by policy. A round has equal requests for all policies.
+        trials, predictions: values of all rounds, by policy. A round has equal requests for all policies. The
+            columns of a prediction are empty for a policy without predictions.
     """
     sent = max(trial.sent for rounds in trials.values() for trial in rounds)
     measured = {policy: _figures(rounds, sent, seed) for policy, rounds in trials.items()}
@@ -44,14 +45,18 @@ def policy_rows(
     for policy, policy_trials in trials.items():
         row = {"trace": trace, "policy": policy, **_counts(policy_trials)}
         for name, values in measured[policy].items():
-            expected = simulated[policy][name]
             column, change = _compare(name, values, measured[BASE][name])
-            expected_change = _compare(name, _exact(expected), _exact(simulated[BASE][name]))[1].value
             put_interval(row, name, interval(*values))
             put_interval(row, column, None if policy == BASE else change)
+            row[f"simulated_{name}"] = row[f"simulated_{column}"] = row[f"{name}_error_pct"] = None
+            if policy not in simulated:
+                continue
+            expected = simulated[policy][name]
             row[f"simulated_{name}"] = expected
-            row[f"simulated_{column}"] = None if policy == BASE else expected_change
             row[f"{name}_error_pct"] = 100 * (expected / values[0] - 1)
+            if policy != BASE:
+                _, expected_change = _compare(name, _exact(expected), _exact(simulated[BASE][name]))
+                row[f"simulated_{column}"] = expected_change.value
         rows.append(row)
     return rows
 

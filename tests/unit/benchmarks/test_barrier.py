@@ -14,14 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.barrier import recording
+from benchmarks.lib.barrier import any_rank, recording
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
 from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies
 from benchmarks.lib.barrier.rows import policy_rows
 from benchmarks.lib.barrier.steps import RankSteps, file_of, join_ranks, read_steps
 from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
 from benchmarks.lib.client import Answer
-from benchmarks.serving.barrier import barrier, barrier_arguments, policy_and_parameters, schedule
+from benchmarks.serving.barrier import (
+    _measure,
+    barrier,
+    barrier_arguments,
+    policy_and_parameters,
+    predictions_of,
+    schedule,
+)
+from eldr_serve.engine.protocol import EngineRequest
+from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.sse import StreamTiming
@@ -248,6 +257,34 @@ def test_rows_compare_each_policy_with_the_shortest_queue() -> None:
     assert list(queue) == list(route)
 
 
+def test_a_policy_without_predictions_has_the_same_columns() -> None:
+    trials = {policy: [trial_of([20.0] * 9, [[90, 30]] * 40)] for policy in ("shortest-queue", "vllm")}
+    predictions = {"shortest-queue": [BarrierPrediction(np.array([20.0, 30.0]), 40.0, 60.0)]}
+    queue, vllm = policy_rows("conv", trials, predictions, seed=0)
+    assert list(queue) == list(vllm)
+    assert (vllm["spread_tokens"], vllm["spread_below"]) == (60, 1)
+    predicted = [name for name in vllm if name.startswith("simulated") or name.endswith("error_pct")]
+    assert len(predicted) == 12
+    assert {vllm[name] for name in predicted} == {None}
+
+
+def test_the_simulator_neither_predicts_vllm_nor_learns_from_it() -> None:
+    rng = np.random.default_rng(2)
+
+    def trial(ms: float) -> BarrierTrial:
+        return trial_of([ms] * 9, rng.integers(100, 200, (50, 2)).tolist())
+
+    trials = {"shortest-queue": [trial(20.0)], "random": [trial(20.0)]}
+    lengths = np.array([[33, 12], [65, 8]])
+    load = ClosedLoop(slots=4, in_flight=12, warm_up_s=1.0, seconds=2.0)
+    expected = predictions_of(trials, lengths, load, seed=0)
+    predictions = predictions_of(trials | {"vllm": [trial(90.0)]}, lengths, load, seed=0)
+    assert list(predictions) == ["shortest-queue", "random"]
+    for policy, (prediction,) in predictions.items():
+        assert prediction.spread == expected[policy][0].spread
+        np.testing.assert_array_equal(prediction.tpot_ms, expected[policy][0].tpot_ms)
+
+
 def test_rounds_are_resampled_if_there_are_four() -> None:
     trials = {"shortest-queue": [trial_of([20.0] * 9, [[10 * n, 0]] * 40) for n in range(1, 5)]}
     predictions = {"shortest-queue": [BarrierPrediction(np.array([20.0]), 25.0, 25.0)]}
@@ -277,6 +314,61 @@ def test_only_decode_engines_write_steps_and_cache_no_prefixes(tmp_path: Path) -
     assert (module, name) == (recording.__name__, recording.RecordingScheduler.__name__)
     assert decode["runtime_env"]["env_vars"]["ELDR_RANK_STEPS"] == str(tmp_path)
     assert "ELDR_RANK_STEPS" not in prefill["runtime_env"]["env_vars"]
+    backend = decode["runtime_env"]["env_vars"]["ELDR_ENGINE_BACKEND"]
+    assert backend == f"{any_rank.__name__}:{any_rank.AnyRankBackend.__name__}"
+    assert "ELDR_ENGINE_BACKEND" not in prefill["runtime_env"]["env_vars"]
+
+
+async def test_an_engine_ignores_the_rank_of_requests_with_the_header(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generated: list[EngineRequest] = []
+
+    async def start(cls: type[VllmEngine], config: Any) -> VllmEngine:
+        return cls(None, config)
+
+    async def generate(self: VllmEngine, request: EngineRequest, send: Any) -> Any:
+        generated.append(request)
+
+    monkeypatch.setattr(VllmEngine, "start", classmethod(start))
+    monkeypatch.setattr(VllmEngine, "generate", generate)
+    engine: Any = await any_rank.AnyRankBackend().start("m")
+    for headers in ({}, {any_rank.HEADER: "1"}):
+        await engine.generate(EngineRequest("completions", b"{}", "a", headers=headers, rank=1), None)
+    assert [(request.id, request.rank) for request in generated] == [("a", 1), ("a", None)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "placed_by", "headers"),
+    [
+        ("vllm", ("shortest-queue", {}), {any_rank.HEADER: "1"}),
+        ("shortest-queue", ("shortest-queue", {}), None),
+        ("balance-route", ("balance-route", {"slots": 4}), None),
+    ],
+)
+def test_only_the_requests_of_vllms_trials_have_the_header(
+    policy: str, placed_by: Any, headers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    async def loop(send: Any, *_: Any, **__: Any) -> tuple[float, int, dict[int, Answer]]:
+        sent.append(send)
+        return 0.0, 1, {0: Answer(1.0, 2.0, timing=StreamTiming([0.5, 1.0], completion_tokens=2))}
+
+    module = "benchmarks.serving.barrier"
+    monkeypatch.setattr(f"{module}.sender", lambda url, headers: (url, headers))
+    monkeypatch.setattr(f"{module}.timed_loop", loop)
+    monkeypatch.setattr(f"{module}.read_steps", lambda *_: steps_of([[3, 5]] * 40))
+    policies: list[Any] = []
+    service: Any = SimpleNamespace(
+        url="http://here", wait_idle=lambda: None, set_policy=lambda *policy: policies.append(policy)
+    )
+    load = ClosedLoop(slots=4, in_flight=12, warm_up_s=1.0, seconds=2.0)
+    settings: dict[str, Any] = {"lengths": {"conv": np.array([[33, 12]])}, "stems": [[1] * 40], "load": load}
+    settings |= {"folder": tmp_path, "ranks": 2, "rounds": 1, "seed": 0}
+    _measure(service, ("conv", 0, policy), **settings)
+    assert policies == [placed_by]
+    assert sent == [("http://here", headers)]
 
 
 def test_policies_know_the_ranks_slots() -> None:
@@ -285,6 +377,7 @@ def test_policies_know_the_ranks_slots() -> None:
         "balance-route-horizon",
         {"slots": 16, "alpha": 4},
     )
+    assert policy_and_parameters("vllm", 16) == ("shortest-queue", {})
 
 
 @pytest.mark.parametrize(
@@ -294,6 +387,8 @@ def test_policies_know_the_ranks_slots() -> None:
         ("shortest-queue,shortest-queue", "each must be named once"),
         ("shortest-queue,nobody", "nobody"),
         ("shortest-queue,balance-route:alpha=4", "alpha"),
+        ("shortest-queue,vllm:alpha=4", "vllm"),
+        ("vllm", "shortest-queue among them"),
     ],
 )
 def test_unusable_policies_are_refused(policies: str, reason: str, tmp_path: Path) -> None:
@@ -332,4 +427,31 @@ def test_a_stopped_run_resumes_and_writes_its_table(tmp_path: Path, monkeypatch:
     assert [row["policy"] for row in result["rows"]] == ["shortest-queue", "balance-route"]
     assert result["rows"][1]["spread_below"] == pytest.approx(3)
     assert result["inputs"]["trace"] == ["conv.csv"]
+    assert not (tmp_path / "barrier.jsonl").exists()
+
+
+def test_vllms_balancer_is_added_to_kept_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement is replaced. The second run has only the trials of vLLM's balancer."""
+    trace = tmp_path / "conv.csv"
+    trace.write_text("timestamp_s,prompt_tokens,output_tokens\n" + "0.0,40,20\n" * 9)
+    out = tmp_path / "result.json"
+    measured: list[Any] = []
+
+    def measure(service: None, key: tuple[str, int, str], **_: Any) -> dict[str, Any]:
+        measured.append(key)
+        return trial_of([20.0] * 8, [[260, 200]] * 40).to_json()
+
+    monkeypatch.setattr("benchmarks.serving.barrier._measure", measure)
+    monkeypatch.setattr("benchmarks.serving.barrier._service", lambda *_: nullcontext())
+    load = {"rounds": 2, "slots": 4, "in_flight": 12, "warm_up_seconds": 1, "trial_seconds": 2}
+    load |= {"context": 64, "longest_output": 24, "prompt_tokens": 30, "output_tokens": 12}
+    for policies, options in (("shortest-queue", ["--keep"]), ("shortest-queue,vllm", [])):
+        measured.clear()
+        done = command(barrier, *options, trace=trace, work=tmp_path, out=out, policies=policies, **load)
+        assert done.exit_code == 0, done.output
+    assert set(measured) == {("conv", 0, "vllm"), ("conv", 1, "vllm")}
+    result = json.loads(out.read_text())
+    assert [row["policy"] for row in result["rows"]] == ["shortest-queue", "vllm"]
+    assert result["inputs"]["policies"] == "shortest-queue,vllm"
+    assert [row["simulated_spread_tokens"] is None for row in result["rows"]] == [False, True]
     assert not (tmp_path / "barrier.jsonl").exists()

@@ -19,6 +19,9 @@ def test_a_journal_belongs_to_one_run(tmp_path: Path) -> None:
     assert Journal(path, {"seed": 0}).get("b") == [2.5]
     with pytest.raises(UserInputError, match=r"different settings \(seed\)"):
         Journal(path, {"seed": 1})
+    assert Journal(path, {"seed": 1}, varying=("seed",)).get("a") == [1.5]
+    with pytest.raises(UserInputError, match=r"different settings \(rounds\)"):
+        Journal(path, {"seed": 1, "rounds": 2}, varying=("seed",))
     path.with_name("old").write_text('{"seed": 0}\n["a", 1]\n')
     with pytest.raises(UserInputError, match="not a journal"):
         Journal(path.with_name("old"), {"seed": 0})

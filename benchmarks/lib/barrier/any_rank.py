@@ -1,0 +1,32 @@
+"""A kind of engine in which vLLM's own balancer chooses the data-parallel rank of some requests.
+
+Decode engines have it if ELDR_ENGINE_BACKEND names it in their environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from eldr_serve.engine.calls import GenerationReport
+from eldr_serve.engine.protocol import Engine, EngineRequest, Send
+from eldr_serve.engine.vllm.backend import VllmBackend
+
+HEADER = "x-any-rank"  # of a client's request whose rank vLLM chooses
+
+
+class AnyRankBackend(VllmBackend):
+    """The backend of vLLM, whose engines ignore the router's rank of requests with HEADER."""
+
+    async def start(self, config: Any) -> Engine:
+        """Start the engine of a replica, configured by an LLMConfig."""
+        from eldr_serve.engine.vllm.engine import VllmEngine
+
+        class AnyRankEngine(VllmEngine):
+            async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
+                if HEADER in request.headers:
+                    request = replace(request, rank=None)
+                return await super().generate(request, send)
+
+        return await AnyRankEngine.start(config)
