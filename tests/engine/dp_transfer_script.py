@@ -1,4 +1,7 @@
-"""Hand prompts from each data-parallel rank of a prefill engine to each rank of a decode engine."""
+"""Hand prompts from each data-parallel rank of a prefill engine to each rank of a decode engine.
+
+Each also hands one to a rank that vLLM chooses.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ def engine(role: str, model: str) -> Any:
     return make_engine(model, RANKS, role)
 
 
-async def run(engine: Any, name: str, prompt: Any, rank: int, tokens: int, params: Any = None) -> Any:
-    """Return vLLM's last output of a request."""
+async def run(engine: Any, name: str, prompt: Any, rank: int | None, tokens: int, params: Any = None) -> Any:
+    """Return vLLM's last output of a request, on a rank that vLLM chooses if `rank` is None."""
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": params} if params else None
@@ -59,14 +62,15 @@ async def main(model: str, pipe: Connection) -> list[dict[str, Any]]:
     decoder = engine("decode", model)
     rng, report = np.random.default_rng(0), []
     for prefill_rank in range(RANKS):
-        for decode_rank in range(RANKS):
+        for decode_rank in (*range(RANKS), None):
             prompt, name = rng.integers(1, 257, LENGTH).tolist(), f"{prefill_rank}-{decode_rank}"
             pipe.send((name, prompt, prefill_rank))
             params = await asyncio.to_thread(pipe.recv)
             counts = unpack_counts(params.pop("eldr_expert_counts"))
             pulled = await run(decoder, name, {"prompt_token_ids": prompt}, decode_rank, OUTPUT, params)
             alone = {"prompt_token_ids": prompt, "cache_salt": "computed here"}
-            computed = await run(decoder, f"{name}-alone", alone, 1 - decode_rank, OUTPUT)
+            other = None if decode_rank is None else 1 - decode_rank
+            computed = await run(decoder, f"{name}-alone", alone, other, OUTPUT)
             report.append(
                 {
                     "rank": prefill_rank,

@@ -33,7 +33,7 @@ def test_every_rank_reads_prompts_from_every_rank(model: Path, tmp_path: Path) -
     out = tmp_path / "found.json"
     run_script("dp_transfer_script.py", model, out, ELDR_EXPERT_PARALLEL="1")
     pairs = json.loads(out.read_text())
-    assert len(pairs) == RANKS**2
+    assert len(pairs) == RANKS * (RANKS + 1)  # the last decode rank of each is vLLM's choice
     for pair in pairs:
         assert pair["pulled"] == pair["computed"]
         assert pair["counted"] == LENGTH * LAYERS * TOP_K
