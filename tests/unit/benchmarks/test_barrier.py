@@ -32,6 +32,7 @@ from benchmarks.serving.barrier import (
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.engine import VllmEngine
 from eldr_serve.errors import UserInputError
+from eldr_serve.ingress.openai_endpoints import _NOT_FOR_ENGINES
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.sse import StreamTiming
 from loadgen.traces import RecordedArrival
@@ -336,6 +337,7 @@ async def test_an_engine_ignores_the_rank_of_requests_with_the_header(
     for headers in ({}, {any_rank.HEADER: "1"}):
         await engine.generate(EngineRequest("completions", b"{}", "a", headers=headers, rank=1), None)
     assert [(request.id, request.rank) for request in generated] == [("a", 1), ("a", None)]
+    assert any_rank.HEADER not in _NOT_FOR_ENGINES
 
 
 @pytest.mark.parametrize(
