@@ -11,7 +11,6 @@ _NO_REFIT_S = 86400.0  # no refit during the comparison, so that all policies us
 _KV_BYTES = 256 << 20  # KV cache of an engine, enough for about 50 requests of the demo model
 _ROLES = ("prefill_config", "decode_config")
 _GPU_SHARE = 0.9  # share of one GPU that all its engines together request from Ray
-_RAY_GPU_SHARE = 0.01  # requested beside each engine, since Ray makes its configuration in a separate task
 
 
 def demo_arguments(
@@ -55,7 +54,7 @@ def move_to_one_gpu(arguments: dict[str, Any]) -> None:
     share = round(_GPU_SHARE / engines, 3)
     for config in configs:
         config["accelerator_config"] = {"kind": "gpu"}
-        config["placement_group_config"] = {"bundles": [{"CPU": 0.1, "GPU": _RAY_GPU_SHARE}]}
+        config["placement_group_config"] = {"bundles": [{"CPU": 0.1}]}
         config["deployment_config"].setdefault("ray_actor_options", {})["num_gpus"] = share
         config["engine_kwargs"] |= {
             "dtype": "bfloat16",

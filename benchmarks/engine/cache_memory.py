@@ -52,6 +52,7 @@ SHAPES = {
     "Qwen/Qwen3-235B-A22B": CacheShape(94, 128, ((94, 4, 128),)),
     "openai/gpt-oss-120b": CacheShape(36, 128, ((18, 8, 64),) * 2),  # sliding and full attention
     "./out/demo_model_4_heads": CacheShape(6, 64, ((6, 1, 64),)),
+    "deepseek-ai/DeepSeek-V3": CacheShape(58, 256, ((61, 1, 288),)),  # MLA: 576 elements a layer
     "google/gemma-4-26B-A4B-it": CacheShape(30, 128, (*((5, 8, 256),) * 5, (5, 2, 512))),  # sliding; global
 }
 

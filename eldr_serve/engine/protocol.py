@@ -274,6 +274,7 @@ class StepSizes:
 
     Attributes:
         tokens: `max_num_batched_tokens`.
+        data_ranks: data-parallel ranks, whose tokens the MoE kernel of each rank may get.
         sequences: `max_num_seqs`.
         hidden: hidden size.
         top_k: experts per token.
@@ -289,6 +290,7 @@ class StepSizes:
     expert_width: int
     vocabulary: int
     element: int
+    data_ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ def _check_plan(plan: _DeploymentPlan, results: Sequence[ProbeResult]) -> CheckO
     findings = [
         *missing_resources,
         *(() if missing_resources else rules.check_assignment(deployment, assignment)),
+        *(finding for engines in deployment.engines for finding in rules.check_gpus(engines)),
         *(finding for probed in probed_engines for finding in rules.check_memory(*probed)),
         *rules.check_host_memory(deployment, assignment, results),
         *rules.check_agreement(probed_engines),

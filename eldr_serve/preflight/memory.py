@@ -15,8 +15,9 @@ def reserve_bytes(step: StepSizes, device: str) -> int:
     """Estimate the memory of one rank beside weights and KV cache, bytes; vLLM measures it at its start.
 
     The MoE kernel's two workspaces hold each token once per expert: T x k x max(H, I), T x k x max(H, 2I).
+    With data-parallel ranks T counts the tokens of all ranks.
     """
-    copies = step.tokens * step.top_k * step.element
+    copies = step.tokens * step.data_ranks * step.top_k * step.element
     moe = copies * (max(step.hidden, step.expert_width) + max(step.hidden, 2 * step.expert_width))
     hidden = _LIVE_HIDDEN * step.tokens * step.hidden * step.element
     logits = _LOGITS_COPIES * step.sequences * step.vocabulary * 4

@@ -82,6 +82,19 @@ def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iter
             )
 
 
+def check_gpus(engines: EngineDeployment) -> Iterator[Finding]:
+    """Yield a number of whole GPUs that is not that of the ranks; shares of GPUs are not compared."""
+    amounts = [bundle["GPU"] for bundle in engines.bundles if bundle.get("GPU")]
+    has_shares = not all(float(amount).is_integer() for amount in amounts)
+    if engines.spec.device == "cpu" or has_shares or sum(amounts) == engines.spec.ranks:
+        return
+    yield _error(
+        f"a {engines.role} replica requests {sum(amounts):g} GPUs, and tensor_parallel_size x "
+        f"data_parallel_size is {engines.spec.ranks}: request one GPU per rank, as num_gpus of "
+        "ray_actor_options for data-parallel ranks, and in placement_group_config for others"
+    )
+
+
 def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
     """Yield why vLLM or eldr_serve's extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"

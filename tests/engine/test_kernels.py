@@ -27,6 +27,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
     MoEPrepareAndFinalizeNoDPEPMonolithic,
 )
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
@@ -243,3 +244,27 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
 def test_a_kernel_that_hides_its_choices_is_refused() -> None:
     with pytest.raises(UnsupportedEngineError, match=r"MoE layer 0 runs Hidden, which routes internally"):
         moe_routers(layers(Hidden)[0])
+
+
+def test_a_kernel_that_routes_the_tokens_of_all_ranks_is_refused() -> None:
+    """vLLM gathers the tokens of data-parallel ranks before a kernel that routes internally."""
+    config, impls, _ = layers(InsideRouting)
+    for impl in impls:
+        impl.fused_experts.moe_config.moe_parallel_config.dp_size = 2
+    with pytest.raises(
+        UnsupportedEngineError,
+        match=r"InsideRouting routes the tokens of all data-parallel ranks.*moe_backend",
+    ):
+        moe_routers(config)
+
+
+@pytest.mark.parametrize("dispatches", [True, False])
+def test_a_layer_gathers_tokens_before_it_routes_them_only_if_its_kernel_does_not_dispatch(
+    dispatches: bool,
+) -> None:
+    runner: Any = SimpleNamespace(
+        moe_config=SimpleNamespace(dp_size=2, is_sequence_parallel=False),
+        _quant_method=SimpleNamespace(supports_internal_mk=dispatches),
+    )
+    gathers: Any = vars(MoERunner)["do_naive_dispatch_combine"]
+    assert gathers.fget(runner) is not dispatches

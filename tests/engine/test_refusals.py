@@ -53,11 +53,16 @@ def config(
     kv_role: str = "kv_both",
     kind: str = "qwen3_moe",
     custom_ops: bool = True,
+    experts: int = 8,
+    redundant: int = 0,
     **parallel: Any,
 ) -> Any:
     sizes = {
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        "data_parallel_size_local": parallel.get("data_parallel_size", 1),
+        "data_parallel_backend": "mp",
+        "distributed_executor_backend": "uni",
         "data_parallel_external_lb": False,
         "data_parallel_hybrid_lb": False,
         "tensor_parallel_size": 1,
@@ -65,13 +70,17 @@ def config(
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "enable_dbo": False,
+        "enable_elastic_ep": False,
+        "eplb_config": SimpleNamespace(num_redundant_experts=redundant),
     }
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**(sizes | parallel)),
         speculative_config=speculative,
         kv_transfer_config=SimpleNamespace(kv_role=kv_role),
         model_config=SimpleNamespace(
-            get_total_num_hidden_layers=lambda: 12, hf_text_config=SimpleNamespace(model_type=kind)
+            get_total_num_hidden_layers=lambda: 12,
+            get_num_experts=lambda: experts,
+            hf_text_config=SimpleNamespace(model_type=kind),
         ),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=return_experts),
         compilation_config=SimpleNamespace(
@@ -86,8 +95,10 @@ def test_a_patch_of_the_checked_vllm_is_accepted(monkeypatch: pytest.MonkeyPatch
     check_engine(config(), "cpu")
 
 
-def test_data_parallel_ranks_with_whole_experts_are_accepted() -> None:
-    check_engine(config(data_parallel_size=4), "cpu")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_data_parallel_ranks_with_whole_experts_are_accepted(device: str) -> None:
+    check_engine(config(data_parallel_size=4), device)
+    check_engine(config(data_parallel_size=4, experts=6, redundant=2), device)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +195,8 @@ def test_a_plain_engine_is_accepted() -> None:
         ({"data_parallel_size": 2, "tensor_parallel_size": 2}, "set tensor_parallel_size to 1"),
         ({"data_parallel_size": 2, "data_parallel_external_lb": True}, "leave data_parallel_rank"),
         ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb out"),
+        ({"data_parallel_size": 3}, "8 experts on 3 data-parallel ranks: set data_parallel_size"),
+        ({"data_parallel_size": 2, "experts": 6, "redundant": 1}, "7 experts on 2 data-parallel ranks"),
         ({"decode_context_parallel_size": 2}, "decode context"),
         ({"prefill_context_parallel_size": 2}, "prefill context"),
         ({"enable_dbo": True}, "overlap"),
@@ -191,14 +204,30 @@ def test_a_plain_engine_is_accepted() -> None:
         ({"return_experts": True}, "enable_return_routed_experts"),
     ],
 )
-def test_an_engine_that_would_not_count_exactly_is_refused(settings: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_that_would_not_count_exactly_is_refused(
+    settings: dict[str, Any], reason: str, device: str
+) -> None:
+    with pytest.raises(UnsupportedEngineError, match=reason) as refused:
+        check_engine(config(**settings), device)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"data_parallel_size_local": 4}, "on several nodes: leave data_parallel_size_local and nnodes out"),
+        ({"data_parallel_backend": "ray"}, "actors of Ray.*leave data_parallel_backend"),
+        ({"distributed_executor_backend": "ray"}, "actors of Ray.*distributed_executor_backend out"),
+        ({"enable_elastic_ep": True}, "elastic.*set enable_elastic_ep to false"),
+    ],
+)
+def test_data_parallel_ranks_that_a_replica_on_gpus_cannot_have_are_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
-        check_engine(config(**settings), "cpu")
-
-
-def test_data_parallel_ranks_on_gpus_are_refused() -> None:
-    with pytest.raises(UnsupportedEngineError, match="on GPUs: set data_parallel_size to 1"):
-        check_engine(config(data_parallel_size=2), "cuda")
+        check_engine(config(data_parallel_size=8, **settings), "cuda")
+    check_engine(config(**settings | {"data_parallel_size_local": 1}), "cuda")  # of an engine without them
 
 
 ATTENTION: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -261,8 +290,13 @@ class Router(BaseRouter):
         raise AssertionError
 
 
-def layer(router: Any, monolithic: bool = False) -> Any:
-    return SimpleNamespace(router=router, _quant_method=SimpleNamespace(is_monolithic=monolithic))
+def layer(router: Any, monolithic: bool = False, gathers: bool = False) -> Any:
+    """Return an MoE layer, which `gathers` the tokens of data-parallel ranks before it routes them."""
+    return SimpleNamespace(
+        router=router,
+        _quant_method=SimpleNamespace(is_monolithic=monolithic),
+        do_naive_dispatch_combine=gathers,
+    )
 
 
 def test_routers_are_found_in_the_order_of_their_layers() -> None:
@@ -295,6 +329,10 @@ def test_the_drafters_experts_are_not_counted(drafter: str) -> None:
         ),
         ({"model.layers.0.mlp.experts": layer(Router(2, 8), monolithic=True)}, "layer 0 .*moe_backend"),
         ({"model.layers.0.mlp.experts": layer(object())}, "shows no choices"),
+        (
+            {"model.layers.0.mlp.experts": layer(Router(2, 8), gathers=True)},
+            "MoE layer 0 routes the tokens of all data-parallel ranks.*moe_backend",
+        ),
         ({"model.layers.0.self_attn.attn": SimpleNamespace()}, "no MoE layer.*name a model with experts"),
     ],
 )

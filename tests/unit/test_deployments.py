@@ -14,7 +14,8 @@ from tests.support.tables import unit_table
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-TOPOLOGIES = {  # file -> maximum prefill replicas, maximum decode replicas, GPUs per replica
+# file -> maximum prefill replicas, maximum decode replicas, GPUs per replica, or those of each role
+TOPOLOGIES: dict[str, tuple[int, int, int | tuple[int, int]]] = {
     "cpu_demo": (1, 2, 0),
     "cpu_demo_4d": (1, 4, 0),
     "cpu_demo_ep": (1, 2, 0),
@@ -27,6 +28,8 @@ TOPOLOGIES = {  # file -> maximum prefill replicas, maximum decode replicas, GPU
     "gpt_oss_120b_8p16d": (8, 16, 1),
     "gemma_4_26b_8p16d": (8, 16, 1),
     "qwen3_235b_2p8d": (2, 8, 4),
+    "qwen3_235b_wide_ep": (2, 4, (4, 8)),
+    "deepseek_v3_wide_ep": (1, 4, (8, 8)),
 }
 
 
@@ -68,13 +71,16 @@ def test_the_graph_matches_the_file(name: str, monkeypatch: pytest.MonkeyPatch) 
     num_prefill, num_decode, gpus = TOPOLOGIES[name]
     assert (most(prefill) if prefill else 0) == num_prefill
     assert most(decode) == num_decode
-    roles = ((prefill, "kv_producer"), (decode, "kv_consumer")) if prefill else ((decode, "kv_both"),)
-    for deployment, role in roles:
+    of_prefill, of_decode = (gpus, gpus) if isinstance(gpus, int) else gpus
+    roles = [(decode, "kv_consumer" if prefill else "kv_both", of_decode)]
+    if prefill:
+        roles.append((prefill, "kv_producer", of_prefill))
+    for deployment, role, gpus_of_role in roles:
         config = deployment.init_kwargs["llm_config"]
         assert config.engine_kwargs["kv_transfer_config"]["kv_role"] == role
         assert config.engine_kwargs["scheduler_cls"] == "eldr_serve.engine.vllm.scheduler.EldrAsyncScheduler"
         bundles = deployment._replica_config.placement_group_bundles
-        assert sum(bundle.get("GPU", 0) for bundle in bundles) == gpus
+        assert sum(bundle.get("GPU", 0) for bundle in bundles) == gpus_of_role
         assert config.model_id == decode.init_kwargs["llm_config"].model_id
 
 
@@ -99,6 +105,20 @@ def test_a_one_rank_engine_is_one_process_on_cpu_and_optionally_on_a_gpu(
     assert engine_config.get_initialization_kwargs()["distributed_executor_backend"] == executor
     environment = engine_config.runtime_env["env_vars"] if engine_config.runtime_env else {}
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if executor == "uni" else None)
+
+
+@pytest.mark.parametrize("name", ["qwen3_235b_wide_ep", "deepseek_v3_wide_ep"])
+def test_a_replica_has_the_gpus_of_its_data_parallel_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    decode = engines(build_app(arguments(name)))[1]
+    (bundle,) = decode._replica_config.placement_group_bundles
+    assert bundle["GPU"] == decode._replica_config.ray_actor_options["num_gpus"] == 8
+    config = pickle.loads(pickle.dumps(decode.init_kwargs["llm_config"])).get_engine_config()
+    assert config.get_initialization_kwargs()["distributed_executor_backend"] == "uni"
+    assert config.num_devices == 8
+    assert not config.accelerator.requires_remote_initialization  # no GPU of the node is left for such a task
 
 
 def test_the_router_starts_with_the_table_in_the_file(

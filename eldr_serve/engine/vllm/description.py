@@ -28,6 +28,8 @@ class VllmDescribed(DescribedEngine):
         if capability is not None:
             arguments = {"block_size": _GPU_BLOCK} | _default_batch(memory_gib, capability) | arguments
         super().__init__(arguments | {"model": str(model)}, capability)
+        # For MLA vLLM's CPU platform raises the number in its configuration.
+        self._gpu_step_tokens = None if capability is None else arguments["max_num_batched_tokens"]
         self.shared_arguments: Mapping[str, Any] = resolve_shared_arguments(self.config)
         self.max_model_len: int = self.config.model_config.max_model_len
         self.memory_utilization: float = self.config.cache_config.gpu_memory_utilization
@@ -39,7 +41,8 @@ class VllmDescribed(DescribedEngine):
         text = model.hf_text_config
         ranks = 1 if parallel.enable_expert_parallel else parallel.tensor_parallel_size
         return StepSizes(
-            tokens=scheduler.max_num_batched_tokens,
+            tokens=self._gpu_step_tokens or scheduler.max_num_batched_tokens,
+            data_ranks=parallel.data_parallel_size,
             sequences=scheduler.max_num_seqs,
             hidden=model.get_hidden_size(),
             top_k=next(

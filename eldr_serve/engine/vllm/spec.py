@@ -30,6 +30,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
 from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
+from eldr_serve.engine.vllm.ranks import check_gpus, data_ranks, model_ranks, runs_in_one_process
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.experts.parallel.placement import ExpertPlacement
 
@@ -63,27 +64,17 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
     environment = config["runtime_env"]["env_vars"] = config["runtime_env"].get("env_vars") or {}
     for variable, value in ENVIRONMENT.items():
         environment.setdefault(variable, value)
-    if _runs_in_one_process(config["engine_kwargs"], accelerator):
+    if accelerator == "gpu":
+        check_gpus(config)
+    if runs_in_one_process(config["engine_kwargs"], accelerator):
         config_class = OneProcessLLMConfig
+        # Ray would infer a CPU from bundles without GPUs; the replica has those of the engine.
+        config["accelerator_config"] = config.get("accelerator_config") or {"kind": accelerator}
         config["engine_kwargs"].pop("distributed_executor_backend", None)  # Ray knows only its own names
         environment.update(ONE_PROCESS | environment)
     llm_config: LLMConfig = config_class.model_validate(config)
     llm_config.get_engine_config().get_initialization_kwargs()  # raise errors here, not in a replica
     return llm_config
-
-
-def _runs_in_one_process(kwargs: dict[str, Any], accelerator: str) -> bool:
-    """Return whether scheduler and model run in one process, for each data-parallel rank.
-
-    They do on a CPU unless the arguments name an executor, and on a GPU if they name "uni".
-    """
-    backend = kwargs.get("distributed_executor_backend")
-    return _model_ranks(kwargs) == 1 and backend == (None if accelerator == "cpu" else "uni")
-
-
-def _model_ranks(kwargs: dict[str, Any]) -> int:
-    """Return the number of ranks that a data-parallel rank's model is divided among."""
-    return int(kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1))
 
 
 @dataclass(frozen=True)
@@ -153,7 +144,7 @@ class VllmSpec:
     def ranks(self) -> int:
         """Return the number of processes, and of GPUs, of one engine."""
         kwargs = self.config.engine_kwargs
-        return _model_ranks(kwargs) * int(kwargs.get("data_parallel_size") or 1)
+        return model_ranks(kwargs) * data_ranks(kwargs)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -193,7 +184,7 @@ class VllmSpec:
         kwargs = self.config.engine_kwargs
         if self.device == "gpu":
             raise ConfigurationError("engines on GPUs cannot move experts while they serve")
-        if int(kwargs.get("data_parallel_size") or 1) > 1:
+        if data_ranks(kwargs) > 1:
             raise ConfigurationError("data-parallel ranks cannot change their experts while they serve")
         if not kwargs.get("enable_expert_parallel") or self.environment.get(EXPERT_PARALLEL_ENV) != "1":
             raise ConfigurationError(

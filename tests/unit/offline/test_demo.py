@@ -148,19 +148,19 @@ def test_the_number_of_engines_can_be_set_and_then_caches_are_small() -> None:
         assert arguments["prefill_config"]["deployment_config"]["num_replicas"] == 1
 
 
-def test_engines_that_share_a_gpu_leave_ray_room_for_its_own_task() -> None:
+def test_engines_that_share_a_gpu_request_no_more_than_the_gpu() -> None:
     arguments = demo_arguments(DEPLOYMENT, MODEL, 2, 20, gpu=True)
     shares = 0.0
     for role in ("prefill_config", "decode_config"):
         config = arguments[role]
-        (bundle,) = config["placement_group_config"]["bundles"]
+        assert config["placement_group_config"]["bundles"] == [{"CPU": 0.1}]  # the replica has the share
         options = config["deployment_config"]["ray_actor_options"]
-        shares += config["deployment_config"]["num_replicas"] * (options["num_gpus"] + bundle["GPU"])
+        shares += config["deployment_config"]["num_replicas"] * options["num_gpus"]
         assert config["accelerator_config"] == {"kind": "gpu"}
         assert config["engine_kwargs"]["gpu_memory_utilization"] == options["num_gpus"] == 0.3
         assert config["engine_kwargs"]["distributed_executor_backend"] == "uni"
         assert not [name for name in config["runtime_env"]["env_vars"] if name.startswith("VLLM_CPU_")]
-    assert 0.9 < shares <= 1
+    assert 0.89 < shares <= 1
     assert _gpus(arguments) == 1
     assert _gpus(demo_arguments(DEPLOYMENT, MODEL, 2, 20)) is None
     load = LoadSpec("p", "m", rate=0.0, seconds=1, warm_up_s=0, users=1, max_tokens=1, temperature=0.0)

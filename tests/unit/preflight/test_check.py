@@ -127,6 +127,31 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {f"{P}.experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": 22001}},
         "prefill's NIXL ports 22001 overlap decode's 22000-22001 on one node",
     ),
+    "ranks_that_do_not_divide_the_experts": (
+        "qwen3_235b_wide_ep",
+        {f"{D}.engine_kwargs.data_parallel_size": 6, f"{D}.deployment_config.ray_actor_options.num_gpus": 6},
+        "128 experts on 6 data-parallel ranks: set data_parallel_size to a number that divides them",
+    ),
+    "ranks_with_a_share_of_each_expert": (
+        "qwen3_235b_wide_ep",
+        {f"{D}.engine_kwargs.enable_expert_parallel": False},
+        "data-parallel ranks with a share of each expert: set enable_expert_parallel to true",
+    ),
+    "ranks_on_cpus_that_do_not_divide_the_experts": (
+        "cpu_demo_wide_ep",
+        {f"{D}.engine_kwargs.data_parallel_size": 3},
+        "64 experts on 3 data-parallel ranks",
+    ),
+    "gpus_of_ranks_requested_twice": (
+        QWEN,
+        {
+            f"{D}.deployment_config.ray_actor_options": {"num_gpus": 1},
+            f"{D}.accelerator_type": "H200",
+            f"{SCALING}.max_replicas": 4,
+            f"{SCALING}.initial_replicas": 4,
+        },
+        "a decode replica requests 2 GPUs, and tensor_parallel_size x data_parallel_size is 1",
+    ),
     "one_port_twice": (QWEN, {"ingress.port": 8000}, "both listen at port 8000"),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -209,12 +234,25 @@ def test_weights_equal_the_published_sizes(outcomes: dict[str, CheckOutcome]) ->
         assert outcomes[name].results[0][2].weights / 2e9 == pytest.approx(published, abs=0.1)
     four = outcomes["qwen3_235b_2p8d"].results[0][2].weights
     assert 4 * four / 2e9 == pytest.approx(235, abs=0.5)
+    # Each of 8 data-parallel ranks has an eighth of the experts, and everything else.
+    experts = 94 * 128 * 3 * 4096 * 1536
+    rank = outcomes["qwen3_235b_wide_ep"].results[1][2].weights / 2
+    assert (rank + experts * 7 / 8) / 1e9 == pytest.approx(235, abs=0.5)
+    experts, in_16_bits = 58 * 256 * 3 * 7168 * 2048, (2 * 129280 + 58 * 256) * 7168
+    rank = outcomes["deepseek_v3_wide_ep"].results[1][2].weights - in_16_bits
+    assert (rank + experts * 7 / 8) / 1e9 == pytest.approx(671, abs=0.5)
 
 
 def test_the_shape_of_the_experts_is_that_of_the_models_configuration(
     outcomes: dict[str, CheckOutcome],
 ) -> None:
-    shapes = {"qwen3_30b_8p16d": (48, 128), "qwen3_235b_2p8d": (94, 128), "gpt_oss_120b_8p16d": (36, 128)}
+    shapes = {
+        "qwen3_30b_8p16d": (48, 128),
+        "qwen3_235b_2p8d": (94, 128),
+        "qwen3_235b_wide_ep": (94, 128),
+        "deepseek_v3_wide_ep": (58, 256),
+        "gpt_oss_120b_8p16d": (36, 128),
+    }
     for name, shape in shapes.items():
         assert {result.expert_shape for *_, result in outcomes[name].results} == {shape}
 
@@ -225,6 +263,12 @@ def test_kv_tokens_equal_a_computation_by_hand(outcomes: dict[str, CheckOutcome]
     block = 16 * 48 * 2 * 4 * 128 * 2
     assert answer.kv_tokens == answer.kv // block * 16
     assert answer.kv == int(gpu_of("H100").memory_gib * GIB * 0.9) - answer.weights - answer.reserve
+
+
+def test_kv_tokens_of_latent_attention_equal_a_computation_by_hand(outcomes: dict[str, CheckOutcome]) -> None:
+    """DeepSeek-V3: 61 layers, 512 + 64 elements of 2 bytes a token, on each rank; blocks of 16 tokens."""
+    for _, _, answer in outcomes["deepseek_v3_wide_ep"].results:
+        assert answer.kv_tokens == answer.kv // (16 * 61 * 576 * 2) * 16
 
 
 def test_json_output_is_complete(outcomes: dict[str, CheckOutcome]) -> None:

@@ -1,5 +1,6 @@
 """An engine's memory, against numbers computed by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,12 @@ def test_the_reserve_is_the_sum_of_its_parts() -> None:
     assert reserve_bytes(QWEN3_30B, "gpu") == 3 * GIB + moe + hidden + logits == 4_814_307_328
     fewer = reserve_bytes(QWEN3_30B, "gpu") - reserve_bytes(QWEN3_30B, "cpu")
     assert fewer == GIB / 2 == (FIXED_GIB["gpu"] - FIXED_GIB["cpu"]) * GIB
+
+
+def test_the_kernel_gets_the_tokens_of_all_data_parallel_ranks() -> None:
+    moe = 16384 * 8 * 2048 * 2 + 16384 * 8 * 2048 * 2
+    eight = reserve_bytes(replace(QWEN3_30B, data_ranks=8), "gpu")
+    assert eight - reserve_bytes(QWEN3_30B, "gpu") == 7 * moe
 
 
 def test_the_rest_is_the_share_minus_the_reserve() -> None:

@@ -23,6 +23,7 @@ with internal_imports():
     from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -31,7 +32,11 @@ with internal_imports():
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import counted_group
-from eldr_serve.engine.vllm.compat.moe import avoid_kernels_that_hide_choices, hides_choices
+from eldr_serve.engine.vllm.compat.moe import (
+    avoid_kernels_that_hide_choices,
+    check_kernel_of_ranks,
+    hides_choices,
+)
 from eldr_serve.errors import ConfigurationError
 
 # Copied from vLLM: its functions that look for kernel libraries of the GPU wheel, absent on this machine.
@@ -44,6 +49,7 @@ _GPU_WHEEL = (
     "has_triton_kernels",
 )
 _SELECTORS = (
+    "vllm.model_executor.kernels.linear",
     "vllm.model_executor.layers.fused_moe",
     "vllm.model_executor.layers.quantization",
     "vllm.utils",
@@ -85,7 +91,7 @@ class _Weightless(TorchFunctionMode):
 
 @contextmanager
 def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Make vLLM select MoE kernels for a GPU of this compute capability; None: for this machine."""
+    """Make vLLM select kernels for a GPU of this compute capability; None: for this machine."""
     if capability is None:
         yield
         return
@@ -99,10 +105,19 @@ def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(major, minor)
 
+        @classmethod
+        def supports_fp8(cls) -> bool:
+            return (major, minor) >= (8, 9)
+
     for module_info in pkgutil.iter_modules(experts.__path__, f"{experts.__name__}."):
         with suppress(ImportError, AttributeError):  # some modules need their kernel library
             importlib.import_module(module_info.name)
-    replacements = {"current_platform": Described()} | dict.fromkeys(_GPU_WHEEL, lambda: True)
+    replacements: dict[str, Any] = dict.fromkeys(_GPU_WHEEL, lambda: True)
+    replacements |= {
+        "current_platform": Described(),
+        # vLLM imports the classes that round up for some all2all_backends only on GPUs.
+        "maybe_roundup_layer_hidden_size": lambda hidden_size, *_: hidden_size,
+    }
     originals = [
         (module, name, vars(module)[name])
         for key, module in list(sys.modules.items())
@@ -125,7 +140,8 @@ def _block_sizes(declared: int | MultipleOf) -> str:
 class DescribedEngine:
     """An engine's configuration and its first rank's model, whose tensors have no storage.
 
-    vLLM builds both on its CPU platform; only MoE kernels are selected for the described GPU.
+    vLLM builds both on its CPU platform; only kernels of MoE and linear layers are selected for the described
+    GPU.
 
     Args:
         arguments: arguments of AsyncEngineArgs; the model is a folder with a config.json.
@@ -145,6 +161,9 @@ class DescribedEngine:
         if capability is None:
             all_arguments["enable_lora"] = False  # adapters on CPUs leave the experts' kernel as it is
         self.config = AsyncEngineArgs(**all_arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        if capability is not None and self.config.model_config.use_mla:
+            # The one for CPUs with AMX refuses numbers of heads that a rank of an engine on GPUs may have.
+            self.config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         world = ranks * data_ranks
         sizes = {"WORLD": world, "TP": ranks, "DP": data_ranks, "EP": world}
         for name in ("WORLD", "TP", "EP", "PP", "DP", "DCP", "PCP", "EPLB"):
@@ -167,16 +186,17 @@ class DescribedEngine:
 
     def kernels(self) -> set[tuple[str, bool]]:
         """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
-        methods = [
-            layer._quant_method
-            for layer in self._layers.values()
-            if getattr(layer, "router", None) is not None
-        ]
-        kinds = ((getattr(method, "experts_cls", None) or type(method), method) for method in methods)
         return {
             (kind.__name__, bool(method.is_monolithic) and (kind is type(method) or hides_choices(kind)))
-            for kind, method in kinds
+            for kind, method in self._kernels()
         }
+
+    def _kernels(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (class of the kernel, vLLM's method that runs it) of each MoE layer."""
+        for layer in self._layers.values():
+            if getattr(layer, "router", None) is not None:
+                method = layer._quant_method
+                yield getattr(method, "experts_cls", None) or type(method), method
 
     def expert_shape(self) -> tuple[int, int]:
         """Return (MoE layers, experts of a layer); zeros without MoE layers."""
@@ -187,6 +207,9 @@ class DescribedEngine:
     def check_counting(self) -> None:
         """Raise UnsupportedEngineError if EldrConnector would, or ConfigurationError for a block size."""
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
+        for kind, method in self._kernels():
+            if method.is_monolithic:
+                check_kernel_of_ranks(kind, method.moe)
         kv_cache = self._plan_kv_cache(2**60)
         counted_group(self.config, kv_cache)
         if self._capability is None:

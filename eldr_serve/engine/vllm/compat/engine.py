@@ -31,7 +31,7 @@ def check_engine(vllm_config: VllmConfig, device: str) -> None:
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism, where a stage sees only its own layers: set pipeline_parallel_size to 1",
         ),
-        *_data_parallel(parallel, device),
+        *_data_parallel(vllm_config, device),
         (
             parallel.decode_context_parallel_size > 1,
             "decode context parallelism, which spreads a block's tokens: "
@@ -59,12 +59,14 @@ def check_engine(vllm_config: VllmConfig, device: str) -> None:
     )
 
 
-def _data_parallel(parallel: Any, device: str) -> list[tuple[bool, str]]:
+def _data_parallel(vllm_config: VllmConfig, device: str) -> list[tuple[bool, str]]:
     """Return the reasons to refuse an engine for its data-parallel ranks, see `raise_first_refusal`."""
-    if parallel.data_parallel_size == 1:
+    parallel = vllm_config.parallel_config
+    ranks = parallel.data_parallel_size
+    if ranks == 1:
         return []
-    return [
-        (device != "cpu", "data-parallel ranks on GPUs: set data_parallel_size to 1 and run more replicas"),
+    experts = vllm_config.model_config.get_num_experts() + parallel.eplb_config.num_redundant_experts
+    refusals = [
         (
             not parallel.enable_expert_parallel,
             "data-parallel ranks with a share of each expert: set enable_expert_parallel to true, or "
@@ -79,6 +81,32 @@ def _data_parallel(parallel: Any, device: str) -> list[tuple[bool, str]]:
             parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb,
             "data-parallel ranks in several replicas, since the router must know which ranks wait for each "
             "other: leave data_parallel_rank, data_parallel_external_lb and data_parallel_hybrid_lb out",
+        ),
+        (
+            experts % ranks > 0,
+            f"{experts} experts on {ranks} data-parallel ranks: set data_parallel_size to a number that "
+            "divides them",
+        ),
+    ]
+    return refusals if device == "cpu" else refusals + _data_parallel_on_gpus(parallel)
+
+
+def _data_parallel_on_gpus(parallel: Any) -> list[tuple[bool, str]]:
+    """Return the reasons to refuse data-parallel ranks that only engines on GPUs can have."""
+    return [
+        (
+            parallel.data_parallel_size_local != parallel.data_parallel_size,
+            "data-parallel ranks on several nodes: leave data_parallel_size_local and nnodes out, and run a "
+            "replica on each node",
+        ),
+        (
+            parallel.data_parallel_backend == "ray" or parallel.distributed_executor_backend == "ray",
+            "data-parallel ranks as actors of Ray, which would not get the GPUs of their replica: leave "
+            "data_parallel_backend and distributed_executor_backend out",
+        ),
+        (
+            parallel.enable_elastic_ep,
+            "elastic expert parallelism, where ranks come and go: set enable_elastic_ep to false",
         ),
     ]
 

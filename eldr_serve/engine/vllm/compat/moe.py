@@ -81,6 +81,28 @@ def _check_ranks(name: str, layer: Any) -> None:
         )
 
 
+def _routes_for_all_ranks(what: str) -> str:
+    """Return why choices that are made after the exchange of tokens cannot be counted."""
+    return (
+        f"{what} routes the tokens of all data-parallel ranks together, so that a rank cannot count its own; "
+        "choose another kernel with moe_backend"
+    )
+
+
+def check_kernel_of_ranks(kernel: Any, moe_config: Any) -> None:
+    """Raise UnsupportedEngineError if data-parallel ranks have an MoE kernel that routes internally.
+
+    vLLM gathers the tokens of all ranks before such a kernel, whatever the `all2all_backend` is. Other
+    kernels get them after each rank has routed its own.
+
+    Args:
+        kernel: class of the kernel.
+        moe_config: vLLM's configuration of the layer.
+    """
+    if moe_config.dp_size > 1:
+        raise UnsupportedEngineError(_routes_for_all_ranks(kernel.__name__))
+
+
 def _check_rotary(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedEngineError if vLLM's CPU kernel would embed wrong positions.
 
@@ -143,10 +165,13 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
 
 def _find_source(index: int, layer: Any) -> Any:
     method = getattr(layer, "_quant_method", None)
+    if getattr(layer, "do_naive_dispatch_combine", False):
+        raise UnsupportedEngineError(_routes_for_all_ranks(f"MoE layer {index}"))
     if not getattr(method, "is_monolithic", False):
         return getattr(layer, "own_choices", layer.router)
     experts = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
     if isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture():
+        check_kernel_of_ranks(type(experts), experts.moe_config)
         return RoutingKernel(layer, experts)
     raise UnsupportedEngineError(
         f"MoE layer {index} runs {type(experts or method).__name__}, which routes internally and hides its "
@@ -247,6 +272,7 @@ def check_vllm_names() -> None:
         "the ELDR connector",
         (BaseRouter, "set_capture_fn"),
         (FusedMoEExpertsMonolithic, "supports_routing_replay_capture"),
+        (MoERunner, "do_naive_dispatch_combine"),
     )
 
 

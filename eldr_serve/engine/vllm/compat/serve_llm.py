@@ -41,6 +41,7 @@ _Client = TypeVar("_Client")
 try:
     from ray._common.usage.usage_lib import usage_stats_enabled
     from ray.llm._internal.common.callbacks.base import CallbackBase
+    from ray.llm._internal.serve.core.configs.accelerators import GPUAccelerator
     from ray.llm._internal.serve.core.configs.openai_api_models import (
         ChatCompletionRequest,
         CompletionRequest,
@@ -129,7 +130,26 @@ class QuietLLMServer(LLMServer):
             await self.engine.start()
 
 
+class _OwnGpus(GPUAccelerator):
+    """The GPUs of a replica that runs its engine itself.
+
+    Ray makes the configuration of other GPU engines in a task that needs a GPU beside those of the replica,
+    which a node whose GPUs all belong to the replica does not have.
+    """
+
+    @property
+    def requires_remote_initialization(self) -> bool:
+        """Return False: this replica has GPUs."""
+        return False
+
+
 class _OneProcess(VLLMEngineConfig):
+    @property
+    def accelerator(self) -> Any:
+        """Return Ray's description of the hardware; GPUs are the replica's own."""
+        accelerator: Any = super().accelerator
+        return _OwnGpus() if isinstance(accelerator, GPUAccelerator) else accelerator
+
     def get_initialization_kwargs(self) -> dict[str, Any]:
         kwargs: dict[str, Any] = super().get_initialization_kwargs()
         return kwargs | {"distributed_executor_backend": "uni"}
@@ -321,6 +341,10 @@ def check_ray() -> None:
     for exists, what in (
         (starts, "LLMServer._start_engine()"),
         (engine, "LLMConfig.get_engine_config with VLLMEngineConfig.get_initialization_kwargs"),
+        (
+            "requires_remote_initialization" in vars(GPUAccelerator),
+            "GPUAccelerator.requires_remote_initialization",
+        ),
     ):
         if not exists:
             raise RuntimeError(
