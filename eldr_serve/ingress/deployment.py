@@ -117,9 +117,7 @@ class EldrIngress:
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
         self._warmup = Warmup(fleets=fleets, handles=handles, router=router, model_id=model_id)
-        self._status = IngressStatus(
-            gate=self.gate, services=self._services, warmup=self._warmup, model_id=model_id
-        )
+        self._status = self._make_status(model_id)
         self.openai = OpenAIEndpoints(
             request_path=RequestPath(self._services),
             router=router,
@@ -140,6 +138,19 @@ class EldrIngress:
             engine_version=engine_version,
         )
         self._port = _port(options, application)
+
+    def _make_status(self, model_id: str) -> IngressStatus:
+        services = self._services
+        return IngressStatus(
+            gate=self.gate,
+            router_client=services.router_client,
+            fleets=services.fleets,
+            prefill_admission=services.prefill_admission,
+            prediction_recorder=services.prediction_recorder,
+            stage_latencies=services.stage_latencies,
+            warmup=self._warmup,
+            model_id=model_id,
+        )
 
     async def check_health(self) -> None:
         """Raise the exception that ended the background work, if any; the first call starts that work.
