@@ -35,7 +35,7 @@ from eldr_serve.monitoring.supervision import supervised
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
@@ -105,7 +105,7 @@ class EldrIngress:
         )
         self.gate = Gate(options, admin_key_sha256, counters)
         self._router_settings = router_settings
-        self._tokenizer = PromptTokens(tokenizer)
+        self._tokenizer = PromptTokenizer(tokenizer)
         self._services = Services(
             fleets=fleets,
             router_client=router,

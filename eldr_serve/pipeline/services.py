@@ -19,7 +19,7 @@ from eldr_serve.pipeline.placement_step import PlacementStep
 from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prefill_step import PrefillStep
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.retry_limiter import RetryLimiter
 from eldr_serve.pipeline.split_prefill import SplitPrefill
 from eldr_serve.pipeline.stage_latencies import StageLatencies
@@ -59,7 +59,7 @@ class Services:
         router_client: RouterClient,
         counters: IngressCounters,
         options: PathOptions,
-        tokenizer: PromptTokens | None = None,
+        tokenizer: PromptTokenizer | None = None,
     ) -> None:
         self.fleets = fleets
         self.router_client = router_client
@@ -102,7 +102,7 @@ class Services:
         self.decode = self._make_decode_step()
 
     def _make_split_prefill(
-        self, predictor: LatencyPredictor, tokenizer: PromptTokens | None
+        self, predictor: LatencyPredictor, tokenizer: PromptTokenizer | None
     ) -> SplitPrefill:
         local_prefill = LocalPrefill(
             fleets=self.fleets,
