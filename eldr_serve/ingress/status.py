@@ -62,7 +62,7 @@ class IngressStatus:
             "waiting": self._gate.limiter.num_waiting,
             "leases": len(self._router.held_leases()),
             "router_unreachable": self._router.router_unreachable,
-            "warm_pairs": self._warmup.pairs,
+            "warm_pairs": self._warmup.num_warm_pairs,
             "ready": self._warmup.ready,
             "prefill_in_flight": self._fleets.prefill.open_calls,
             "prefill_oldest_s": self._fleets.prefill.oldest_call_ages_s,

@@ -28,9 +28,9 @@ def ids(text: str, *, special: bool) -> list[int]:
 
 
 async def token_ids(**fields: Any) -> list[int] | None:
-    tokens = PromptTokenizer(str(MODEL))
-    await tokens.fingerprint()
-    ids = await tokens.tokenise(RequestFields.model_validate(fields))
+    tokenizer = PromptTokenizer(str(MODEL))
+    await tokenizer.fingerprint()
+    ids = await tokenizer.tokenise(RequestFields.model_validate(fields))
     return None if ids is None else ids.tolist()
 
 
@@ -88,9 +88,9 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 
 @given(json_values, json_values)
 def test_any_json_prompt_is_accepted(prompt: Any, messages: Any) -> None:
-    tokens = PromptTokenizer(str(MODEL))
-    tokens._tokenizer = TOKENIZER
-    ids = asyncio.run(tokens.tokenise(RequestFields(prompt=prompt, messages=messages)))
+    tokenizer = PromptTokenizer(str(MODEL))
+    tokenizer._tokenizer = TOKENIZER
+    ids = asyncio.run(tokenizer.tokenise(RequestFields(prompt=prompt, messages=messages)))
     assert ids is None or ids.dtype == np.uint32
 
 
