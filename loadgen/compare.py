@@ -126,7 +126,7 @@ def compare(
     journal = Journal(out / JOURNAL, settings)
     scheduled = schedule_trials(names, rounds, seed)
     console = Console(soft_wrap=True)
-    if unfinished := [slot for slot in scheduled if slot.key not in journal.entries]:
+    if unfinished := [planned for planned in scheduled if planned.key not in journal.entries]:
         if rate is None and in_flight is None:
             console.print(f"closed loop of {users} requests in flight; change it with --in-flight or --rate")
         try:
@@ -140,7 +140,7 @@ def compare(
             console.print(f"stopped; the same command resumes from the trials in {out}")
             raise typer.Exit(130) from None
     objective = LatencyObjective(slo_ttft_ms, slo_tpot_ms)
-    trials = [Trial(**journal.get(slot.key)) for slot in scheduled]
+    trials = [Trial(**journal.get(planned.key)) for planned in scheduled]
     all_answered = _publish(console, out, names, trials, load, objective, settings, seed)
     if not all_answered:
         raise typer.Exit(1)
@@ -233,19 +233,19 @@ def _measure(
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(scheduled) * load_s)
-        for number, slot in enumerate(scheduled):
-            progress.update(bar, description=f"{slot.policy}, round {slot.round + 1}")
+        for number, planned in enumerate(scheduled):
+            progress.update(bar, description=f"{planned.policy}, round {planned.round + 1}")
 
             def tick(elapsed_s: float, first_s: float = number * load_s) -> None:
                 progress.update(bar, completed=first_s + min(elapsed_s, load_s))
 
-            trial = run_trial(service, slot, load, scratch=scratch, tick=tick)
-            journal.put(slot.key, asdict(trial))
+            trial = run_trial(service, planned, load, scratch=scratch, tick=tick)
+            journal.put(planned.key, asdict(trial))
             left_s = (time.perf_counter() - start) / (number + 1) * (len(scheduled) - number - 1)
             failed = sum("error" in record for record in trial.requests)
             progress.console.print(
-                f"round {slot.round + 1}, {slot.policy}: {len(trial.requests)} requests, {failed} failed; "
-                f"about {left_s / 60:.1f} min left"
+                f"round {planned.round + 1}, {planned.policy}: {len(trial.requests)} requests, {failed} "
+                f"failed; about {left_s / 60:.1f} min left"
             )
 
 

@@ -121,7 +121,7 @@ def read_trials(folder: Path) -> list[Trial]:
 
 def run_trial(
     service: OperatorClient,
-    step: ScheduledTrial,
+    scheduled: ScheduledTrial,
     load: LoadSpec,
     *,
     scratch: Path,
@@ -130,7 +130,7 @@ def run_trial(
     """Set the policy, send the load, wait for all answers, and return the results.
 
     Args:
-        step: the trial. The same seed sends the same requests at the same times.
+        scheduled: the trial. The same seed sends the same requests at the same times.
         scratch: folder for locust's log and record.
         tick: called about twice per second with the seconds since the load began.
 
@@ -138,12 +138,12 @@ def run_trial(
         UserInputError: the server refused the policy.
         TrialFailedError: locust could not run.
     """
-    service.set_policy(*parse_policy(step.policy))
+    service.set_policy(*parse_policy(scheduled.policy))
     service.wait_idle()
     counters_before = service.status().get("counters", {})
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
     with _sample_status(service) as samples:
-        _run_locust(_command(service.url, load, step.seed, record), log, tick)
+        _run_locust(_command(service.url, load, scheduled.seed, record), log, tick)
     service.wait_idle()
     counters_after = service.status().get("counters", {})
     requests = [json.loads(line) for line in record.read_text().splitlines()]
@@ -155,7 +155,7 @@ def run_trial(
     in_flight = [(s.unix_s - start_s, s.in_flight) for s in samples if s.unix_s >= start_s]
     from_s = start_s + load.warm_up_s
     engines = totals_between(samples, from_s, from_s + load.seconds)
-    return Trial(step.policy, step.round, requests, engines, placed, best, in_flight)
+    return Trial(scheduled.policy, scheduled.round, requests, engines, placed, best, in_flight)
 
 
 @dataclass(frozen=True)

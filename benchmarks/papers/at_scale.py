@@ -180,7 +180,7 @@ class Runs:
         """Return the share of the time that a router is busy."""
         return 100 * self.router_s(policy) * self.load.rate_per_s * self.size.share
 
-    def of_seed(self, policy: str, seed: int, workers: int) -> dict[str, float]:
+    def figures_of_seed(self, policy: str, seed: int, workers: int) -> dict[str, float]:
         """Return the figures of a run on this number of workers, at the arrivals for all workers."""
         key = self._key(policy, f"{workers}/{seed}")
 
@@ -196,17 +196,17 @@ class Runs:
         missing = (number for number, key in enumerate(keys) if self._journal.get(key) is None)
         return next(missing, seeds) if self._finished_only else seeds
 
-    def of_seeds(self, policy: str, seeds: int) -> list[dict[str, float]]:
+    def figures_of_seeds(self, policy: str, seeds: int) -> list[dict[str, float]]:
         """Return the figures of each seed, on all workers."""
-        return [self.of_seed(policy, seed, self.size.workers) for seed in range(seeds)]
+        return [self.figures_of_seed(policy, seed, self.size.workers) for seed in range(seeds)]
 
     def fewest_workers(self, policy: str, quantile: str) -> int | None:
         """Return the fewest workers that give the policy the base's quantile on all workers, in one seed."""
-        goal, share = self.of_seed(BASE, 0, self.size.workers)[quantile], self.size.share
+        goal, share = self.figures_of_seed(BASE, 0, self.size.workers)[quantile], self.size.share
         counts = range(round(_FEWEST * share), round(_MOST * share) + 1, max(1, round(_GRID * share)))
 
         def meets_goal(count: int) -> bool:
-            return self.of_seed(policy, 0, count * self.size.routers)[quantile] <= goal
+            return self.figures_of_seed(policy, 0, count * self.size.routers)[quantile] <= goal
 
         count = smallest_that_meets(counts, meets_goal)
         return None if count is None else count * self.size.routers
@@ -279,7 +279,7 @@ def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: i
 
 
 def _row(runs: Runs, policy: str, seeds: int) -> dict[str, Any]:
-    base, runs_of_policy = runs.of_seeds(BASE, seeds), runs.of_seeds(policy, seeds)
+    base, runs_of_policy = runs.figures_of_seeds(BASE, seeds), runs.figures_of_seeds(policy, seeds)
     row = mean(runs_of_policy) | {"router_us": 1e6 * runs.router_s(policy)}
     row |= {"router_load_pct": runs.router_load_pct(policy), "slo_tpot_ms": runs.load.objective.tpot_ms}
     for key in _COMPARED:

@@ -104,7 +104,7 @@ class _Readers:
                 self._read_s += [time.monotonic()] * steps
                 self._changed.set()
 
-    async def of_steps(self, link: Link, seconds: float, gap_s: float) -> tuple[list[float], list[float]]:
+    async def time_steps(self, link: Link, seconds: float, gap_s: float) -> tuple[list[float], list[float]]:
         """Let the engine run. Return the seconds of its steps and of the reads of their last tokens."""
         self._tokens, self._read_s = 0, []
         began_s = (await link.command("run", {"seconds": seconds, "gap_s": gap_s}))["began_s"]
@@ -123,10 +123,10 @@ class _Readers:
             await asyncio.sleep(0.01)
 
 
-async def _pace(link: Link, readers: _Readers, seconds: float, gap_s: float) -> dict[str, float]:
+async def _measure_at_pace(link: Link, readers: _Readers, seconds: float, gap_s: float) -> dict[str, float]:
     """Return throughput, CPU time per token and the time of a step. There is no pace if `gap_s` is 0."""
     before, cpu_s = await link.command("stats", {}), time.process_time()
-    began_s, read_s = await readers.of_steps(link, seconds, gap_s)
+    began_s, read_s = await readers.time_steps(link, seconds, gap_s)
     cpu_s = time.process_time() - cpu_s
     server_s = (await link.command("stats", {}))["cpu_s"] - before["cpu_s"]
     tokens = len(began_s) * len(readers.calls)
@@ -152,11 +152,13 @@ async def _open_streams(link: Link, count: int, first: int) -> tuple[_Readers, d
     return readers, {"open_us": 1e6 * cpu_s / count, "memory_kib": 1024 * mib / count}
 
 
-async def _slow(link: Link, readers: _Readers, seconds: float, gap_s: float, number: int) -> dict[str, float]:
+async def _measure_slow_reader(
+    link: Link, readers: _Readers, seconds: float, gap_s: float, number: int
+) -> dict[str, float]:
     """Return the effect of one more stream that nobody reads."""
     before, mib = await link.command("stats", {}), resident_mib()
     slow = link.stream({"stream": number, "slow": True})
-    paced = await _pace(link, readers, seconds, gap_s)
+    paced = await _measure_at_pace(link, readers, seconds, gap_s)
     after = await link.command("stats", {})
     slow.cancel()
     while (await link.command("stats", {}))["open"] > len(readers.calls):
@@ -170,7 +172,7 @@ async def _slow(link: Link, readers: _Readers, seconds: float, gap_s: float, num
     }
 
 
-async def _cancel(
+async def _measure_cancels(
     link: Link, readers: _Readers, cancels: int, gap_s: float, rng: random.Random
 ) -> dict[str, float]:
     """Cancel streams one after the other during steps, and return the times until their handlers stopped."""
@@ -198,12 +200,12 @@ async def trial(transport: str, port: int, load: ChannelLoad, seed: int) -> list
             gap_s = count / load.pace
             row: dict[str, Any] = {"way": transport, "streams": count, "offered_tokens_per_s": load.pace}
             readers, open_cost = await _open_streams(link, count, first)
-            await readers.of_steps(link, _WARM_UP_S, 0.0)
-            row |= await _pace(link, readers, load.seconds, gap_s)
-            peak = await _pace(link, readers, load.peak_seconds, 0.0)
+            await readers.time_steps(link, _WARM_UP_S, 0.0)
+            row |= await _measure_at_pace(link, readers, load.seconds, gap_s)
+            peak = await _measure_at_pace(link, readers, load.peak_seconds, 0.0)
             row |= {f"peak_{name}": value for name, value in peak.items()}
-            row |= open_cost | await _slow(link, readers, load.seconds, gap_s, first + count)
-            row |= await _cancel(link, readers, load.cancels, gap_s, rng)
+            row |= open_cost | await _measure_slow_reader(link, readers, load.seconds, gap_s, first + count)
+            row |= await _measure_cancels(link, readers, load.cancels, gap_s, rng)
             rows.append(row)
             await readers.close(link)
             first += count + 1

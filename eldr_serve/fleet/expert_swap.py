@@ -16,7 +16,7 @@ from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.scheduling.worker_names import replica_of
 
 
-async def place_everywhere(decode: Fleet, body: bytes) -> dict[str, Any]:
+async def place_on_replicas(decode: Fleet, body: bytes) -> dict[str, Any]:
     """Apply a placement to the decode engines one after the other, so that only one at a time slows down.
 
     Returns:

@@ -43,8 +43,8 @@ class Fleet:
         directory.kv_usage.max_usage = max_kv_usage
         self.waiters = Waiters()
         self._channels: dict[str, Channel] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # also keepers of replicas that have gone
+        self._connection_tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # also those of replicas that have gone
         self._live_names: tuple[str, ...] = ()
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._sample_timer: asyncio.TimerHandle | None = None
@@ -63,8 +63,8 @@ class Fleet:
         self.directory.watch(lambda: None)
         if self._sample_timer is not None:
             self._sample_timer.cancel()
-        for keeper in self._tasks:
-            keeper.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
@@ -122,20 +122,21 @@ class Fleet:
 
     def _follow_directory(self) -> None:
         metadata = self.directory.metadata
-        for replica in [replica for replica in self._keepers if replica not in metadata]:
-            self._keepers.pop(replica)  # its channel stays open for its streams, until the replica closes it
+        for replica in [replica for replica in self._connection_tasks if replica not in metadata]:
+            # Its channel stays open for its streams, until the replica closes it.
+            self._connection_tasks.pop(replica)
             self._update()
         for replica in metadata:
-            if replica not in self._keepers:
-                keeper = asyncio.get_running_loop().create_task(self._keep_connected(replica))
-                self._keepers[replica] = keeper
-                self._tasks.add(keeper)
-                keeper.add_done_callback(self._tasks.discard)
+            if replica not in self._connection_tasks:
+                task = asyncio.get_running_loop().create_task(self._keep_connected(replica))
+                self._connection_tasks[replica] = task
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _keep_connected(self, replica: str) -> None:
         """Connect, and reconnect after a loss, while Serve knows the replica."""
         this_task, retry_s = asyncio.current_task(), _RETRY_S
-        while self._keepers.get(replica) is this_task:
+        while self._connection_tasks.get(replica) is this_task:
             try:
                 address = Address(**self.directory.metadata[replica][ADDRESS])
                 channel = await address.connect(self._update)
@@ -178,7 +179,7 @@ class Fleet:
         metadata = self.directory.metadata
         live_metadata = {
             replica: metadata[replica]
-            for replica in self._keepers.keys() & metadata.keys()
+            for replica in self._connection_tasks.keys() & metadata.keys()
             if replica in self._channels and self._channels[replica].is_open
         }
         self._live_names = tuple(sorted(workers_of(live_metadata)))

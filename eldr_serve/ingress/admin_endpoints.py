@@ -21,12 +21,12 @@ from eldr_serve.errors import (
     one_line_message,
 )
 from eldr_serve.fleet.drain import LastReplicaError, UnknownReplicaError, drain
-from eldr_serve.fleet.expert_swap import place_everywhere
+from eldr_serve.fleet.expert_swap import place_on_replicas
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.status import IngressStatus
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
@@ -74,7 +74,7 @@ class AdminEndpoints:
         scorer: Scorer,
         status: IngressStatus,
         decode: Fleet,
-        tokenizer: PromptTokens,
+        tokenizer: PromptTokenizer,
         pool: PoolControl,
         engine_version: str,
     ) -> None:
@@ -177,7 +177,7 @@ class AdminEndpoints:
 
     async def place_experts(self, request: Request) -> Response:
         """Apply an expert placement to the decode engines while they serve, one engine after the other."""
-        return JSONResponse(await place_everywhere(self._decode, await request.body()))
+        return JSONResponse(await place_on_replicas(self._decode, await request.body()))
 
     async def drain(self, request: Request) -> Response:
         """Move the answers of a decode replica to others, and send it no further requests."""

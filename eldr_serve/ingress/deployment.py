@@ -35,7 +35,7 @@ from eldr_serve.monitoring.supervision import supervised
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
@@ -105,7 +105,7 @@ class EldrIngress:
         )
         self.gate = Gate(options, admin_key_sha256, counters)
         self._router_settings = router_settings
-        self._tokenizer = PromptTokens(tokenizer)
+        self._tokenizer = PromptTokenizer(tokenizer)
         self._services = Services(
             fleets=fleets,
             router_client=router,
@@ -117,9 +117,7 @@ class EldrIngress:
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
         self._warmup = Warmup(fleets=fleets, handles=handles, router=router, model_id=model_id)
-        self._status = IngressStatus(
-            gate=self.gate, services=self._services, warmup=self._warmup, model_id=model_id
-        )
+        self._status = self._make_status(model_id)
         self.openai = OpenAIEndpoints(
             request_path=RequestPath(self._services),
             router=router,
@@ -140,6 +138,19 @@ class EldrIngress:
             engine_version=engine_version,
         )
         self._port = _port(options, application)
+
+    def _make_status(self, model_id: str) -> IngressStatus:
+        services = self._services
+        return IngressStatus(
+            gate=self.gate,
+            router_client=services.router_client,
+            fleets=services.fleets,
+            prefill_admission=services.prefill_admission,
+            prediction_recorder=services.prediction_recorder,
+            stage_latencies=services.stage_latencies,
+            warmup=self._warmup,
+            model_id=model_id,
+        )
 
     async def check_health(self) -> None:
         """Raise the exception that ended the background work, if any; the first call starts that work.

@@ -8,8 +8,12 @@ from typing import Any
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
-from eldr_serve.pipeline.services import Services
+from eldr_serve.pipeline.fleets import Fleets
+from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
+from eldr_serve.pipeline.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.pipeline.warmup import Warmup
+from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.worker_names import replica_of
 
 
@@ -27,14 +31,20 @@ class IngressStatus:
         self,
         *,
         gate: Gate,
-        services: Services,
+        router_client: RouterClient,
+        fleets: Fleets,
+        prefill_admission: PrefillAdmission,
+        prediction_recorder: PredictionRecorder,
+        stage_latencies: StageLatencies,
         warmup: Warmup,
         model_id: str,
     ) -> None:
         self._gate = gate
-        self._router = services.router_client
-        self._fleets = services.fleets
-        self._services = services
+        self._router = router_client
+        self._fleets = fleets
+        self._prefill_admission = prefill_admission
+        self._prediction_recorder = prediction_recorder
+        self._stage_latencies = stage_latencies
         self._warmup = warmup
         self.watch = LoopWatch("ingress")
         self._model_id = model_id
@@ -46,21 +56,21 @@ class IngressStatus:
 
     def own(self) -> dict[str, Any]:
         """Return the part `ingress` of the status."""
-        self._services.prefill_admission.discard_dead_queues()
+        self._prefill_admission.discard_dead_queues()
         return {
             "in_flight": self._gate.in_flight,
             "waiting": self._gate.limiter.num_waiting,
             "leases": len(self._router.held_leases()),
             "router_unreachable": self._router.router_unreachable,
-            "warm_pairs": self._warmup.pairs,
+            "warm_pairs": self._warmup.num_warm_pairs,
             "ready": self._warmup.ready,
             "prefill_in_flight": self._fleets.prefill.open_calls,
             "prefill_oldest_s": self._fleets.prefill.oldest_call_ages_s,
-            "stages": self._services.stage_latencies.summary(),
-            "prefill_wait_s": self._services.prefill_admission.estimate_waits(),
+            "stages": self._stage_latencies.summary(),
+            "prefill_wait_s": self._prefill_admission.estimate_waits(),
             "prefill_kv_usage": self._fleets.prefill.kv_usage,
             "decode_kv_usage": self._fleets.decode.kv_usage,
-            "objectives": self._services.prediction_recorder.status(),
+            "objectives": self._prediction_recorder.status(),
             "experts": self._fleets.decode.directory.experts,
         }
 

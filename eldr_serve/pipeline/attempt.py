@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
-import msgspec
-
-from eldr_serve.channel import Call, CallFailedError, CallTimeoutError, ChannelLostError
-from eldr_serve.engine.calls import GenerationReport
-from eldr_serve.metrics import IngressEvent
 from eldr_serve.pipeline.decode_call import DecodeCall
-from eldr_serve.pipeline.failures import DecodeFailedError
+from eldr_serve.pipeline.decode_step import DecodeStep
+from eldr_serve.pipeline.latency_admission import LatencyAdmission
+from eldr_serve.pipeline.placement_step import PlacementStep
+from eldr_serve.pipeline.prefill_step import PrefillStep
 from eldr_serve.pipeline.prompt import Prompt, UncomputedPrompt
 from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.services import Services
-from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.scheduling import Lease
+from eldr_serve.pipeline.retry_limiter import RetryLimiter
 
 
 class Attempt:
     """One attempt to answer a request.
 
     It owns the prompt's resources, the decode call and the lease, and ends each of them.
+
+    Args:
+        retries: limits how many failed requests are tried again at once.
+        latency_admission: admits requests by predicted latency.
+        prefill, placement, decode: the steps.
     """
 
-    def __init__(self, services: Services, context: RequestContext) -> None:
-        self._services = services
+    def __init__(
+        self,
+        context: RequestContext,
+        *,
+        retries: RetryLimiter,
+        latency_admission: LatencyAdmission,
+        prefill: PrefillStep,
+        placement: PlacementStep,
+        decode: DecodeStep,
+    ) -> None:
         self._context = context
+        self._retries = retries
+        self._latency_admission = latency_admission
+        self._prefill = prefill
+        self._placement = placement
+        self._decode = decode
         self._prompt: Prompt = UncomputedPrompt()
-        self._channel_call: Call | None = None
+        self._decode_call: DecodeCall | None = None
 
     async def run(self) -> AsyncGenerator[bytes, None]:
         """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
@@ -44,133 +56,21 @@ class Attempt:
             DecodeFailedError: the answer is not complete.
             CallFailedError: an engine refuses the request itself.
         """
-        services = self._services
         context = self._context
         try:
-            async with services.retries.permit(context):
-                await services.placement.wait_for_decode()
-                services.placement.check_slots(context)
-                await services.prefill.tokenise_for_admission(context)
-                context.admission = await services.latency_admission.admit(context)
-                self._prompt = await services.prefill.prepare(context)
+            async with self._retries.permit(context):
+                await self._placement.wait_for_decode()
+                self._placement.check_slots(context)
+                await self._prefill.tokenise_for_admission(context)
+                context.admission = await self._latency_admission.admit(context)
+                self._prompt = await self._prefill.prepare(context)
                 with context.record.stage("place") as placing:
-                    context.lease = lease = await services.placement.place(context, self._prompt)
-            async with aclosing(self._decode(lease, placing)) as payloads:
+                    context.lease = lease = await self._placement.place(context, self._prompt)
+            self._decode_call = self._decode.make_call(context, self._prompt, lease)
+            async with aclosing(self._decode.run(context, self._decode_call, placing)) as payloads:
                 async for payload in payloads:
                     yield payload
         finally:
-            services.router_client.release(context.request_id)  # no effect without a lease
-            self._prompt.close(reader=self._channel_call)
-
-    # -- decode ----------------------------------------------------------------------------------
-
-    async def _decode(self, lease: Lease, placing: Stage) -> AsyncGenerator[bytes, None]:
-        """Yield the engine's bytes as they arrive, and time the stages.
-
-        Raises:
-            DecodeFailedError: the answer is not complete.
-            CallFailedError: the engine refuses the request itself.
-        """
-        context = self._context
-        services = self._services
-        is_resumed = context.answer.num_tokens > 0
-        if is_resumed:
-            services.router_client.progress(context.request_id, context.answer.num_tokens)
-        with (
-            context.record.decode_stages(lease.worker) as stages,
-            self._make_decode_call(lease) as decode_call,
-        ):
-            try:
-                self._channel_call = decode_call.send()
-                while (chunk := await decode_call.read()) is not None:
-                    context.answer.append(chunk)
-                    services.router_client.progress(lease.request_id, context.answer.num_tokens)
-                    if stages.first_chunk_at_s is None:
-                        self._record_first_chunk(placing, stages)
-                        if is_resumed:
-                            self._count_resumption()
-                    if chunk.payload:  # else only tokens have arrived
-                        yield chunk.payload
-                    if self._channel_call.is_leaving and services.moves.begin(context, lease.worker):
-                        return
-            except ChannelLostError as error:
-                if decode_call.channel_call is not None:
-                    context.failures.lost_engines += not error.silent
-                    self._prompt.on_engine_lost()
-                self._raise_unless_complete(error, decode_call, suspects_prefill=False)
-            except CallTimeoutError as error:
-                services.outliers.record_failure(lease.worker, error)
-                self._raise_unless_complete(error, decode_call, suspects_prefill=not decode_call.has_begun)
-            except CallFailedError as error:
-                if error.status < 500 and not context.answer.sent and not decode_call.has_begun:
-                    raise
-                if error.status >= 500:  # else the resumed request is at fault, for example too long
-                    services.outliers.record_failure(lease.worker, error)
-                self._raise_unless_complete(error, decode_call, suspects_prefill=True)
-            else:
-                report = msgspec.convert(self._channel_call.engine_report, GenerationReport)
-                stages.transport_s = report.transport_s
-                if not is_resumed:
-                    self._count_cached_tokens(lease, report.cached_tokens)
-                if not decode_call.has_begun:
-                    raise self._decode_failure("the answer was empty", decode_call, suspects_prefill=True)
-                services.outliers.record_success(lease.worker)
-
-    def _make_decode_call(self, lease: Lease) -> DecodeCall:
-        return DecodeCall(
-            self._context,
-            self._prompt,
-            lease,
-            fleet=self._services.fleets.decode,
-            decode_starts=self._services.decode_starts,
-            router_client=self._services.router_client,
-            options=self._services.options,
-            counts_prompts=self._services.fleets.whole,
-        )
-
-    def _record_first_chunk(self, placing: Stage, stages: DecodeStages) -> None:
-        record = self._context.record
-        stages.first_chunk_at_s = now_s = time.monotonic()
-        if record.first_token_at_s is None:
-            record.first_token_at_s = now_s
-        if self._context.request.fields.stream:
-            record.status = 200
-        if self._prompt.prefilled_at_s is not None:
-            record.handover_s = now_s - self._prompt.prefilled_at_s
-            self._services.stage_latencies.record(
-                place=placing.seconds,
-                first_token=now_s - stages.started_at_s,
-                handover=record.handover_s,
-            )
-
-    def _count_resumption(self) -> None:
-        """Count an answer that goes on at this engine, and end its move if it has moved."""
-        has_moved = self._services.moves.end(self._context.request_id)
-        self._services.counters.count(IngressEvent.MOVED if has_moved else IngressEvent.RESUMED)
-
-    def _count_cached_tokens(self, lease: Lease, cached_tokens: float | None) -> None:
-        """Count predicted and measured tokens in the prefix cache, if the router has predicted them."""
-        if cached_tokens is not None and lease.request.blocks is not None and lease.position >= 0:
-            counters = self._services.counters
-            counters.count(IngressEvent.PREFIX_TOKENS_PREDICTED, lease.cached_tokens)
-            counters.count(IngressEvent.PREFIX_TOKENS_MEASURED, int(cached_tokens))
-
-    def _raise_unless_complete(
-        self, error: Exception, decode_call: DecodeCall, *, suspects_prefill: bool
-    ) -> None:
-        """Raise DecodeFailedError, unless the client has the complete answer.
-
-        Args:
-            suspects_prefill: the prompt's blocks may be at fault, because the worker's replica reported the
-                failure itself or sent no token in time.
-        """
-        if not self._context.answer.complete:
-            raise self._decode_failure(error, decode_call, suspects_prefill=suspects_prefill) from error
-
-    def _decode_failure(
-        self, reason: Any, decode_call: DecodeCall, *, suspects_prefill: bool
-    ) -> DecodeFailedError:
-        suspect = self._prompt.prefill_replica if suspects_prefill else ""
-        return DecodeFailedError(
-            reason, decode_call.worker, has_begun=decode_call.has_begun, suspect_replica=suspect
-        )
+            self._placement.release(context)
+            reader = None if self._decode_call is None else self._decode_call.channel_call
+            self._prompt.close(reader=reader)

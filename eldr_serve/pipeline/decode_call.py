@@ -29,6 +29,8 @@ class DecodeCall:
         counts_prompts: whether the decode engine counts the experts of prompts, as whole replicas do.
 
     Attributes:
+        prompt: the prompt of the request.
+        lease: the lease of the decode worker.
         worker: the decode worker.
         channel_call: the call over the channel; None until it is sent.
         has_begun: part of the answer has arrived by this call.
@@ -47,12 +49,13 @@ class DecodeCall:
         options: PathOptions,
         counts_prompts: bool,
     ) -> None:
+        self.prompt = prompt
+        self.lease = lease
         self.worker = lease.worker
         self.channel_call: Call | None = None
         self.has_begun = False
         self.has_ended = False
         self._context = context
-        self._prompt = prompt
         self._fleet = fleet
         self._decode_starts = decode_starts
         self._router_client = router_client
@@ -63,8 +66,8 @@ class DecodeCall:
         self._engine_request = self._make_engine_request()
 
     def __enter__(self) -> DecodeCall:
-        self._prompt.enter(self.worker)
-        self._waiting_call = self._decode_starts.enter(self.worker, self._prompt.remaining_s)
+        self.prompt.enter(self.worker)
+        self._waiting_call = self._decode_starts.enter(self.worker, self.prompt.remaining_s)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -82,7 +85,7 @@ class DecodeCall:
         self.channel_call = self._fleet.call(self.worker, GENERATE, self._engine_request)
         self.channel_call.on_overflow = self._context.on_overflow
         # Without a stream, an engine that also prefills sends nothing before its whole answer.
-        if request.fields.stream or self._prompt.kv_transfer_params is not None:
+        if request.fields.stream or self.prompt.kv_transfer_params is not None:
             options = self._options
             since = partial(self._decode_starts.postpone_if_full, self._waiting_call)
             self.channel_call.set_timeouts(
@@ -107,7 +110,7 @@ class DecodeCall:
         elif not self.has_begun:
             self.has_begun = True
             self._leave_queue(answered=True)
-            self._prompt.on_first_token()
+            self.prompt.on_first_token()
         return chunk
 
     def _leave_queue(self, *, answered: bool) -> None:
@@ -117,7 +120,7 @@ class DecodeCall:
     def _make_engine_request(self) -> EngineRequest:
         context = self._context
         request, prefilled_ids = context.request, context.prefilled_ids
-        params, expert_counts = split_expert_counts(self._prompt.kv_transfer_params)
+        params, expert_counts = split_expert_counts(self.prompt.kv_transfer_params)
         return EngineRequest(
             request.method,
             request.body,
@@ -128,7 +131,7 @@ class DecodeCall:
             cache_salt=request.cache_salt,
             generated=bytes(context.answer.encoded_ids),
             created=context.answer.created,
-            prompt_tokens=self._prompt.tokens_to_compute,
+            prompt_tokens=self.prompt.tokens_to_compute,
             domain=request.hints.domain or "",
             expert_counts=expert_counts,
         )
@@ -136,7 +139,7 @@ class DecodeCall:
     def _measure_counts(self) -> MeasuredCounts | None:
         """Report the prompt's expert counts to the router once a whole replica has computed it."""
         request_id = self._context.request_id
-        prompt_ids = self._prompt.ids_to_compute
+        prompt_ids = self.prompt.ids_to_compute
         if not self._counts_prompts or prompt_ids is None or self._context.answer.num_tokens:
             return None
         token_ids = self._context.predictable_ids

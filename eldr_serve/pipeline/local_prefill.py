@@ -11,7 +11,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import TicketedPrompt
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.request_decode_loads import request_decode_loads
 from eldr_serve.pipeline.stage_latencies import StageLatencies
@@ -48,7 +48,7 @@ class LocalPrefill:
         admission: PrefillAdmission,
         predictor: LatencyPredictor,
         stage_latencies: StageLatencies,
-        tokenizer: PromptTokens | None,
+        tokenizer: PromptTokenizer | None,
     ) -> None:
         self._fleets = fleets
         self._router_client = router_client

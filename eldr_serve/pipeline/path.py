@@ -43,7 +43,7 @@ class RequestPath:
         with context, moves.track(context.request_id), self._services.prediction_recorder.track(context):
             while True:
                 try:
-                    async with aclosing(Attempt(self._services, context).run()) as payloads:
+                    async with aclosing(self._make_attempt(context).run()) as payloads:
                         async for payload in payloads:
                             yield payload
                     if not moves.is_moving(context.request_id):
@@ -67,6 +67,17 @@ class RequestPath:
         services = self._services
         timeout_s = services.options.first_token_timeout_s
         return await forward(services.fleets.decode, services.outliers, request, timeout_s)
+
+    def _make_attempt(self, context: RequestContext) -> Attempt:
+        services = self._services
+        return Attempt(
+            context,
+            retries=services.retries,
+            latency_admission=services.latency_admission,
+            prefill=services.prefill,
+            placement=services.placement,
+            decode=services.decode,
+        )
 
     def _handle_failure(
         self, context: RequestContext, failure: PrefillFailedError | DecodeFailedError

@@ -100,6 +100,10 @@ class PlacementStep:
             request, prompt.expert_counts, token_ids=token_ids, wait_s=wait_s
         )
 
+    def release(self, context: RequestContext) -> None:
+        """End the request's lease, if it has one."""
+        self._router_client.release(context.request_id)
+
     def _workers_to_avoid(self, context: RequestContext) -> tuple[str, ...]:
         """Return the workers to avoid.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.decode_step import DecodeStep
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
 from eldr_serve.pipeline.latency_admission import LatencyAdmission
@@ -18,24 +18,13 @@ from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.placement_step import PlacementStep
 from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt import Prompt
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.prefill_step import PrefillStep
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.retry_limiter import RetryLimiter
 from eldr_serve.pipeline.split_prefill import SplitPrefill
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.pipeline.whole_prefill import WholePrefill
 from eldr_serve.router_client.client import RouterClient
-
-
-class Prefill(Protocol):
-    """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
-
-    async def tokenise_for_admission(self, context: RequestContext) -> None:
-        """Tokenise the prompt for its admission, if no prefill engine will tokenise it."""
-
-    async def prepare(self, context: RequestContext) -> Prompt:
-        """Return the prompt, ready for placement."""
 
 
 class Services:
@@ -57,6 +46,7 @@ class Services:
         decode_starts: estimates when decode workers start on waiting calls.
         latency_admission: admits requests by predicted latency.
         placement: places requests on decode workers.
+        decode: decodes requests on their leased workers.
         prediction_recorder: measures the accuracy of these predictions.
         moves: limits how many answers leave their decode replicas at once.
         stage_latencies: durations of the stages before the first token.
@@ -69,7 +59,7 @@ class Services:
         router_client: RouterClient,
         counters: IngressCounters,
         options: PathOptions,
-        tokenizer: PromptTokens | None = None,
+        tokenizer: PromptTokenizer | None = None,
     ) -> None:
         self.fleets = fleets
         self.router_client = router_client
@@ -85,7 +75,7 @@ class Services:
         predictor = LatencyPredictor(
             fleets, self.prefill_admission.queues, self.decode_starts, self.prediction_recorder
         )
-        self.prefill: Prefill
+        self.prefill: PrefillStep
         if fleets.whole:
             self.prefill = WholePrefill(self.outliers, self.prefill_admission, tokenizer)
         else:
@@ -109,9 +99,10 @@ class Services:
             outliers=self.outliers,
         )
         self.moves = MoveLimiter(fleets.decode, self.decode_starts, options.moves_at_once)
+        self.decode = self._make_decode_step()
 
     def _make_split_prefill(
-        self, predictor: LatencyPredictor, tokenizer: PromptTokens | None
+        self, predictor: LatencyPredictor, tokenizer: PromptTokenizer | None
     ) -> SplitPrefill:
         local_prefill = LocalPrefill(
             fleets=self.fleets,
@@ -132,6 +123,18 @@ class Services:
             stage_latencies=self.stage_latencies,
             local_prefill=local_prefill,
             tokenizer=tokenizer,
+        )
+
+    def _make_decode_step(self) -> DecodeStep:
+        return DecodeStep(
+            fleets=self.fleets,
+            router_client=self.router_client,
+            counters=self.counters,
+            options=self.options,
+            decode_starts=self.decode_starts,
+            outliers=self.outliers,
+            moves=self.moves,
+            stage_latencies=self.stage_latencies,
         )
 
 

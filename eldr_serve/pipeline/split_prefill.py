@@ -22,7 +22,7 @@ from eldr_serve.pipeline.local_prefill import LocalPrefill
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import HeldPrompt, Prompt, UncomputedPrompt
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
@@ -63,7 +63,7 @@ class SplitPrefill:
         kv_release: KvRelease,
         stage_latencies: StageLatencies,
         local_prefill: LocalPrefill,
-        tokenizer: PromptTokens | None,
+        tokenizer: PromptTokenizer | None,
     ) -> None:
         self._fleets = fleets
         self._fleet = fleets.prefill

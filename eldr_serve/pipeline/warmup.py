@@ -44,19 +44,19 @@ class Warmup:
         self._router = router
         self._model_id = model_id
         self._kv_release = KvRelease(fleets.prefill)
-        self._warm: set[tuple[str | None, str]] = set()  # see Fleets.known_pairs
+        self._warm_pairs: set[tuple[str | None, str]] = set()  # see Fleets.known_pairs
         self._engines_up = False
         self._all_were_warm = False
 
     @property
-    def pairs(self) -> int:
+    def num_warm_pairs(self) -> int:
         """Return the number of warm pairs or whole replicas that are live."""
-        return len(self._warm.intersection(self._fleets.known_pairs()))
+        return len(self._warm_pairs.intersection(self._fleets.known_pairs()))
 
     @property
     def ready(self) -> bool:
         """Return whether all engines that Serve knows of are up and warm."""
-        return self._engines_up and not self._cold()
+        return self._engines_up and not self._cold_pairs()
 
     @property
     def not_ready_reason(self) -> str | None:
@@ -66,17 +66,17 @@ class Warmup:
         during traffic, and requests are prefilled by decode engines if no prefill engine is warm.
         """
         if self._all_were_warm:
-            warm_workers = {decode for _, decode in self._warm}
+            warm_workers = {decode for _, decode in self._warm_pairs}
             return (
                 "no decode engine is up" if warm_workers.isdisjoint(self._fleets.decode.live_names) else None
             )
         if not self._engines_up:
             return "the engines are not up yet"
         pairs = self._fleets.known_pairs()
-        return f"{len(pairs) - len(self._cold())} of {len(pairs)} pairs of engines are warm"
+        return f"{len(pairs) - len(self._cold_pairs())} of {len(pairs)} pairs of engines are warm"
 
-    def _cold(self) -> list[tuple[str | None, str]]:
-        return [pair for pair in self._fleets.known_pairs() if pair not in self._warm]
+    def _cold_pairs(self) -> list[tuple[str | None, str]]:
+        return [pair for pair in self._fleets.known_pairs() if pair not in self._warm_pairs]
 
     async def run(self) -> None:
         """Keep all pairs warm until cancelled; replicas may come and go."""
@@ -85,10 +85,12 @@ class Warmup:
         self._engines_up = True
         while True:
             known_workers = set(self._fleets.decode.directory.known_workers)
-            self._warm = {(prefill, decode) for prefill, decode in self._warm if decode in known_workers}
-            await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold()))
-            self._all_were_warm |= bool(self._warm) and not self._cold()
-            await asyncio.sleep(_PERIOD_S if self._warm else _FIRST_PERIOD_S)
+            self._warm_pairs = {
+                (prefill, decode) for prefill, decode in self._warm_pairs if decode in known_workers
+            }
+            await asyncio.gather(*(self._try_pair(prefill, decode) for prefill, decode in self._cold_pairs()))
+            self._all_were_warm |= bool(self._warm_pairs) and not self._cold_pairs()
+            await asyncio.sleep(_PERIOD_S if self._warm_pairs else _FIRST_PERIOD_S)
 
     async def _try_pair(self, prefill: str | None, decode: str) -> None:
         try:
@@ -120,7 +122,7 @@ class Warmup:
             if holds_blocks:
                 self._kv_release.release(request.id, prefill, reader=reader)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
-        self._warm.add((prefill, decode))
+        self._warm_pairs.add((prefill, decode))
         await self._router.expect_counts(*counts.shape)
 
     async def _warm_whole(self, decode: str) -> None:
@@ -134,7 +136,7 @@ class Warmup:
         finally:
             reading = measured_counts.finish()
         await reading
-        self._warm.add((None, decode))
+        self._warm_pairs.add((None, decode))
         if shapes:
             await self._router.expect_counts(*shapes[0])
         else:

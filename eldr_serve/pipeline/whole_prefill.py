@@ -5,7 +5,7 @@ from __future__ import annotations
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import Prompt, TicketedPrompt
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import needs_whole_replica
 
@@ -19,7 +19,7 @@ class WholePrefill:
     """
 
     def __init__(
-        self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokens | None
+        self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokenizer | None
     ) -> None:
         self._outliers = outliers
         self._admission, self._queues = admission, admission.queues

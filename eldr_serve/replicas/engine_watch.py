@@ -42,7 +42,7 @@ class EngineWatch:
 
     Args:
         engine: the engine of this replica.
-        channel: the channel server through which the engine is called.
+        channel_server: the channel server through which the engine is called.
         role: role of this process, for the metrics.
         timeout_s: seconds without an answer after which the core counts as hung. Time in which this process
             itself was stopped does not count.
@@ -52,9 +52,11 @@ class EngineWatch:
         lost_reason: the reason why the engine is not called now, or None.
     """
 
-    def __init__(self, engine: HasLifeCycle, channel: ChannelServer, role: str, timeout_s: float) -> None:
+    def __init__(
+        self, engine: HasLifeCycle, channel_server: ChannelServer, role: str, timeout_s: float
+    ) -> None:
         self._engine = engine
-        self._channel_server = channel
+        self._channel_server = channel_server
         self._role = role
         self._timeout_s = timeout_s
         self._metrics = ReplicaMetrics()

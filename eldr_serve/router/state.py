@@ -62,6 +62,7 @@ class RouterState:
         cost: cost of a decode step until the engines' steps are measured.
         adapters: LoRA adapters of the workers.
         seed: seed of the random numbers that policies use.
+        clock: monotonic clock, s.
 
     Attributes:
         epoch: identifies this state; each restart of the actor and each changed deployment has another one.
@@ -76,8 +77,6 @@ class RouterState:
         ingresses: ids of the ingresses, also of lost ones until they are dropped.
         positions: positions of the decode workers.
         predictions: quality of each ingress's predictions, see OnlinePredictor.status.
-        earlier_failures: number of unusable predictions under earlier policies.
-        clock: monotonic clock, s.
     """
 
     def __init__(
@@ -96,13 +95,12 @@ class RouterState:
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.model_id = model_id
-        self.clock = clock
+        self._clock = clock
         self.counters: Counter[str] = Counter()
         self.recent_counts: deque[NDArray[Any]] = deque(maxlen=_MAX_RECENT_COUNTS)
         self.ingresses: set[str] = set()
         self.positions = Positions()
         self.predictions: dict[str, dict[str, Any]] = {}
-        self.earlier_failures = 0
         self._check = SettingsCheck(model_id)
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
@@ -197,7 +195,7 @@ class RouterState:
             self.predictions.clear()
         self._on_settings(settings)
         if change.replaces_policy:
-            self.earlier_failures += self.placer.policy.predictor_failures
+            self.counters[RouterEvent.PREDICTOR_FAILURES] += self.placer.policy.predictor_failures
             if settings.table_version != change.before.table_version:
                 self.placer.discard_scores()
             self.placer.set_policy(change.policies.policy, self.costs.cost)
@@ -257,6 +255,12 @@ class RouterState:
         """Return the number of requests that wait for a worker."""
         return len(self.placer.queue)
 
+    @property
+    def oldest_wait_s(self) -> float:
+        """Return the longest present wait for a worker, s; 0 if no request waits."""
+        queued_at_s = min((lease.queued_at_s for lease in self.placer.queue.values()), default=None)
+        return 0.0 if queued_at_s is None else self._clock() - queued_at_s
+
     def update_workers(self, ingress: str, workers: Iterable[str]) -> None:
         """Set the decode workers that an ingress can reach.
 
@@ -267,9 +271,8 @@ class RouterState:
         self.dispatch()
 
     def _set_workers(self) -> None:
-        positions = self.positions
-        self.placer.set_workers(positions.workers, unreachable=positions.unreachable)
-        self.view.keep_workers(positions.live_workers)
+        self.placer.set_workers(self.positions.workers, unreachable=self.positions.unreachable)
+        self.view.keep_workers(self.positions.live_workers)
 
     def restore(self, message: Restore) -> None:
         """Restore from an ingress what this actor knew before its restart, but no leases (`adopt_lease`).

@@ -28,7 +28,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
         "comparison": state.comparison.status(),
         "workers": workers,
         "leases": len(state.placer.running),
-        "decode_queue": {"size": state.queue_size, "oldest_wait_s": round(_oldest_wait_s(state), 3)},
+        "decode_queue": {"size": state.queue_size, "oldest_wait_s": round(state.oldest_wait_s, 3)},
         "ingresses": len(state.ingresses),
         "epoch": state.epoch,
         "counters": _counters(state),
@@ -42,10 +42,10 @@ def live_status(state: RouterState) -> dict[str, Any]:
 
 
 def _counters(state: RouterState) -> dict[str, int]:
-    """Return the counters, with the policies' own count of unusable predictions, in alphabetical order."""
-    failures = state.earlier_failures + state.placer.policy.predictor_failures
-    counters = {**state.counters, RouterEvent.PREDICTOR_FAILURES: failures}
-    return {str(key): count for key, count in sorted(counters.items())}
+    """Return the counters in alphabetical order, with unusable predictions of the live policy."""
+    key = RouterEvent.PREDICTOR_FAILURES
+    counters = {**state.counters, key: state.counters[key] + state.placer.policy.predictor_failures}
+    return {str(name): count for name, count in sorted(counters.items())}
 
 
 def _prediction(state: RouterState) -> dict[str, Any] | None:
@@ -63,12 +63,6 @@ def _prediction(state: RouterState) -> dict[str, Any] | None:
     for name in ("cosine", "gain"):
         quality[name] = sum(report[name] * report["prompts"] for report in reports) / max(prompts, 1)
     return quality
-
-
-def _oldest_wait_s(state: RouterState) -> float:
-    """Return the longest current wait for a worker, s; 0 if no request waits."""
-    queued_at_s = min((lease.queued_at_s for lease in state.placer.queue.values()), default=None)
-    return 0.0 if queued_at_s is None else state.clock() - queued_at_s
 
 
 def _num_layers(state: RouterState) -> int | None:

@@ -16,7 +16,6 @@ class StepCosts:
     Args:
         clock: monotonic clock, s.
         prior: the deployment's cost, until one is fitted.
-
     """
 
     def __init__(self, clock: Callable[[], float], prior: StepCost | None = None) -> None:

@@ -174,16 +174,13 @@ class RouterClient:
         measured_counts = counts
         counts = self.scorer.predict(token_ids) if measured_counts is None else measured_counts
         is_predicted = measured_counts is None and counts is not None
-        lease = Lease(
-            replace(request, expert_counts=counts, predicted=is_predicted, may_wait=wait_s > 0),
-            deadline_s=asyncio.get_running_loop().time() + wait_s,
-        )
+        lease = Lease(replace(request, expert_counts=counts, predicted=is_predicted, may_wait=wait_s > 0))
         self.leases[request.request_id] = lease
         try:
             if not self.router_unreachable:
                 if self._subscription.connected:
                     self._send(lease)
-                await self._waiting.wait(lease)
+                await self._waiting.wait(lease, wait_s)
             if lease.state is not LeaseState.LEASED:
                 self._lease_by_local_fallback(lease)
         except BaseException:

@@ -16,12 +16,14 @@ class _WaitingRequest:
     """A request that waits.
 
     Attributes:
+        deadline_s: latest end of the wait in the decode queue, on the event loop's clock.
         outcome: done when the wait is over; fails if the request is refused.
         unanswered_since_s: time at which the wait for an answer last began, on the event loop's clock.
         expiry: end of the wait in the decode queue, once it has begun.
     """
 
     lease: Lease
+    deadline_s: float
     outcome: asyncio.Future[None]
     unanswered_since_s: float
     expiry: asyncio.TimerHandle | None = None
@@ -55,15 +57,20 @@ class WaitingRequests:
         """Estimate the wait of a new request in the decode queue, s; 0 if none waits there."""
         return self._estimator.estimate_wait_s(self._in_queue + 1) if self._in_queue else 0.0
 
-    async def wait(self, lease: Lease) -> None:
+    async def wait(self, lease: Lease, wait_s: float) -> None:
         """Return when `resume` is called for the request.
+
+        Args:
+            wait_s: maximum time from now until a wait in the decode queue ends, s.
 
         Raises:
             OverloadedError: no worker was free in time, or none would be.
             CancelledError: `cancel` was called.
         """
         loop, request_id = asyncio.get_running_loop(), lease.request_id
-        entry = self._waiting[request_id] = _WaitingRequest(lease, loop.create_future(), loop.time())
+        now_s = loop.time()
+        entry = _WaitingRequest(lease, now_s + wait_s, loop.create_future(), now_s)
+        self._waiting[request_id] = entry
         self._start_timer()
         try:
             # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer, and the
@@ -89,11 +96,11 @@ class WaitingRequests:
             self._waiting[request_id].outcome.cancel()
 
     def queue_or_refuse(self, request_id: str) -> None:
-        """Let a request wait in the decode queue until `deadline_s`; refuse it if it would wait longer."""
+        """Let a request wait in the decode queue until its deadline; refuse it if it would wait longer."""
         entry = self._waiting.get(request_id)
         if entry is None or entry.expiry is not None:  # released, or queued again by another router
             return
-        loop, deadline_s = asyncio.get_running_loop(), entry.lease.deadline_s
+        loop, deadline_s = asyncio.get_running_loop(), entry.deadline_s
         if loop.time() + self._estimator.estimate_wait_s(self._in_queue + 1) > deadline_s:
             self._expire(entry)
         else:

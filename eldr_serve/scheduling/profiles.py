@@ -59,9 +59,9 @@ class AffinityProfiles:
         return np.divide(along, length, out=np.zeros(len(positions)), where=length > 0)
 
 
-def deviation_of(p: NDArray[np.float32], mean: NDArray[np.float32]) -> NDArray[np.float32] | None:
-    """Return the unit vector of p - mean, float32[C]; None if they are equal."""
-    difference = p - mean
+def deviation_of(activation: NDArray[np.float32], mean: NDArray[np.float32]) -> NDArray[np.float32] | None:
+    """Return the unit vector of activation - mean, float32[C]; None if they are equal."""
+    difference = activation - mean
     length = np.linalg.norm(difference)
     if not length:
         return None

@@ -93,7 +93,9 @@ _NEXT = {
 class Lease:
     """A request's lease of a decode worker, from the request for it to its end.
 
-    The router and its ingress each keep a copy.
+    The router and its ingress each have a copy. The ingress uses it for its call to the decode engine. The
+    router fills three more fields, which it does not send: `ingress`, `queued_at_s` and
+    `first_token_deadline_s`.
 
     Attributes:
         ingress: id of the ingress that sent the request.
@@ -104,10 +106,9 @@ class Lease:
         is_most_similar: no available worker is more similar to the signature.
         reason: rule that chose the worker, as in Decision; "" while there is none.
         policy: name of the policy that chose the worker; "" while there is none.
-        queued_at_s: in the router, time of entry into the decode queue, by its clock.
-        first_token_deadline_s: in the router, time by its clock at which the first token is due by the
-            objective; None if the request has no objective.
-        deadline_s: in the ingress, latest end of the wait, by the clock of its event loop.
+        queued_at_s: time of entry into the decode queue, by the router's clock.
+        first_token_deadline_s: time by the router's clock at which the first token is due by the objective;
+            None if the request has no objective.
         waited_s: wait in the decode queue, s.
         generated_tokens: number of tokens that the answer has so far, by the newest report.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
@@ -125,7 +126,6 @@ class Lease:
     policy: str = ""
     queued_at_s: float = 0.0
     first_token_deadline_s: float | None = None
-    deadline_s: float = 0.0
     waited_s: float = 0.0
     generated_tokens: int = 0
     cached_tokens: int = 0

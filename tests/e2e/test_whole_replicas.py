@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from examples.demo_model import WEIGHTS
 from tests.e2e.applications import arguments_of, running
 from tests.e2e.service import PROMPTS, Service, wait_for
@@ -41,7 +41,7 @@ def untrained(whole: Service) -> SignaturePredictor:
     directions, _ = np.linalg.qr(rng.normal(size=(layers * experts, rank)))
     return SignaturePredictor(
         model="eldr-demo",
-        tokenizer=asyncio.run(PromptTokens(str(WEIGHTS)).fingerprint()),
+        tokenizer=asyncio.run(PromptTokenizer(str(WEIGHTS)).fingerprint()),
         top_k=top_k,
         mean=np.full((layers, experts), top_k / experts, np.float32),
         token_factors=np.zeros((config["vocab_size"], rank), np.float32),

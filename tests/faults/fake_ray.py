@@ -19,7 +19,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.limits.keys import Key, Keys, Limits, digest
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.request import RequestFields
 from tests.faults.greedy_model import EXPERTS, LAYERS, MODEL, VOCABULARY, prompt_of
 from tests.faults.virtual_time import Process, current
@@ -42,7 +42,7 @@ def predictor() -> SignaturePredictor:
     directions[[0, 1], 0, [0, 1]] = 1
     return SignaturePredictor(
         model=MODEL,
-        tokenizer=FakePromptTokens.NAME,
+        tokenizer=FakePromptTokenizer.NAME,
         top_k=1,
         mean=np.full((LAYERS, EXPERTS), 1 / EXPERTS, np.float32),
         token_factors=np.zeros((VOCABULARY, 2), np.float32),
@@ -57,7 +57,7 @@ def read_fake_keys(path: Path) -> Keys:
     return Keys(tenants=limits, keys=tuple(Key(sha256=digest(name), tenant=name) for name in limits))
 
 
-class FakePromptTokens(PromptTokens):
+class FakePromptTokenizer(PromptTokenizer):
     """A fake of the ingress replicas' tokenizer."""
 
     NAME = "words"

@@ -44,13 +44,13 @@ MUTATIONS = (
     Mutation(
         "a lease is not released",
         "eldr_serve.pipeline.attempt",
-        "services.router_client.release(context.request_id)",
+        "self._placement.release(context)",
     ),
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.attempt",
-        "self._prompt = await services.prefill.prepare(context)",
-        "self._prompt = context.__dict__.get('kept') or await services.prefill.prepare(context)\n"
+        "self._prompt = await self._prefill.prepare(context)",
+        "self._prompt = context.__dict__.get('kept') or await self._prefill.prepare(context)\n"
         "                context.__dict__['kept'] = self._prompt",
     ),
     Mutation(
@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation(
         "blocks are freed while an engine may still read them",
         "eldr_serve.pipeline.attempt",
-        "reader=self._channel_call",
+        "reader=reader",
         "reader=None",
     ),
     Mutation(

@@ -47,7 +47,7 @@ from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from tests.faults.fake_engines import BlockEngine, DecodeEngine, PrefillEngine
 from tests.faults.fake_ray import (
-    FakePromptTokens,
+    FakePromptTokenizer,
     NoMetrics,
     Remote,
     predictor,
@@ -343,7 +343,7 @@ def patch_serving_code(loop: VirtualLoop, world: World, rng: random.Random) -> I
             (ingress, "connect", connect),
             (ingress, "get_directory", world.get_directory),
             (http_application, "serve", SimpleNamespace(get_replica_context=current)),
-            (ingress, "PromptTokens", FakePromptTokens),
+            (ingress, "PromptTokenizer", FakePromptTokenizer),
             (tenants, "read_keys", read_fake_keys),
             (tenants, "_stamp", lambda path: 0),
             (step_reporter, "find_actor", find),

@@ -19,7 +19,7 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.request import Request, RequestFields
@@ -132,7 +132,7 @@ class Pipeline:
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
-        tokenizer: Any = PromptTokens("") if whole or path_options.local_prefill_tokens else None
+        tokenizer: Any = PromptTokenizer("") if whole or path_options.local_prefill_tokens else None
         self.services = Services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router_client=self.router,

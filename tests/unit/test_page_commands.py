@@ -130,6 +130,7 @@ BY_A_TEST = {
     "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
 }
 BY_NONE = {
+    "git clone": "the reader enters the address",
     "make setup": "it installs the environment of the tests",
     "make demo": "it calls `eldr demo`, which is tested",
     "make test": "it is this test suite",

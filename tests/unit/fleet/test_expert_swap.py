@@ -17,7 +17,7 @@ from eldr_serve.engine.report_fields import EXPERTS
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import ExpertPlacement, placement_id
 from eldr_serve.fleet.directory import ReplicaDirectory
-from eldr_serve.fleet.expert_swap import place_everywhere
+from eldr_serve.fleet.expert_swap import place_on_replicas
 from eldr_serve.replicas import servers
 from eldr_serve.replicas.expert_placement import place_experts
 from tests.support.engine_server import serving
@@ -66,14 +66,14 @@ def fleet(engines: dict[str, Ranked]) -> Any:
 
 
 async def test_all_or_named_decode_engines_get_a_placement(fleet: Any, engines: dict[str, Ranked]) -> None:
-    results = await place_everywhere(fleet, body(load=[[1.0, 2.0, 3.0]] * 2))
+    results = await place_on_replicas(fleet, body(load=[[1.0, 2.0, 3.0]] * 2))
     assert results == {name: {"placement": PLACED.id, "slices": 1} for name in engines}
     for engine in engines.values():
         assert engine.held is not None
         assert np.array_equal(engine.held.physical_to_logical, PLACED.physical_to_logical)
         assert engine.load == [[1.0, 2.0, 3.0]] * 2
         engine.held = None
-    assert list(await place_everywhere(fleet, body(replicas=["r1"]))) == ["r1"]
+    assert list(await place_on_replicas(fleet, body(replicas=["r1"]))) == ["r1"]
     assert [engine.held is None for engine in engines.values()] == [True, False]
 
 
@@ -81,10 +81,10 @@ async def test_engines_get_the_placements_expected_tokens_unless_others_are_give
     fleet: Any, engines: dict[str, Ranked]
 ) -> None:
     expected = np.arange(6.0).reshape(2, 3)
-    await place_everywhere(fleet, body(replace(PLACED, expected_tokens=expected), replicas=["r0"]))
+    await place_on_replicas(fleet, body(replace(PLACED, expected_tokens=expected), replicas=["r0"]))
     assert np.array_equal(engines["r0"].load, expected)
     load = [[1.0, 2.0, 3.0]] * 2
-    await place_everywhere(fleet, body(replace(PLACED, expected_tokens=expected), load=load))
+    await place_on_replicas(fleet, body(replace(PLACED, expected_tokens=expected), load=load))
     assert engines["r0"].load == engines["r1"].load == load
 
 
@@ -104,7 +104,7 @@ async def test_the_first_engine_that_refuses_ends_the_change_and_is_named(
 ) -> None:
     engines["r1"].refuses = error
     with pytest.raises(RequestRefusedError, match=sentence) as refused:
-        await place_everywhere(fleet, body())
+        await place_on_replicas(fleet, body())
     assert refused.value.status == status
     assert engines["r1"].held is None
 
@@ -123,7 +123,7 @@ async def test_the_first_engine_that_refuses_ends_the_change_and_is_named(
 )
 async def test_an_invalid_placement_reaches_no_engine(fleet: Any, sent: bytes, sentence: str) -> None:
     with pytest.raises(RequestRefusedError, match=sentence) as refused:
-        await place_everywhere(fleet, sent)
+        await place_on_replicas(fleet, sent)
     assert refused.value.status == 400
     assert not fleet.sent
 

@@ -91,7 +91,7 @@ async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> Non
                 assert "pairs of engines are warm" in answer.text or "not up yet" in answer.text
                 await asyncio.sleep(0.01)
         assert (answer.status_code, answer.json()) == (200, {"ready": True})
-        assert app.ingress._warmup.pairs == 4
+        assert app.ingress._warmup.num_warm_pairs == 4
         app.decode.directory.publish({})
         assert (await app.client.get("/eldr/ready")).status_code == 503
 

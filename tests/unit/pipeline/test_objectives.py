@@ -18,7 +18,7 @@ from eldr_serve.objective import Objective
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.queues.prediction import WINDOW_S
@@ -56,7 +56,7 @@ class Service:
         self.router: Any = FakeRouterClient()
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
-        tokenizer: Any = PromptTokens("") if whole else None
+        tokenizer: Any = PromptTokenizer("") if whole else None
         self.services = Services(
             fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
             router_client=self.router,

@@ -48,12 +48,12 @@ async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCa
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: len(prefill.released) >= 2)
-    assert (warm.ready, warm.pairs, decode.requests) == (False, 0, [])
+    assert (warm.ready, warm.num_warm_pairs, decode.requests) == (False, 0, [])
     client.expect_counts.assert_not_called()
     assert prefill.released[0][0] == "p0"
     assert "p0 sends no expert counts" in caplog.text
     prefill.answer = good_prefill
-    await wait_until(lambda: warm.pairs == 1)
+    await wait_until(lambda: warm.num_warm_pairs == 1)
     assert not warm.ready
     decode.lost = set()
     await wait_until(lambda: warm.ready)
@@ -75,7 +75,7 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -
     await asyncio.sleep(0)
     assert warm.not_ready_reason == "the engines are not up yet"
     up.set()
-    await wait_until(lambda: warm.pairs == 1)
+    await wait_until(lambda: warm.num_warm_pairs == 1)
     assert warm.not_ready_reason == "1 of 2 pairs of engines are warm"
     decode.lost = set()
     await wait_until(lambda: warm.not_ready_reason is None)
@@ -109,10 +109,10 @@ async def test_pairs_of_replicas_that_have_gone_do_not_count() -> None:
     prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(whole_answer, "d0", "d1")
     warm = warmup_of(prefill, decode)
     running = asyncio.create_task(warm.run())
-    await wait_until(lambda: warm.pairs == 2)
+    await wait_until(lambda: warm.num_warm_pairs == 2)
     decode.directory.publish({"d1": {}})
-    assert warm.pairs == 1
-    await wait_until(lambda: warm._warm == {("p0", "d1")})
+    assert warm.num_warm_pairs == 1
+    await wait_until(lambda: warm._warm_pairs == {("p0", "d1")})
     running.cancel()
 
 
@@ -132,7 +132,7 @@ async def test_a_whole_replica_is_warm_after_its_answers(caplog: pytest.LogCaptu
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: warm.ready)
     running.cancel()
-    assert warm.pairs == 2
+    assert warm.num_warm_pairs == 2
     assert client.expect_counts.await_args_list == [call(3, 4)]
     assert "d1 counts no experts" in caplog.text
     for name in ("d0", "d1"):

@@ -19,7 +19,7 @@ from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
 from eldr_serve.fleet.outliers import FAILURES
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.throughput import DEFAULT_RATE
 from eldr_serve.request import RequestFields, has_exact_ids
 from eldr_serve.scheduling import prompt_blocks
@@ -166,10 +166,10 @@ async def test_ejected_engines_have_no_room_for_a_prompt() -> None:
 async def test_prompt_sizes_are_learnt_from_true_counts_and_not_from_estimates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def tokenise(self: PromptTokens, fields: RequestFields) -> Any:
+    async def tokenise(self: PromptTokenizer, fields: RequestFields) -> Any:
         return np.arange(9, dtype=np.uint32) if fields.prompt == text else None
 
-    monkeypatch.setattr(PromptTokens, "tokenise", tokenise)
+    monkeypatch.setattr(PromptTokenizer, "tokenise", tokenise)
     pipeline, text, other = Pipeline(decode=whole_replica, whole=True), "x" * 90, "y" * 90
     estimate = partial(pipeline.services.prefill_admission.estimate_tokens, request_context(prompt=other))
     for _ in range(3):

@@ -14,7 +14,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.metrics import IngressEvent
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router import settings_check
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
@@ -333,7 +333,7 @@ async def test_measured_counts_go_to_the_waiting_call() -> None:
 
 async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another ingress received the predictor."""
-    monkeypatch.setattr(PromptTokens, "fingerprint", AsyncMock(return_value="t"))
+    monkeypatch.setattr(PromptTokenizer, "fingerprint", AsyncMock(return_value="t"))
     actor = FakeActor(policy="marginal-cost", table=None)
     async with running_app(actor=actor) as app:
         client = app.ingress._router
@@ -350,7 +350,7 @@ async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytes
 
 async def test_a_swap_drops_a_predictor_of_another_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router refuses the new predictor too, which is of the same other tokenizer."""
-    monkeypatch.setattr(PromptTokens, "fingerprint", AsyncMock(return_value="another"))
+    monkeypatch.setattr(PromptTokenizer, "fingerprint", AsyncMock(return_value="another"))
     async with running_app() as app:
         scorer = app.ingress._router.scorer
         scorer.predictor = OnlinePredictor(predictor())
@@ -364,7 +364,7 @@ async def test_a_predictor_needs_the_admin_key_and_a_tokenizer(monkeypatch: pyte
         answer = await app.put("/eldr/predictor", KEY, content=FILE)
         assert answer.status_code == 400
         assert "tokenizer of" in answer.json()["error"]["message"]  # this service cannot read a tokenizer
-        monkeypatch.setattr(PromptTokens, "fingerprint", AsyncMock(return_value="t"))
+        monkeypatch.setattr(PromptTokenizer, "fingerprint", AsyncMock(return_value="t"))
         assert (await app.put("/eldr/predictor", None, content=FILE)).status_code == 401
         answer = await app.put("/eldr/predictor", KEY, content=b"nonsense")
         assert answer.status_code == 400

@@ -16,13 +16,17 @@ with internal_imports():
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+        NixlBaseConnector,
+        NixlPullConnector,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
     from vllm.platforms import current_platform
 
 __all__ = [
+    "NixlBaseConnector",
     "NixlConnectorMetadata",
     "NixlKVConnectorStats",
     "NixlPromMetrics",

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from eldr_serve.engine.vllm.compat.engine import check_engine
 from eldr_serve.engine.vllm.compat.kv_cache import counted_group
 from eldr_serve.engine.vllm.compat.nixl import (
+    NixlBaseConnector,
     NixlPullConnector,
     SideChannel,
     WithoutTransfers,
@@ -61,7 +62,9 @@ class EldrConnector(NixlPullConnector):
         check_engine(vllm_config, vllm_config.device_config.device_type)
         self.kv_group = counted_group(vllm_config, kv_cache_config)
         if vllm_config.kv_transfer_config.kv_role == "kv_both":
-            super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
+            # NixlPullConnector's constructor does one thing more than that of its base: it makes the part
+            # that transfers blocks, which needs NIXL. The base leaves this part to its subclasses.
+            NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
             transfers: Any = WithoutTransfers()
             self.connector_scheduler = transfers if role == KVConnectorRole.SCHEDULER else None
             self.connector_worker = transfers if role == KVConnectorRole.WORKER else None

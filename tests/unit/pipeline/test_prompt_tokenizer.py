@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from eldr_serve.pipeline import prompt_tokens
-from eldr_serve.pipeline.prompt_tokens import PromptTokens
+from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.request import RequestFields
 from tests.support.shipped import ROOT
 
@@ -28,9 +28,9 @@ def ids(text: str, *, special: bool) -> list[int]:
 
 
 async def token_ids(**fields: Any) -> list[int] | None:
-    tokens = PromptTokens(str(MODEL))
-    await tokens.fingerprint()
-    ids = await tokens.tokenise(RequestFields.model_validate(fields))
+    tokenizer = PromptTokenizer(str(MODEL))
+    await tokenizer.fingerprint()
+    ids = await tokenizer.tokenise(RequestFields.model_validate(fields))
     return None if ids is None else ids.tolist()
 
 
@@ -88,9 +88,9 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 
 @given(json_values, json_values)
 def test_any_json_prompt_is_accepted(prompt: Any, messages: Any) -> None:
-    tokens = PromptTokens(str(MODEL))
-    tokens._tokenizer = TOKENIZER
-    ids = asyncio.run(tokens.tokenise(RequestFields(prompt=prompt, messages=messages)))
+    tokenizer = PromptTokenizer(str(MODEL))
+    tokenizer._tokenizer = TOKENIZER
+    ids = asyncio.run(tokenizer.tokenise(RequestFields(prompt=prompt, messages=messages)))
     assert ids is None or ids.dtype == np.uint32
 
 
@@ -98,9 +98,9 @@ async def test_a_tokenizer_has_the_same_fingerprint_as_in_calibration(tmp_path: 
     from transformers import AutoTokenizer
 
     vocabulary = AutoTokenizer.from_pretrained(MODEL).get_vocab()
-    assert await PromptTokens(str(MODEL)).fingerprint() == tokenizer_fingerprint(vocabulary)
+    assert await PromptTokenizer(str(MODEL)).fingerprint() == tokenizer_fingerprint(vocabulary)
     (tmp_path / "tokenizer.json").write_text("{")
-    broken = PromptTokens(str(tmp_path))
+    broken = PromptTokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="cannot be read"):
         await broken.fingerprint()
     assert await broken.tokenise(RequestFields(prompt=TEXT)) is None

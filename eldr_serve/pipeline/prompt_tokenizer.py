@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _LONG = 4096  # characters; a longer prompt is tokenised in a thread
 
 
-class PromptTokens:
+class PromptTokenizer:
     """The served model's tokenizer, loaded in the ingress.
 
     The ids of a chat come from the texts of its messages, without the chat template. Predictions depend on

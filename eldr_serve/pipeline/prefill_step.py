@@ -1,0 +1,18 @@
+"""The interface of the prefill of a request."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from eldr_serve.pipeline.prompt import Prompt
+from eldr_serve.pipeline.request_context import RequestContext
+
+
+class PrefillStep(Protocol):
+    """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
+
+    async def tokenise_for_admission(self, context: RequestContext) -> None:
+        """Tokenise the prompt for its admission, if no prefill engine will tokenise it."""
+
+    async def prepare(self, context: RequestContext) -> Prompt:
+        """Return the prompt, ready for placement."""
