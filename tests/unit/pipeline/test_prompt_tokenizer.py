@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
-from eldr_serve.pipeline import prompt_tokens
+from eldr_serve.pipeline import prompt_tokenizer
 from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
 from eldr_serve.request import RequestFields
 from tests.support.shipped import ROOT
@@ -41,7 +41,7 @@ async def test_a_text_of_any_length_has_its_engines_token_ids(monkeypatch: pytes
         threads.append(function)
         return function(*args)
 
-    monkeypatch.setattr(prompt_tokens.asyncio, "to_thread", to_thread)
+    monkeypatch.setattr(prompt_tokenizer.asyncio, "to_thread", to_thread)
     loads = []
     for times, in_threads in ((1, 0), (1000, 1)):
         threads.clear()
