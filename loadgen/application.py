@@ -17,6 +17,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 
 NAME = "eldr"
+CPUS, OBJECT_STORE_BYTES = 8, 400_000_000  # of the node that runs the engines
 _POLL_S = 3.0  # time between checks of the replicas; a check takes 0.3 s of a core on which engines start
 
 
@@ -36,6 +37,7 @@ def start(
     dashboard: bool,
     log: Callable[[str], None],
     before_deploy: Callable[[], None] = lambda: None,
+    start_ray: Callable[[], Any] | None = None,
 ) -> tuple[OperatorClient, str]:
     """Start a cluster and the application in it; return once the engines are warm.
 
@@ -45,6 +47,7 @@ def start(
         key: admin key.
         log: called with each line of progress.
         before_deploy: called when the cluster runs; it returns when the application's files exist.
+        start_ray: starts a cluster, connects to it and returns Ray's context; None: a cluster of one node.
 
     Returns:
         A client of the application, and the address of Ray's dashboard.
@@ -56,7 +59,6 @@ def start(
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    import ray
     from ray import serve
 
     arguments["admin_key"] = key
@@ -67,15 +69,7 @@ def start(
     with ThreadPoolExecutor(1) as importing:
         builder = importing.submit(_builder)  # while Ray starts
         log("starting a private Ray cluster")
-        context = ray.init(
-            "local",
-            num_cpus=8,
-            num_gpus=_gpus(arguments),
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=400_000_000,
-            include_dashboard=dashboard,
-        )
+        context = start_ray() if start_ray else _start_one_node(arguments, dashboard)
         serve.start(http_options={"host": "127.0.0.1", "port": port + 1})
         log("importing Ray Serve LLM and vLLM")
         builder.result()
@@ -83,6 +77,21 @@ def start(
     deploy(arguments)
     _wait_until_ready(service, log)
     return service, f"http://{context.dashboard_url}"
+
+
+def _start_one_node(arguments: dict[str, Any], dashboard: bool) -> Any:
+    """Start a cluster of one node, connect to it, and return Ray's context."""
+    import ray
+
+    return ray.init(
+        "local",
+        num_cpus=CPUS,
+        num_gpus=_gpus(arguments),
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=dashboard,
+    )
 
 
 def _wait_until_ready(service: OperatorClient, log: Callable[[str], None]) -> None:

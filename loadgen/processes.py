@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 
 import psutil
 
@@ -57,6 +58,13 @@ def kill(process: psutil.Process) -> set[int]:
     while is_alive(process) and time.monotonic() < until:
         time.sleep(0.001)
     return ports
+
+
+def listeners() -> Counter[int]:
+    """Return how many processes listen at each TCP port of this machine."""
+    connections = psutil.net_connections("tcp")
+    listening = {(c.laddr.port, c.pid) for c in connections if c.laddr and c.status == psutil.CONN_LISTEN}
+    return Counter(port for port, _ in listening)
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -54,7 +54,8 @@ class EldrArgs(BaseModel):
         default_factory=dict,
         validate_default=True,
         description="Ray Serve deployment options of the ingress (num_replicas, ...); 2 replicas where the "
-        "machine that builds the application has 4 cores, else 1",
+        "machine that builds the application has 4 cores, else 1, whose port refuses connections while it is "
+        "replaced",
     )
     admin_key: SecretStr | None = Field(
         default=None, description="key for PUT /eldr/*; default: the environment's ELDR_ADMIN_KEY"

@@ -4,6 +4,7 @@ python -m tests.faults simulate --seeds 5000       run the serving code on virtu
 python -m tests.faults simulate --seed 17          repeat one run and print all its events
 python -m tests.faults mutate                      change the serving code; the runs must detect it
 python -m tests.faults chaos --seconds 600         kill and stop processes of the whole application
+python -m tests.faults chaos --proxies 2           the same with two proxies of Ray Serve
 """
 
 import json
@@ -28,6 +29,7 @@ from tests.faults.mutations import MUTATIONS, search
 from tests.faults.operations import FAULTS
 from tests.faults.record import APART, NOTES, Record, find_problems, rows
 from tests.faults.simulate import run_seed
+from tests.faults.traffic import MAX_TOKENS
 
 _Processes = Annotated[int, typer.Option(help="processes to run them in", min=1)]
 _CORES = os.cpu_count() or 1
@@ -167,7 +169,11 @@ def chaos(
         "examples/demo_model/prompts"
     ),
     blocks: Annotated[int, typer.Option(help="KV blocks of an engine; few, so that they are reused.")] = 64,
-    port: Annotated[int, typer.Option(help="HTTP port; Serve's proxy gets the next one.")] = 8300,
+    proxies: Annotated[
+        int, typer.Option(help="Serve's proxies, each on a Ray node of its own.", min=1, max=2)
+    ] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=8)] = MAX_TOKENS,
+    port: Annotated[int, typer.Option(help="HTTP port; Serve's proxies get the next one.")] = 8300,
     seed: Annotated[int, typer.Option(help="Seed of faults, clients and prompts.")] = 0,
     out: Annotated[
         Path, typer.Option(help="JSON file of the figures; runs append their events to a .jsonl beside it.")
@@ -178,12 +184,15 @@ def chaos(
     if unknown := set(chosen) - set(FAULTS):
         raise UserInputError(f"there is no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
     record = Record(out.with_suffix(".jsonl"))
+    if any(run.get("proxies", 1) != proxies for run in record.entries("run")):
+        raise UserInputError(f"--out {out} has runs with another number of proxies: give another file")
     seed += len(record.entries("run"))
-    options = Options(chosen, seconds, every, in_flight, blocks, port, seed)
+    options = Options(chosen, seconds, every, in_flight, blocks, port, seed, proxies, max_tokens)
     try:
         run_chaos(deployment, read_prompts([prompts]), record, options)
     finally:
         inputs = {"deployment": deployment.name, "every_s": every, "in_flight": in_flight, "blocks": blocks}
+        inputs |= {"proxies": proxies, "max_tokens": max_tokens}
         table = rows(record)
         write_result(out, "faults", table, inputs=inputs, seed=seed, notes=NOTES)
     processes = table[-1]["processes"]

@@ -29,10 +29,11 @@ from loadgen import application, processes
 from loadgen.held_resources import held_in_status
 from loadgen.workload import WorkloadPrompt
 from tests.faults import steadiness
+from tests.faults.nodes import INGRESS_ACTOR, separate_nodes
 from tests.faults.operations import ADMIN_KEY, FaultInjector, Run
 from tests.faults.record import Record
 from tests.faults.steadiness import Steadiness
-from tests.faults.traffic import ClientLoad, bodies, references
+from tests.faults.traffic import MAX_TOKENS, ClientLoad, bodies, references
 
 SETTLE_S = 35.0  # KV blocks of a disconnected request are held for up to 30 s
 _PROMPTS = 16
@@ -50,6 +51,8 @@ class Options:
     Attributes:
         every_s: time between two faults.
         blocks: KV blocks of each engine.
+        proxies: Serve's proxies, each on a Ray node of its own.
+        max_tokens: maximum number of tokens of an answer.
     """
 
     faults: list[str]
@@ -59,6 +62,8 @@ class Options:
     blocks: int
     port: int
     seed: int
+    proxies: int = 1
+    max_tokens: int = MAX_TOKENS
 
 
 async def drive(
@@ -79,8 +84,9 @@ async def drive(
         requests: (path, body) of the requests that clients send.
         log: called with a line about each phase and fault.
     """
-    rng, run = random.Random(options.seed), Run(record)
-    injector = FaultInjector(service, proxy_url, arguments, run, rng, log)
+    rng, run = random.Random(options.seed), Run(record, proxies=options.proxies)
+    listeners = {options.port: _INGRESSES, options.port + 1: options.proxies}
+    injector = FaultInjector(service, proxy_url, arguments, run, rng, log, listeners)
     await injector.wait_until_complete()
     log("greedy answers without faults")
     prompts = await references(service.url, requests)
@@ -224,11 +230,11 @@ def _busy_engines(url: str) -> list[str]:
 
 
 def _metrics() -> str:
-    """Return all metrics that Ray's node exports."""
+    """Return all metrics that Ray's nodes export."""
     import ray
 
-    port = ray.nodes()[0]["MetricsExportPort"]
-    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+    ports = [node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]]
+    return "\n".join(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text for port in ports)
 
 
 def run_chaos(deployment: Path, prompts: list[WorkloadPrompt], record: Record, options: Options) -> None:
@@ -243,29 +249,42 @@ def run_chaos(deployment: Path, prompts: list[WorkloadPrompt], record: Record, o
     for role in ("prefill_config", "decode_config"):
         arguments[role]["engine_kwargs"] |= {"num_gpu_blocks_override": options.blocks, "max_model_len": 1024}
         arguments[role]["deployment_config"] |= {"health_check_period_s": 1}
+    has_nodes = options.proxies > 1
     arguments["ingress_deployment_config"] |= {"num_replicas": _INGRESSES}
+    if has_nodes:
+        arguments["ingress_deployment_config"] |= {"ray_actor_options": INGRESS_ACTOR}
     model = arguments["decode_config"]["model_loading_config"]["model_id"]
-    requests = bodies(prompts, model, _PROMPTS, options.seed)
+    requests = bodies(prompts, model, _PROMPTS, options.seed, options.max_tokens)
     console, start_s = Console(stderr=True, highlight=False), time.monotonic()
 
     def log(what: str) -> None:
         console.print(f"{time.monotonic() - start_s:6.1f} s: {what}", markup=False, soft_wrap=True)
 
     application.check_port(options.port)
-    try:
-        service, _ = application.start(arguments, options.port, ADMIN_KEY, dashboard=False, log=log)
-        record.add(
-            "run",
-            seed=options.seed,
-            seconds=options.seconds,
-            every_s=options.every_s,
-            in_flight=options.in_flight,
-            faults=options.faults,
-        )
-        proxy_url = f"http://127.0.0.1:{options.port + 1}"
-        asyncio.run(drive(service, proxy_url, arguments, requests, record, options, log))
-    finally:
-        for role in processes.ROLES:
-            for process in processes.with_role(role):
-                processes.resume(process)
-        application.stop()
+    with separate_nodes(options.proxies) as start_nodes:
+        try:
+            service, _ = application.start(
+                arguments,
+                options.port,
+                ADMIN_KEY,
+                dashboard=False,
+                log=log,
+                start_ray=start_nodes if has_nodes else None,
+            )
+            record.add(
+                "run",
+                seed=options.seed,
+                seconds=options.seconds,
+                every_s=options.every_s,
+                in_flight=options.in_flight,
+                faults=options.faults,
+                proxies=options.proxies,
+                max_tokens=options.max_tokens,
+            )
+            proxy_url = f"http://127.0.0.1:{options.port + 1}"
+            asyncio.run(drive(service, proxy_url, arguments, requests, record, options, log))
+        finally:
+            for role in processes.ROLES:
+                for process in processes.with_role(role):
+                    processes.resume(process)
+            application.stop()

@@ -2,7 +2,8 @@
 
 `FaultInjector` injects the faults of a run in turn. A fault kills a process by SIGKILL, stops it by SIGSTOP
 for some seconds, or is an operation such as a change of policy. After each fault the injector waits until the
-application is complete again: as many processes as before, all engines warm, and Serve's proxy answers.
+application is complete again: as many processes run and listen as before, all engines are warm, and Serve's
+proxy answers.
 
 Most requests must survive every fault. `explained_by_fault` recognises the few that cannot, such as those on
 a connection that the killed ingress itself held. A random generator chooses the order of the faults and the
@@ -16,7 +17,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class Run:
         sent: number of requests that have ended.
         counters: sums of the router's counters over all its restarts, and of operations that were refused.
         steadiness: measurements of the processes.
+        proxies: number of Serve's proxies, which share a port.
     """
 
     record: Record
@@ -90,6 +92,7 @@ class Run:
     sent: int = 0
     counters: Counter[str] = field(default_factory=Counter)
     steadiness: Steadiness = field(default_factory=Steadiness)
+    proxies: int = 1
 
     @property
     def stops(self) -> Counter[str]:
@@ -103,7 +106,7 @@ class Run:
         self.record.add(
             "sent",
             fault=before[-1].fault if before else None,
-            kind=explained_by_fault(sent, before) or sent.kind,
+            kind=explained_by_fault(sent, before, self.proxies) or sent.kind,
             detail=sent.detail[:300],
             stream=sent.stream,
             by_proxy=sent.by_proxy,
@@ -118,12 +121,13 @@ class Run:
         self.record.add("fault", fault=injected.fault, recovery_s=seconds and round(seconds, 2))
 
 
-def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
+def explained_by_fault(sent: Sent, faults: list[InjectedFault], proxies: int = 1) -> str | None:
     """Return which kind in `record.APART` a failed request is; None if no fault explains it.
 
     Args:
         sent: a request that has ended.
         faults: the faults before its end, in order.
+        proxies: number of Serve's proxies. With several, one always listens at their port.
     """
     kills = [injected for injected in faults if injected.fault in ("kill ingress", "kill proxy")]
     for injected in reversed(kills):
@@ -141,7 +145,8 @@ def explained_by_fault(sent: Sent, faults: list[InjectedFault]) -> str | None:
             return "behind_proxy"
         downtime_s = injected.recovery_s or _RECOVERY_S
         if (
-            injected.fault == "kill proxy"
+            proxies == 1
+            and injected.fault == "kill proxy"
             and sent.by_proxy
             and sent.kind == "not connected"
             and sent.ended_s <= injected.at_s + downtime_s
@@ -161,6 +166,7 @@ class FaultInjector:
     Args:
         arguments: arguments of the application, used to redeploy it.
         log: called with a line about each fault and recovery.
+        listeners: how many processes listen at each port of the complete application.
     """
 
     def __init__(
@@ -171,8 +177,10 @@ class FaultInjector:
         run: Run,
         rng: random.Random,
         log: Callable[[str], None],
+        listeners: Mapping[int, int] | None = None,
     ) -> None:
         self._service, self._proxy_url, self._arguments = service, proxy_url, arguments
+        self._listeners = listeners or {}
         self._decodes = arguments["decode_config"]["deployment_config"]["num_replicas"]
         self._model = arguments["decode_config"]["model_loading_config"]["model_id"]
         self._run, self._rng, self._log = run, rng, log
@@ -219,7 +227,9 @@ class FaultInjector:
             self._run.faults.remove(injected)
             return
         if verb == "kill":
-            injected.client_ports = processes.kill(self._rng.choice(victims))
+            # The oldest proxy, so that each proxy is killed in turn.
+            victim = victims[0] if what == "proxy" else self._rng.choice(victims)
+            injected.client_ports = processes.kill(victim)
             injected.died_s = time.monotonic()
         elif verb == "stop":
             victim = self._rng.choice(victims)
@@ -286,9 +296,12 @@ class FaultInjector:
         ready = status["ingress"]["ready"] and not status["ingress"]["router_unreachable"]
         served = ready and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
         try:
-            return served and application.all_replicas_running()
+            if not (served and application.all_replicas_running()):
+                return False
         except (RayError, RayServeException, ConnectionError, TimeoutError):  # no controller
             return False
+        listening = processes.listeners()
+        return all(listening[port] >= number for port, number in self._listeners.items())
 
     async def _count(self) -> None:
         """Add up the router's counters until cancelled. Each new actor begins at 0."""

@@ -21,6 +21,7 @@ NOTES = column_notes(
         "own_connection": "Requests whose connection the killed proxy or ingress held itself, found by the "
         "client's port at the kill.",
         "behind_proxy": "Requests through Serve's proxy that the killed ingress had.",
+        "dead_connections": "The sum of own_connection and behind_proxy.",
         "nobody_listened": "Requests that the port of Serve's only proxy refused while the proxy was down.",
         "gap": "Time between two chunks of a stream.",
         "recovery": "Time until as many processes run as before, all pairs of engines are warm and the proxy "
@@ -77,6 +78,7 @@ def rows(record: Record) -> list[dict[str, Any]]:
         | {
             "runs": len(record.entries("run")),
             "runs_to_the_end": len(ends),
+            "proxies": max((run.get("proxies", 1) for run in record.entries("run")), default=1),
             "resumed": counters["resumed"],
             "whole_without_prefill": counters["whole_without_prefill"],
             "settled_max_s": max((end["settled_s"] for end in ends), default=None),
@@ -91,6 +93,7 @@ def _row(fault: str, faults: list[dict[str, Any]], sent: list[dict[str, Any]]) -
     """Return the row of the faults of a kind and of the requests that ended after one of them."""
     recoveries_s = [one["recovery_s"] for one in faults if one["recovery_s"] is not None]
     kinds = Counter(one["kind"] for one in sent)
+    dead_connections = kinds["own_connection"] + kinds["behind_proxy"]
     return {
         "fault": fault,
         "times": len(faults),
@@ -98,6 +101,7 @@ def _row(fault: str, faults: list[dict[str, Any]], sent: list[dict[str, Any]]) -
         "ok": kinds.pop("ok", 0),
         "left": kinds.pop("left", 0),
         **{kind: kinds.pop(kind, 0) for kind in APART},
+        "dead_connections": dead_connections,
         "wrong_text": kinds.pop("wrong text", 0),
         "failed": sum(kinds.values()),
         "failures": dict(sorted(kinds.items())),

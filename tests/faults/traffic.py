@@ -21,6 +21,7 @@ PATIENCE_S = 90.0
 _CHAT = "/v1/chat/completions"
 _TEXT = "/v1/completions"
 _LENGTHS = (8, 24, 64, 128)  # tokens of an answer
+MAX_TOKENS = max(_LENGTHS)
 _KINDS = ("plain", "chat", "plain", "logprobs", "plain", "chat", "stop", "plain")  # kinds of prompts, in turn
 
 
@@ -217,14 +218,20 @@ def _whole_answer(body: bytes) -> Answer:
     return answer
 
 
-def bodies(prompts: list[WorkloadPrompt], model: str, number: int, seed: int) -> list[tuple[str, Any]]:
-    """Return (path, body) of `number` requests: text, chat, log-probabilities and stop strings."""
+def bodies(
+    prompts: list[WorkloadPrompt], model: str, number: int, seed: int, max_tokens: int = MAX_TOKENS
+) -> list[tuple[str, Any]]:
+    """Return (path, body) of `number` requests: text, chat, log-probabilities and stop strings.
+
+    Args:
+        max_tokens: maximum number of tokens of an answer.
+    """
     rng, requests = random.Random(seed), []
     for turn, prompt in enumerate(balanced_sample(prompts, number, seed)):
         kind, text = _KINDS[turn % len(_KINDS)], prompt.text[:600]
         body: dict[str, Any] = {
             "model": model,
-            "max_tokens": rng.choice(_LENGTHS),
+            "max_tokens": min(rng.choice(_LENGTHS), max_tokens),
             "temperature": 0,
             "ignore_eos": True,
         }
@@ -232,7 +239,7 @@ def bodies(prompts: list[WorkloadPrompt], model: str, number: int, seed: int) ->
         if kind == "logprobs":
             body["logprobs"] = 2
         if kind == "stop":
-            body |= {"stop": None, "max_tokens": max(_LENGTHS)}  # replaced once the answer is known
+            body |= {"stop": None, "max_tokens": max_tokens}  # replaced once the answer is known
         requests.append((_CHAT if kind == "chat" else _TEXT, body))
     return requests
 

@@ -7,17 +7,24 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+import ray.cluster_utils
 from ray.serve.exceptions import RayServeException
 
 from eldr_serve.commands.client import ServiceError
+from eldr_serve.errors import UserInputError
 from loadgen import application, processes
 from loadgen.workload import WorkloadPrompt
+from tests.faults import __main__ as command
 from tests.faults import chaos, operations
+from tests.faults.nodes import INGRESS_ACTOR, separate_nodes
 from tests.faults.operations import FaultInjector, InjectedFault, Run, explained_by_fault
 from tests.faults.record import Record, find_problems, rows
 from tests.faults.traffic import Answer, Sent, bodies, check_answer
@@ -108,6 +115,8 @@ def test_the_load_has_requests_of_every_kind() -> None:
     assert sum(path.endswith("chat/completions") for path, _ in requests) == 4
     assert sum("logprobs" in body for _, body in requests) == 2
     assert sum("stop" in body for _, body in requests) == 2
+    shorter = bodies(prompts, "m", 16, seed=0, max_tokens=32)
+    assert [max(body["max_tokens"] for _, body in each) for each in (requests, shorter)] == [128, 32]
 
 
 class UnreachableRouter:
@@ -146,6 +155,40 @@ async def test_a_role_without_a_process_does_not_end_the_run(
     assert injector._run.counters == {f"no process to kill {role}": 1}
     assert not injector._run.faults
     assert not injector._recovering
+
+
+async def test_proxies_are_killed_in_turn(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = [SimpleNamespace(pid=pid) for pid in (1, 2)]
+    killed: list[int] = []
+
+    def kill(process: SimpleNamespace) -> set[int]:
+        killed.append(process.pid)
+        alive.remove(process)
+        alive.append(SimpleNamespace(pid=process.pid + 2))  # its successor is the youngest
+        return {77}
+
+    monkeypatch.setattr(processes, "with_role", lambda role: list(alive))
+    monkeypatch.setattr(processes, "kill", kill)
+    for _ in range(4):
+        await injector._inject("kill proxy")
+    assert killed == [1, 2, 3, 4]
+    assert [fault.client_ports for fault in injector._run.faults] == [{77}] * 4
+    for task in injector._recovering:
+        task.cancel()
+
+
+@pytest.mark.parametrize(("listening", "is_complete"), [(2, True), (1, False)])
+def test_a_service_is_complete_when_all_processes_listen(
+    listening: int, is_complete: bool, injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = {"ingress": {"ready": True, "router_unreachable": False}, "workers": ["a", "b"]}
+    client = SimpleNamespace(status=lambda: status)
+    monkeypatch.setattr(operations, "OperatorClient", lambda url, key, timeout_s: client)
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: httpx.Response(200))
+    monkeypatch.setattr(application, "all_replicas_running", lambda: True)
+    monkeypatch.setattr(processes, "listeners", lambda: Counter({8300: 2, 8301: listening}))
+    injector._listeners = {8300: 2, 8301: 2}
+    assert injector._is_complete() == is_complete
 
 
 async def test_no_fault_is_injected_into_a_recovering_role(injector: FaultInjector) -> None:
@@ -222,6 +265,33 @@ def test_a_kill_explains_only_failures_of_its_own_connections(
     assert explained_by_fault(sent, faults) == apart
 
 
+def test_one_of_two_proxies_always_listens() -> None:
+    refused = Sent(21.0, stream=True, by_proxy=True, kind="not connected", ended_s=21.0)
+    assert explained_by_fault(refused, KILLED, proxies=1) == "nobody_listened"
+    assert explained_by_fault(refused, KILLED, proxies=2) is None
+    run = Run(Record(), faults=KILLED, proxies=2)
+    run.record_request(refused)
+    assert rows(run.record)[-1]["failures"] == {"not connected": 1}
+
+
+def test_listeners_are_counted_by_port_and_process() -> None:
+    code = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])), reuse_port=True); "
+        "print('listening', flush=True); sys.stdin.read()"
+    )
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as own:
+        port = own.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port), reuse_port=True):  # of the same process
+            assert processes.listeners()[port] == 1
+        command = [sys.executable, "-c", code, str(port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout.readline() == "listening\n"
+            assert processes.listeners()[port] == 2
+            other.stdin.close()
+        assert processes.listeners()[port] == 1
+    assert processes.listeners()[port] == 0
+
+
 def test_a_kill_returns_the_client_ports_of_the_killed_process() -> None:
     """One connection is accepted, the other one waits."""
     code = (
@@ -277,12 +347,81 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
     assert (stopped_row["failed"], stopped_row["not_recovered"], stopped_row["silent_over_15_s"]) == (1, 1, 1)
     assert (total["times"], total["failures"], total["resumed"]) == (3, {"engine lost": 1}, 6)
     assert (total["runs"], total["runs_to_the_end"], total["settled_max_s"]) == (2, 2, 2.0)
+    assert total["proxies"] == 1  # of runs before there was the option
     assert total["processes"] == [{"process": "decode", "stalls": 2, "memory_mib": 10.0}]
     assert find_problems(Record(file)) == [
         "failed: 1 {'engine lost': 1}",
         "silent_over_15_s: 1",
         "not_recovered: 1",
     ]
+
+
+def test_dead_connections_are_those_of_a_killed_process_and_those_behind_a_proxy() -> None:
+    record = Record()
+    record.add("run", proxies=2)
+    for kind in ("own_connection", "own_connection", "behind_proxy", "nobody_listened", "ok"):
+        request = {"kind": kind, "silence_s": 0.0, "gap_s": 0.0, "stream": True}
+        record.add("sent", fault="kill ingress", **request)
+    record.add("fault", fault="kill ingress", recovery_s=1.0)
+    _, killed, total = rows(record)
+    assert (killed["own_connection"], killed["behind_proxy"], killed["dead_connections"]) == (2, 1, 3)
+    assert (total["dead_connections"], total["failed"], total["proxies"]) == (3, 0, 2)
+
+
+def test_runs_with_different_numbers_of_proxies_are_not_added_up(tmp_path: Path) -> None:
+    Record(tmp_path / "faults.jsonl").add("run", seed=0)
+    with pytest.raises(UserInputError, match="another number of proxies: give another file"):
+        command.chaos(proxies=2, out=tmp_path / "faults.json")
+
+
+class FakeCluster:
+    """A cluster that records its nodes."""
+
+    address = "127.0.0.1:6379"
+
+    def __init__(self, initialize_head: bool, head_node_args: dict[str, Any]) -> None:
+        assert initialize_head
+        self.nodes, self.is_stopped = [head_node_args], False
+
+    def add_node(self, **options: Any) -> None:
+        self.nodes.append(options)
+
+    def shutdown(self) -> None:
+        self.is_stopped = True
+
+
+def test_separate_nodes_have_an_ingress_each_and_stop_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters: list[FakeCluster] = []
+
+    def make_cluster(**options: Any) -> FakeCluster:
+        clusters.append(FakeCluster(**options))
+        return clusters[-1]
+
+    def fail() -> None:
+        with separate_nodes(2) as start:
+            assert start() == FakeCluster.address
+            assert not clusters[0].is_stopped
+            raise ZeroDivisionError
+
+    monkeypatch.setenv("RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S", "30")  # restored after the test
+    monkeypatch.setattr(ray.cluster_utils, "Cluster", make_cluster)
+    monkeypatch.setattr(ray, "init", lambda **options: options["address"])
+    with separate_nodes(2):
+        pass
+    assert not clusters  # none was started
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    (cluster,) = clusters
+    assert cluster.is_stopped
+    assert [node["num_cpus"] for node in cluster.nodes] == [application.CPUS, 0]
+    assert [node["resources"] for node in cluster.nodes] == [INGRESS_ACTOR["resources"]] * 2
+
+
+def test_metrics_are_those_of_all_live_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"MetricsExportPort": port, "Alive": port != 2} for port in (1, 2, 3)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: httpx.Response(200, text=f"from {url}"))
+    assert chaos._metrics() == "from http://127.0.0.1:1/metrics\nfrom http://127.0.0.1:3/metrics"
 
 
 def test_an_interrupted_run_keeps_its_record_and_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""Which requests the proxy of deployments/haproxy.cfg retries when their ingress is killed."""
+"""Which requests the proxy of deployments/haproxy.cfg retries or keeps when ingresses are killed."""
 
 import asyncio
 import signal
@@ -135,3 +135,39 @@ async def test_a_request_without_an_answer_byte_survives_the_loss_of_its_ingress
         else:
             good = [a for a in answers if isinstance(a, httpx.Response) and a.text == "first last"]
         assert len(good) == (REQUESTS if survives else REQUESTS - num_lost)
+
+
+@asynccontextmanager
+async def proxy_of_killed_ingresses(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIterator[str]:
+    """Run the shipped proxy in front of a port whose ingresses have been killed, and yield its URL."""
+    async with ingresses(port) as servers, proxy(port, config, *changes) as url:
+        for server in servers:
+            server.kill()
+            await server.wait()
+        yield url
+
+
+WAITING = "    server waiting 127.0.0.1:8000 backup no-check"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_requests_wait_while_no_ingress_listens(kept: bool, tmp_path: Path) -> None:
+    port = free_port()
+    changes = [("retries 10", "retries 60")]  # the new ingresses may take long to start here
+    if not kept:
+        changes.append((WAITING.replace("8000", str(port)), "    #"))
+    async with (
+        proxy_of_killed_ingresses(port, tmp_path / "haproxy.cfg", *changes) as url,
+        httpx.AsyncClient(timeout=90) as http,
+    ):
+        requests = [asyncio.create_task(post(http, url, stream=False)) for _ in range(REQUESTS)]
+        if not kept:
+            answers = await asyncio.gather(*requests)
+            assert [a.status_code for a in answers if isinstance(a, httpx.Response)] == [503] * REQUESTS
+            return
+        async with ingresses(port) as servers:
+            for server in servers:
+                assert server.stdin is not None
+                server.stdin.write(b"go\n")
+            answers = await asyncio.gather(*requests)
+            assert [a.status_code for a in answers if isinstance(a, httpx.Response)] == [200] * REQUESTS
