@@ -5,10 +5,10 @@
 The objective is a multiple of the latencies of an idle service. The load that fits is the highest number of
 requests in flight of which 95 % meet the objective. Then requests arrive at 1.5 times the rate of that load,
 in rounds of two applications in turn. Each has engines of its own, which are idle during the other's rounds.
-By `prediction`, requests name their objective in headers. By `count`, they name none, and the ingress admits
-at most as many at once as fit (`ingress.max_in_flight`). Prediction should refuse within 0.2 s, serve 95 % of
-the admitted requests within their objective, and give more goodput (requests/s within the objective) than
-the count.
+Prefill engines cache no prefixes, since prompts occur again. By `prediction`, requests name their objective
+in headers. By `count`, they name none, and the ingress admits at most as many at once as fit
+(`ingress.max_in_flight`). Prediction should refuse within 0.2 s, serve 95 % of the admitted requests within
+their objective, and give more goodput (requests/s within the objective) than the count.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ BENCHMARKS = {"objectives": "all"}
 COUNT, PREDICTION = "count", "prediction"
 _NEEDED_SHARE = 0.95  # share of requests within their objective
 _TTFT_SLACK, _TPOT_SLACK = 5, 3  # objectives over the median times of an idle service
+_REQUESTS_PER_CLIENT = 10  # of a closed loop
 _OVERLOAD = 1.5  # arrivals over the rate that fits
 _TIMEOUT_S = 120.0
 _OTHER_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, of the second application
@@ -90,7 +91,7 @@ async def _send_closed_loop(url: str, requests: list[dict[str, Any]], in_flight:
     async with open_session(_TIMEOUT_S) as http:
         return await closed_loop(
             lambda number: request_completion(http, url, requests[number % len(requests)]),
-            requests=6 * in_flight,
+            requests=_REQUESTS_PER_CLIENT * in_flight,
             in_flight=in_flight,
         )
 
@@ -209,6 +210,7 @@ def objectives(
     sizes = options.numbers("--in-flight", in_flight)
     requests = bodies(prompts, count=2000, max_tokens=max_tokens, seed=seed)
     arguments = our_arguments(deployment, model)
+    arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": False}
     with serve_application(arguments, port=port) as client:
         asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
         idle = summarise_answers(asyncio.run(_send_closed_loop(client.url, requests, 1)))
