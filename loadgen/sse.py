@@ -72,7 +72,8 @@ class StreamTiming:
         except ValueError as error:
             raise StreamError(f"an event is not JSON: {data[:80]!r}") from error
         if "error" in event:
-            raise StreamError(str(event["error"].get("message", event["error"])))
+            error = event["error"]
+            raise StreamError(str(error.get("message", error) if isinstance(error, dict) else error))
         self._take(event, now_s())
         return False
 

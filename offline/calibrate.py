@@ -14,6 +14,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +60,7 @@ class EngineActor:
 def trace_texts(
     engine: CalibrationEngine, prompts: Sequence[WorkloadPrompt], sampling: Sampling, chat: bool
 ) -> list[dict[str, Any]]:
-    """Return one record per prompt; prompts that exceed the context are cut at their end.
+    """Return one record per prompt. The text of prompts that exceed the context is cut at its end.
 
     Raises:
         UserInputError: the context has no room for a prompt beside its answer.
@@ -70,8 +71,22 @@ def trace_texts(
             f"max_tokens is {sampling.max_tokens}, but the engine's context (max_model_len) has "
             f"{engine.max_model_len} tokens: set --max-tokens below that, so that a prompt fits too"
         )
-    tokens = [prompt_tokens(engine.tokenizer, p.text, chat)[:longest_prompt] for p in prompts]
+    empty = prompt_tokens(engine.tokenizer, "", chat=True) if chat else []
+    tokens = [cut_text(prompt_tokens(engine.tokenizer, p.text, chat), empty, longest_prompt) for p in prompts]
     return trace_tokens(engine, prompts, tokens, [sampling] * len(tokens))
+
+
+def cut_text(tokens: list[int], empty: list[int], longest: int) -> list[int]:
+    """Return at most `longest` tokens of a prompt, with those of the chat template after the text.
+
+    Args:
+        empty: the tokens of a prompt without text.
+    """
+    if len(tokens) <= longest:
+        return tokens
+    equal = (a == b for a, b in zip(reversed(tokens), reversed(empty), strict=False))
+    num_after = min(sum(1 for _ in takewhile(bool, equal)), longest)
+    return tokens[: longest - num_after] + tokens[len(tokens) - num_after :]
 
 
 def trace_tokens(

@@ -130,7 +130,7 @@ def ep_choice(
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
     result, ranks, attention = _form("ep_choice", ranks, data_parallel)
-    settings = {"prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks}
+    settings = {"prompts": prompts.resolve(), "batch": batch, "replication": replication, "ranks": ranks}
     settings |= {"tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed}
     journal = Journal(work / f"{result}.jsonl", settings)
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
@@ -196,9 +196,9 @@ def ep_shift(
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     result, ranks, attention = _form("ep_shift", ranks, data_parallel)
-    settings = {"prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups}
+    settings = {"prompts": prompts.resolve(), "batch": batch, "windows": windows, "groups": groups}
     settings |= {"replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens}
-    settings |= {"moves_per_slice": moves_per_slice, "cost": cost.name, "intermediate": intermediate}
+    settings |= {"moves_per_slice": moves_per_slice, "cost": cost.resolve(), "intermediate": intermediate}
     settings |= {"requests": requests, "seed": seed}
     journal = Journal(work / f"{result}.jsonl", settings)
     load, slots, start = _eplb_start(data, fit, replication, ranks)

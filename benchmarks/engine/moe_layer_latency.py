@@ -90,7 +90,10 @@ def _rows(
     rng = np.random.default_rng(seed)
     points = [(b, a) for b in sizes for a in actives if top_k <= a <= min(experts, b * top_k)]
     if not points:
-        raise UserInputError("no batch can activate so many experts; see --batches and --active")
+        raise UserInputError(
+            f"no batch of {shape} activates these numbers of experts: --active must be from {top_k} to "
+            f"{top_k} times the batch, at most {experts}"
+        )
     times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
     for _ in range(rounds + 1):  # the first round warms up
         for n in rng.permutation(len(points)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,9 @@ def against_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]
         cells.add("signature", *(unpack_counts(record["eldr_prefill"]) for record in pair))
         cells.add("decode", *(unpack_counts(record["eldr_decode"]) for record in pair))
         cells.add("route", *(np.sort(unpack_routes(record["eldr_routes"])) for record in pair))
-    for step, as_step in zip(report["steps"], other["steps"], strict=False):
-        cells_of_batches[_batch(step["fed"][0][0])].add("step", _integers(step), _integers(as_step))
+    for step, as_step in zip_longest(report["steps"], other["steps"]):  # a missing step differs
+        cells = cells_of_batches[_batch((step or as_step)["fed"][0][0])]
+        cells.add("step", *(_integers(each) if each else [] for each in (step, as_step)))
     return cells_of_batches
 
 

@@ -99,7 +99,7 @@ def start_application(
 def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[OperatorClient]:
     """Run the application as `serve_application` does, but without a signature pool that fits tables."""
     return serve_application(
-        {"signatures": {"actors": 0}} | arguments | {"router": {"policy": "shortest-queue"}}, port=port
+        arguments | {"signatures": {"actors": 0}, "router": {"policy": "shortest-queue"}}, port=port
     )
 
 

@@ -95,7 +95,14 @@ def owner_of_port(application: str) -> str:
 
 def _lock_port(port: int, owner: str) -> int:
     path = Path(tempfile.gettempdir()) / f"eldr-serve-{os.getuid()}-port-{port}"
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PortTakenError(
+            error.errno,
+            f"the ingress cannot lock port {port} with the file {path}: {error.strerror}; "
+            f"make it writable, or set TMPDIR to a writable folder",
+        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if no process holds the port
         os.ftruncate(file, 0)
@@ -112,4 +119,4 @@ def _lock_port(port: int, owner: str) -> int:
 
 
 def _cannot_listen(port: int) -> str:
-    return f"the ingress cannot listen at port {port}; set `ingress.port` to a free one"
+    return f"the ingress cannot listen on port {port}; set `ingress.port` to a free one"

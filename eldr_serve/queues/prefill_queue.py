@@ -16,7 +16,7 @@ from eldr_serve.queues.reports import QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
 
-_STALE_S = 10.0  # a report older than this is ignored
+_STALE_S = 10.0  # the prompts in a report older than this are ignored; its rate is still used
 # Retries are scheduled for when the queue has shrunk to this share of the bound. The rest keeps the engine
 # busy if clients retry late, and leaves room for requests without a reservation: 6 s of the default 30 s.
 _RETRY_ROOM = 0.8

@@ -162,7 +162,6 @@ class IngressCalls:
         ]
 
     def _send_leases(self, leases: list[Lease]) -> None:
-        self.metrics.record_leases(self.state, leases)
         for lease in leases:
             call = self.place_calls.get(lease.request_id)
             if call is None:  # its ingress is lost, or connects again
@@ -171,6 +170,7 @@ class IngressCalls:
                 self.metrics.record_wait(self.state, lease)
             call.has_lease = True
             call.reply.send(encode(Leased.from_lease(lease)))
+        self.metrics.record_leases(self.state, leases)
 
     def _send_settings(self, settings: LiveSettings) -> None:
         message = encode(settings)

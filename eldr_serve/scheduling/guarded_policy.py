@@ -107,9 +107,21 @@ def _check_indices(indices: list[int], waiting: int) -> None:
 
 
 def _check_decision(decision: Decision, loads: Loads) -> Decision:
-    if not (0 <= operator.index(decision.position) < len(loads) and loads.available[decision.position]):
-        raise ValueError(f"the worker at position {decision.position} is not available")
-    return decision
+    """Return the decision with plain Python values, which metrics and messages require.
+
+    Raises:
+        TypeError, ValueError: a field has another type, or the worker is not available.
+    """
+    position = operator.index(decision.position)
+    if not (0 <= position < len(loads) and loads.available[position]):
+        raise ValueError(f"the worker at position {position} is not available")
+    return Decision(
+        position,
+        num_candidates=operator.index(decision.num_candidates),
+        similarity=None if decision.similarity is None else float(decision.similarity),
+        reason=str(decision.reason),
+        policy_data=decision.policy_data,
+    )
 
 
 def _choose_by_load(requests: int, loads: Loads, slots: int | None = None) -> list[Decision]:

@@ -118,9 +118,11 @@ class EpEngine(EngineProcesses):
         return [result for _, result in sorted((future.result() for future in futures), key=itemgetter(0))]
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:  # stop tensor-parallel ranks before their parent process
-            self._call(_stop)
-        super().__exit__(kind, error, trace)
+        try:
+            if error is None:  # stop tensor-parallel ranks before their parent process
+                self._call(_stop)
+        finally:
+            super().__exit__(kind, error, trace)
 
 
 _engine: Any

@@ -74,3 +74,10 @@ def test_each_change_is_found_in_its_batch(report: dict[str, Any]) -> None:
     assert differ(against_reference(report, choices)) == [{}, {"signature": 1, "route": routes, "step": 1}]
     record["output"][0] += 1
     assert differ(against_report(report, right))[1]["token"] == 1
+
+
+def test_steps_that_only_one_engine_has_differ(report: dict[str, Any]) -> None:
+    shorter = deepcopy(report)
+    missing = shorter["steps"].pop()
+    assert differ(against_report(report, shorter)) == differ(against_report(shorter, report))
+    assert differ(against_report(report, shorter)) == [{}, {"step": 2 + len(missing["active_by_layer"])}]

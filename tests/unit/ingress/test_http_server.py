@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from eldr_serve.ingress.http_server import HttpServer
 from eldr_serve.ingress.options import IngressOptions
-from eldr_serve.ingress.port import Port
+from eldr_serve.ingress.port import Port, PortTakenError
 
 
 def answer_yes(go: asyncio.Event | None = None) -> Any:
@@ -109,6 +109,12 @@ async def test_a_port_used_by_another_program_is_an_error() -> None:
     with pytest.raises(OSError, match=rf"port {port}; set `ingress.port` to a free one: .* in use"):
         HttpServer(answer_yes(), IngressOptions(port=port))
     server.close()
+
+
+def test_a_lock_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eldr_serve.ingress.port.tempfile.gettempdir", lambda: str(tmp_path / "none"))
+    with pytest.raises(PortTakenError, match=r"cannot lock port \d+ with the file .*none.*: No such file"):
+        Port("127.0.0.1", 0, "application 'a'")
 
 
 def test_a_port_belongs_to_one_application_until_its_last_replica_releases_it() -> None:

@@ -47,3 +47,11 @@ def test_tokens_of_one_chunk_are_counted_and_one_token_has_no_tpot() -> None:
 def test_a_stream_that_fails_is_an_error(line: str) -> None:
     with pytest.raises(StreamError):
         read(line, *([] if "text" in line else ["data: [DONE]"]))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [({"message": "too late"}, "too late"), ("too late", "too late"), (None, "None")]
+)
+def test_an_error_event_of_any_form_ends_the_stream(error: object, message: str) -> None:
+    with pytest.raises(StreamError, match=message):
+        read("data: " + json.dumps({"error": error}))

@@ -15,7 +15,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from loadgen.workload import WorkloadPrompt
-from offline.calibrate import build_trace, decode_settings, trace_texts
+from offline.calibrate import build_trace, cut_text, decode_settings, trace_texts
 from tests.support.shipped import ROOT
 
 
@@ -82,6 +82,11 @@ def test_a_prompt_that_leaves_no_room_for_its_answer_is_truncated() -> None:
     assert [(r["id"], r["domain"]) for r in traced] == [("a", "code"), ("b", "law")]
     assert [bytes(r["token_ids"]) for r in traced] == [b"123", b"123456"]
     assert [len(unpack_routes(r["eldr_routes"])) for r in traced] == [3, 3]  # steps of the sampling
+
+
+@pytest.mark.parametrize(("longest", "kept"), [(9, "<hello>!!"), (8, "<hell>!!"), (4, "<>!!"), (2, "!!")])
+def test_a_chat_is_cut_in_its_text(longest: int, kept: str) -> None:
+    assert bytes(cut_text([*b"<hello>!!"], [*b"<>!!"], longest)) == kept.encode()
 
 
 def test_engines_are_configured_like_the_deployments_decode_workers(

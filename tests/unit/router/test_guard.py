@@ -73,6 +73,34 @@ def guarded_policy(policy: Policy) -> tuple[GuardedPolicy, list[Exception]]:
     return GuardedPolicy(policy, failures.append), failures
 
 
+class ChoosesWith(Policy):
+    """A policy that chooses the first worker with these fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def select(self, *_: Any) -> Decision:
+        return Decision(0, **self.fields)
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    policy = ChoosesWith(num_candidates=LOADS.available.sum(), similarity=np.float32(0.5))
+    guard, failures = guarded_policy(policy)
+    decision = guard.select(request(), LOADS, RNG)
+    assert (type(decision.num_candidates), type(decision.similarity)) == (int, float)
+    assert (decision.num_candidates, decision.similarity, failures) == (2, 0.5, [])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_candidates": None}, {"num_candidates": 1.5}, {"similarity": "near"}]
+)
+def test_load_decides_if_a_field_has_another_type(fields: dict[str, Any]) -> None:
+    guard, failures = guarded_policy(ChoosesWith(**fields))
+    assert guard.select(request(), LOADS, RNG).reason == "policy-error"
+    assert len(failures) == 1
+
+
 @pytest.mark.parametrize("policy", [Broken(), *map(Chooses, (1, -1, 3, 2.0, None))])
 def test_load_decides_if_the_policy_fails(policy: Policy) -> None:
     guard, failures = guarded_policy(policy)
