@@ -48,7 +48,7 @@ from benchmarks.lib.synthetic import (
 )
 from eldr_serve.commands.errors import run
 from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError
 from eldr_serve.experts.signature import pack_counts, unpack_counts
 from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import publish, time_calls
@@ -180,7 +180,7 @@ class _Engine:
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            raise UserInputError(f"the engine stopped: {' | '.join(self._log.read().splitlines()[-3:])}")
+            raise ServiceFailedError(f"the engine stopped: {' | '.join(self._log.read().splitlines()[-3:])}")
         seconds, counting = json.loads(line)
         return seconds, counting
 

@@ -123,7 +123,11 @@ def ep_choice(
     out: options.Out = None,
 ) -> None:
     """Compare placements and choices of replicas, by batch and replication."""
-    batches = [int(size) for size in batch.split(",")]
+    batches, ratios = options.numbers("--batch", batch), options.ratios("--replication", replication)
+    if 1.0 not in ratios:
+        raise UserInputError(
+            f"--replication is {replication!r}, without 1, the base of the comparison: add 1"
+        )
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
@@ -135,7 +139,7 @@ def ep_choice(
     journal = Journal(work / f"{result}.jsonl", settings)
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     experts = load.shape[1]
-    sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in map(float, replication.split(","))}
+    sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in ratios}
     most = max(sizes.values())
     arms = _arms(data, fit, sizes, ranks, seed)
     if data_parallel:

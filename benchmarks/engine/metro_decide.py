@@ -60,7 +60,7 @@ def metro_decide(
         seed=seed,
         out=out,
         inputs={"calls": calls},
-        notes=f"one core; the three forms choose alike, bit for bit{cuda}",
+        notes=f"One core. All forms of the table choose the same replicas{cuda}.",
     )
 
 
@@ -71,6 +71,9 @@ def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int,
         plan = MetroPlan.from_hosts(hosts[:layers])
         arrays = [batch[:layers] for batch in batches]
         tensors = [torch.from_numpy(a) for a in arrays]
+        for array, tensor in zip(arrays, tensors, strict=True):
+            if not np.array_equal(plan.route(array), TorchMetro(plan).route(tensor).numpy()):
+                raise RuntimeError("TorchMetro chose other replicas than MetroPlan")
         forms.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
         forms.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
     if torch.cuda.is_available():

@@ -29,7 +29,7 @@ from benchmarks.lib.replay.engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, p
 from eldr_serve.commands.errors import run
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.vllm.config import ONE_PROCESS
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError, UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_atomically
 from examples.demo_model import WEIGHTS
@@ -83,7 +83,8 @@ def load_or_capture(
 
     Another device generates other texts.
     """
-    settings = [str(prompts.resolve()), requests, output_tokens, seed, weights_name()]
+    texts = [[prompt.id, prompt.domain, prompt.text] for prompt in read_prompts([prompts])]
+    settings = [texts, requests, output_tokens, seed, weights_name()]
     settings += [device] if device != "cpu" else []
     name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
@@ -97,7 +98,9 @@ def load_or_capture(
         )
         if process.returncode:
             status = process.returncode
-            raise UserInputError(f"the capture of {prompts} ended with status {status}; see its output above")
+            raise ServiceFailedError(
+                f"the capture of {prompts} ended with status {status}; see its output above"
+            )
     return CapturedRoutes(CalibrationTrace.load(trace), json.loads(tokens.read_text()))
 
 

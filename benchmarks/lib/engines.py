@@ -22,7 +22,7 @@ import yaml
 from benchmarks.lib.cluster import ROOT
 from benchmarks.lib.prompts import MODEL
 from eldr_serve.engine.vllm.config import engine_kwargs
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError, UserInputError
 from examples.demo_model import WEIGHTS
 
 ENGINE_ENV = {
@@ -127,7 +127,7 @@ def start_process(command: list[str], *, env: dict[str, str], log: Path) -> Iter
 
 
 def wait_http(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
-    """Wait until `url` answers 200. Raise UserInputError with the log's end on process exit or timeout."""
+    """Wait until `url` answers 200. Raise ServiceFailedError with the log's end on process exit or timeout."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
@@ -135,7 +135,7 @@ def wait_http(url: str, server: subprocess.Popen[bytes], log: Path, seconds: flo
                 return
         time.sleep(0.5)
     tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-    raise UserInputError(f"{url} did not answer: {tail}")
+    raise ServiceFailedError(f"{url} did not answer: {tail}")
 
 
 @contextmanager

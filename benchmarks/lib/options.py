@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,6 +70,17 @@ def policy(option: str, text: str) -> tuple[str, dict[str, Any]]:
     parameters = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     make_policy(name, **parameters)
     return name, parameters
+
+
+def ratios(option: str, value: str) -> list[float]:
+    """Return the numbers of 1 or more of an option, separated by commas. Raise UserInputError on others."""
+    try:
+        found = [float(part) for part in value.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= ratio < math.inf for ratio in found):
+        raise UserInputError(f"{option} must be comma-separated numbers of 1 or more, got {value!r}")
+    return found
 
 
 def numbers(option: str, value: str) -> list[int]:

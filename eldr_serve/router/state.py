@@ -42,6 +42,7 @@ from eldr_serve.scheduling import (
     StepCost,
     StepSums,
 )
+from eldr_serve.scheduling.cached_share import CachedShare
 
 _MAX_RECENT_COUNTS = 1024
 
@@ -101,6 +102,7 @@ class RouterState:
         self.ingresses: set[str] = set()
         self.positions = Positions()
         self.predictions: dict[str, dict[str, Any]] = {}
+        self._cached_share = CachedShare()
         self._check = SettingsCheck(model_id)
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
@@ -239,8 +241,7 @@ class RouterState:
             self.placer.worker_loads(blocks),
             self.queue_size,
             self.costs.time_model(math.prod(self.counts_shape or (0,))),
-            self.counters[RouterEvent.PREFILL_TOKENS_CACHED]
-            / max(self.counters[RouterEvent.PREFILL_TOKENS], 1),
+            self._cached_share.value,
         )
 
     # -- workers and ingresses ---------------------------------------------------------------------
@@ -393,5 +394,6 @@ class RouterState:
             if lease.request.blocks is not None:
                 self.counters[RouterEvent.PREFILL_TOKENS] += lease.request.prompt_tokens
                 self.counters[RouterEvent.PREFILL_TOKENS_CACHED] += lease.cached_tokens
+                self._cached_share.record(lease.cached_tokens, lease.request.prompt_tokens)
         if leases:
             self._on_leases(leases)

@@ -90,7 +90,7 @@ class DecodeLoads:
         workers: loads of the workers.
         waiting: requests in the decode queue.
         step: cost of steps.
-        cached_share: share of the prompt tokens of earlier requests that was expected in prefix caches.
+        cached_share: share of the newest prompts' tokens that was expected in prefix caches.
     """
 
     workers: WorkerLoads
