@@ -127,7 +127,11 @@ def start_process(command: list[str], *, env: dict[str, str], log: Path) -> Iter
 
 
 def wait_http(url: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 150.0) -> None:
-    """Wait until `url` answers 200. Raise ServiceFailedError with the log's end on process exit or timeout."""
+    """Wait until `url` answers 200.
+
+    Raises:
+        ServiceFailedError: the process has ended, or the time is up; with the end of the log.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
