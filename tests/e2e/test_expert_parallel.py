@@ -1,6 +1,7 @@
 """An application with expert-parallel decode gives the answers of one plain engine.
 
-This also holds while an operator or a job moves experts, and when a rank dies.
+This also holds while an operator or a job moves experts, and when a rank dies. Decode engines hold the
+placements of their positions, also an engine that replaces another one.
 """
 
 import asyncio
@@ -28,6 +29,9 @@ from offline.widen import widen
 from tests.e2e.applications import arguments_of, running
 from tests.e2e.service import ADMIN_KEY, Background, Service, core_of, until, wait_for
 from tests.e2e.streams import Stream, complete
+from tests.support.tables import save_placements, unit_table
+
+DEMO: dict[str, Any] = {"model": "eldr-demo", "num_layers": 6, "num_experts": 64}
 
 
 def random_placement(seed: int) -> ExpertPlacement:
@@ -37,19 +41,25 @@ def random_placement(seed: int) -> ExpertPlacement:
     return ExpertPlacement(rows, 2, 64, model="eldr-demo", method="drawn")
 
 
-CONFIGURED = random_placement(100)
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return a folder with a table and a placement for each of two positions, and the placements' ids."""
+    folder = tmp_path_factory.mktemp("ep")
+    placements = save_placements(folder, range(2), **DEMO, redundant=16)
+    unit_table(2, **DEMO).save(folder / "table.safetensors")
+    return folder, [placement.id for placement in placements]
 
 
 @pytest.fixture(scope="module")
-def expert_parallel(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Run deployments/cpu_demo_ep.yaml beside the demo, with an initial placement of experts."""
-    folder = tmp_path_factory.mktemp("ep")
+def expert_parallel(ray_cluster: str, placed: tuple[Path, list[str]]) -> Iterator[Service]:
+    """Run deployments/cpu_demo_ep.yaml beside the demo, with a placement for each position."""
+    folder, _ = placed
     widen(WEIGHTS, 32, folder / "model", heads=4)
-    CONFIGURED.save(folder / "placement.json")
     arguments = arguments_of("cpu_demo_ep.yaml", folder / "model")
-    decode = arguments["decode_config"]
-    decode["engine_kwargs"]["additional_config"]["eldr_experts"]["placement"] = str(folder / "placement.json")
+    arguments["router"] |= {"table": str(folder / "table.safetensors"), "expert_placements": str(folder)}
+    arguments["signatures"] = {"actors": 0}  # the table stays
     # Serve replaces a dead replica at its next health check.
+    decode = arguments["decode_config"]
     decode["deployment_config"] |= {"health_check_period_s": 1, "graceful_shutdown_timeout_s": 3}
     with running("ep", arguments) as service:
         service.set_policy("round-robin")  # both engines answer
@@ -66,6 +76,16 @@ def have_placement(service: Service, placement: str) -> bool:
     return [str(experts["placement"]) for experts in experts_of(service).values()] == [placement] * 2
 
 
+def placements_of(service: Service) -> dict[int, str]:
+    """Return the placement that the worker of each position reports."""
+    status = service.status()
+    experts = status["ingress"]["experts"]
+    workers = {worker["position"]: worker["worker"] for worker in status["workers"]}
+    return {
+        position: experts[worker]["placement"] for position, worker in workers.items() if worker in experts
+    }
+
+
 def command(service: Service, placement: ExpertPlacement, folder: Path, *options: str) -> Result:
     """Run `eldr experts FILE`."""
     placement.save(folder / "placement.json")
@@ -73,16 +93,23 @@ def command(service: Service, placement: ExpertPlacement, folder: Path, *options
     return CliRunner().invoke(app, arguments, env={"ELDR_ADMIN_KEY": ADMIN_KEY})
 
 
-def test_greedy_answers_equal_the_single_engine(
-    expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]]
+def test_greedy_answers_equal_the_single_engine_under_the_placements_of_the_positions(
+    expert_parallel: Service,
+    placed: tuple[Path, list[str]],
+    prompts: list[str],
+    single_engine: dict[str, list[str]],
 ) -> None:
+    ids = dict(enumerate(placed[1]))
+    assert len(set(ids.values())) == 2
+    wait_for(lambda: placements_of(expert_parallel) == ids, "both engines have their placement", 60)
+    for experts in experts_of(expert_parallel).values():
+        assert (experts["placements_applied"], experts["placements_refused"]) == (1, 0)
     answers = [complete(expert_parallel, prompt) for prompt in prompts]
     assert [text for _, text in answers] == single_engine["completions"]
     assert len({replica for replica, _ in answers}) == 2
     counters = expert_parallel.status()["counters"]
     assert counters["placed"] >= len(prompts)
     assert counters.get("counts_missing", 0) == 0
-    wait_for(lambda: have_placement(expert_parallel, CONFIGURED.id), "both engines report the placement", 30)
 
 
 def test_moving_experts_during_answers_does_not_change_them(
@@ -145,9 +172,13 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
 
 
 async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
-    expert_parallel: Service, prompts: list[str], single_engine: dict[str, list[str]], tmp_path: Path
+    expert_parallel: Service,
+    placed: tuple[Path, list[str]],
+    prompts: list[str],
+    single_engine: dict[str, list[str]],
+    tmp_path: Path,
 ) -> None:
-    """The rank dies during streams and a swap. The replacement engine has the configured placement."""
+    """The rank dies during streams and a swap. The new engine takes the placement of the position."""
     bodies: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts[:5]]
     bodies.append({"prompt": prompts[5], "presence_penalty": 0.5})  # no other engine can resume this request
     whole = [Stream(body) for body in bodies]
@@ -164,6 +195,8 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
         await asyncio.sleep(0.02)
     assert not any(task.done() for task in reading)
     victim = streams[-1].worker
+    workers = (await asyncio.to_thread(expert_parallel.status))["workers"]
+    position = next(worker["position"] for worker in workers if worker["worker"] == victim)
     assert victim in {stream.worker for stream in streams[:-1]}
     core = engines[victim]
     ranks = [child for child in core.children() if "Worker" in " ".join(child.cmdline())]
@@ -197,9 +230,8 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     await until(is_replaced, "Serve has replaced the engine", 240)
     wait_for(expert_parallel.whole, "the new engine is warm", 120)
     (new,) = experts_of(expert_parallel).keys() - {stream.worker for stream in streams}
-    placements = {name: experts["placement"] for name, experts in experts_of(expert_parallel).items()}
-    assert placements.pop(new) == CONFIGURED.id
-    assert list(placements.values()) == [random_placement(7).id]
+    expected = {position: placed[1][position], 1 - position: random_placement(7).id}
+    await until(lambda: placements_of(expert_parallel) == expected, "the new engine is placed", 60)
     answers = [complete(expert_parallel, prompt) for prompt in prompts]
     assert [text for _, text in answers] == single_engine["completions"]
     assert new in {replica for replica, _ in answers}
