@@ -123,24 +123,18 @@ def ep_choice(
     out: options.Out = None,
 ) -> None:
     """Compare placements and choices of replicas, by batch and replication."""
-    batches, ratios = options.numbers("--batch", batch), options.ratios("--replication", replication)
-    if 1.0 not in ratios:
-        raise UserInputError(
-            f"--replication is {replication!r}, without 1, the base of the comparison: add 1"
-        )
+    batches, ratios = options.numbers("--batch", batch), _replications(replication)
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
     result, ranks, attention = _form("ep_choice", ranks, data_parallel)
-    settings = {"prompts": prompts.resolve(), "batch": batch, "replication": replication, "ranks": ranks}
+    settings = {"prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks}
     settings |= {"tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed}
-    journal = Journal(work / f"{result}.jsonl", settings)
+    journal = Journal(work / f"{result}.jsonl", settings | {"folder": prompts.resolve()})
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
-    experts = load.shape[1]
-    sizes = {ratio: round(experts * ratio / ranks) * ranks for ratio in ratios}
-    most = max(sizes.values())
+    sizes = {ratio: round(load.shape[1] * ratio / ranks) * ranks for ratio in ratios}
     arms = _arms(data, fit, sizes, ranks, seed)
     if data_parallel:
         arms |= _arms_by_experts(arms, ranks)
@@ -162,7 +156,11 @@ def ep_choice(
         texts = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in chosen]
         return summary(engine.decode(texts, tokens, name=f"{turn}/{size}", homes=homes))
 
-    extra = {"redundant": most - experts, "moves_per_slice": 64, "max_batch": max(batches)}
+    extra = {
+        "redundant": max(sizes.values()) - load.shape[1],
+        "moves_per_slice": 64,
+        "max_batch": max(batches),
+    }
     start_engine = partial(EpEngine, model, ranks=ranks, data_parallel=bool(data_parallel), **extra)
     trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
     rows: list[dict[str, Any]] = []
@@ -171,6 +169,14 @@ def ep_choice(
         rows += choice_rows(measured, size, seed, attention)
     publish(result, rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_CHOICE_NOTES)
     journal.remove()
+
+
+def _replications(value: str) -> list[float]:
+    """Return the values of `--replication`. Raise UserInputError if 1, the base, is not among them."""
+    ratios = options.ratios("--replication", value)
+    if 1.0 not in ratios:
+        raise UserInputError(f"--replication is {value!r}, without 1, the base of the comparison: add 1")
+    return ratios
 
 
 def ep_shift(
@@ -200,11 +206,12 @@ def ep_shift(
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     result, ranks, attention = _form("ep_shift", ranks, data_parallel)
-    settings = {"prompts": prompts.resolve(), "batch": batch, "windows": windows, "groups": groups}
+    settings = {"prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups}
     settings |= {"replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens}
-    settings |= {"moves_per_slice": moves_per_slice, "cost": cost.resolve(), "intermediate": intermediate}
+    settings |= {"moves_per_slice": moves_per_slice, "cost": cost.name, "intermediate": intermediate}
     settings |= {"requests": requests, "seed": seed}
-    journal = Journal(work / f"{result}.jsonl", settings)
+    files = {"folder": prompts.resolve(), "cost_file": cost.resolve()}
+    journal = Journal(work / f"{result}.jsonl", settings | files)
     load, slots, start = _eplb_start(data, fit, replication, ranks)
     planners = _migration_planners(data, slots, ranks, LayerCost.load(cost), seed)
     rng = np.random.default_rng([seed, 1])
