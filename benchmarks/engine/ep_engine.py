@@ -138,10 +138,7 @@ def ep_choice(
     arms = _arms(data, fit, sizes, ranks, seed)
     if data_parallel:
         arms |= _arms_by_experts(arms, ranks)
-    drawn = {
-        size: draw_disjoint_batches(rest, size, rounds, np.random.default_rng([seed, size]))
-        for size in batches
-    }
+    drawn = _draw_batches(rest, batches, rounds, seed)
     rng = np.random.default_rng([seed, 1])
     rounds_and_sizes = product(range(rounds), batches)
     keys = [(*at, *list(arms)[n]) for at in rounds_and_sizes for n in rng.permutation(len(arms))]
@@ -156,11 +153,8 @@ def ep_choice(
         texts = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in chosen]
         return summary(engine.decode(texts, tokens, name=f"{turn}/{size}", homes=homes))
 
-    extra = {
-        "redundant": max(sizes.values()) - load.shape[1],
-        "moves_per_slice": 64,
-        "max_batch": max(batches),
-    }
+    slots = {"redundant": max(sizes.values()) - load.shape[1], "moves_per_slice": 64}
+    extra = slots | {"max_batch": max(batches)}
     start_engine = partial(EpEngine, model, ranks=ranks, data_parallel=bool(data_parallel), **extra)
     trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
     rows: list[dict[str, Any]] = []
@@ -169,6 +163,14 @@ def ep_choice(
         rows += choice_rows(measured, size, seed, attention)
     publish(result, rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_CHOICE_NOTES)
     journal.remove()
+
+
+def _draw_batches(requests: Ints, sizes: list[int], rounds: int, seed: int) -> dict[int, list[Ints]]:
+    """Draw a batch of requests for each round, by its size."""
+    return {
+        size: draw_disjoint_batches(requests, size, rounds, np.random.default_rng([seed, size]))
+        for size in sizes
+    }
 
 
 def _replications(value: str) -> list[float]:
