@@ -72,8 +72,10 @@ class StreamTiming:
         except ValueError as error:
             raise StreamError(f"an event is not JSON: {data[:80]!r}") from error
         if "error" in event:
-            error = event["error"]
-            raise StreamError(str(error.get("message", error) if isinstance(error, dict) else error))
+            reported = event["error"]
+            raise StreamError(
+                str(reported.get("message", reported) if isinstance(reported, dict) else reported)
+            )
         self._take(event, now_s())
         return False
 
