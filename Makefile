@@ -9,8 +9,8 @@ export PYTHONUNBUFFERED := 1
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser promtool test test-unit test-engine test-families test-faults test-demo test-e2e \
-	test-package lint format demo bench like-vllm tables docs package clean
+.PHONY: help setup browser promtool test test-unit test-engine test-families test-benchmarks test-faults test-demo \
+	test-e2e test-package lint format demo bench like-vllm tables docs package clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -66,6 +66,9 @@ test-engine: setup ## test the engine extension on a real vLLM CPU engine
 
 test-families: setup ## test every MoE family on a real engine, under both runners (ELDR_CPU=avx2: no AVX-512)
 	$(BIN)/python -m pytest -m families tests/engine
+
+test-benchmarks: setup ## test small runs of the serving benchmarks on real processes
+	$(BIN)/python -m pytest -m benchmarks tests/e2e
 
 test-faults: setup ## run the long fault harness: every mutation of the code is found; processes die in turn
 	$(BIN)/python -m pytest -m faults tests/unit tests/e2e

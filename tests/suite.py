@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "suite"
 PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, in the given order
 # Files that need no application of other tests. Half of their time they wait, and engine tests compute then.
-ALONE = ["tests/e2e/test_benchmarks_of_serving.py", "tests/e2e/test_own_model.py"]
-# The longest files first, so that both cores end together, and only one of ALONE at a time.
+ALONE = ["tests/e2e/test_own_model.py"]
+# The longest files first, so that both cores end together.
 _LONG = ["aborted_reads", "samples", "replay_engine", "ep", "families", "dp", "speculative"]
 _ENGINE = [f"tests/engine/test_{name}.py" for name in _LONG]
 _OTHERS = {f"tests/engine/{file.name}" for file in (ROOT / "tests/engine").glob("test_*.py")} - {*_ENGINE}
 PARTS = {
     "unit": [*PARALLEL, "tests/unit"],
-    "engine": [*PARALLEL, ALONE[0], *_ENGINE[:2], ALONE[1], *_ENGINE[2:], *sorted(_OTHERS)],
+    "engine": [*PARALLEL, *ALONE, *_ENGINE, *sorted(_OTHERS)],
     "end-to-end": ["tests/e2e", *(f"--ignore={file}" for file in ALONE)],
 }
 SHOWN = 10  # maximum failed tests listed per part, so that every part is near the end

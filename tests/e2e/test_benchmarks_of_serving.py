@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.service import run
+
+pytestmark = pytest.mark.benchmarks
 
 
 def rows(tmp_path: Path, command: str) -> list[dict[str, Any]]:
