@@ -70,12 +70,12 @@ def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int,
     for layers in (1, LAYERS):
         plan = MetroPlan.from_hosts(hosts[:layers])
         arrays = [batch[:layers] for batch in batches]
-        tensors = [torch.from_numpy(a) for a in arrays]
+        tensors, metro = [torch.from_numpy(a) for a in arrays], TorchMetro(plan)
         for array, tensor in zip(arrays, tensors, strict=True):
-            if not np.array_equal(plan.route(array), TorchMetro(plan).route(tensor).numpy()):
+            if not np.array_equal(plan.route(array), metro.route(tensor).numpy()):
                 raise RuntimeError("TorchMetro chose other replicas than MetroPlan")
         forms.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
-        forms.append(("torch, CPU", layers, partial(_by_clock, TorchMetro(plan).route, tensors)))
+        forms.append(("torch, CPU", layers, partial(_by_clock, metro.route, tensors)))
     if torch.cuda.is_available():
         forms.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
     return forms

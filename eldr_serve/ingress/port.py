@@ -101,7 +101,7 @@ def _lock_port(port: int, owner: str) -> int:
         raise PortTakenError(
             error.errno,
             f"the ingress cannot lock port {port} with the file {path}: {error.strerror}; "
-            f"make it writable, or set TMPDIR to a writable folder",
+            "make it writable, or set TMPDIR to a writable folder",
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if no process holds the port

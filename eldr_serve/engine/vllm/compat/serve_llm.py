@@ -20,6 +20,7 @@ from ray.serve.llm.deployment import LLMServer
 
 from eldr_serve.engine.vllm.compat.checked import check_uses_attributes, internal_imports
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES, AnthropicCountTokensRequest
+from eldr_serve.engine.vllm.ranks import data_ranks
 from eldr_serve.errors import RequestRefusedError
 
 with internal_imports():
@@ -158,7 +159,7 @@ class _OneProcess(VLLMEngineConfig):
     def num_devices(self) -> int:
         """Return the number of ranks. Ray omits data-parallel ranks, so replicas would share ports."""
         devices: int = super().num_devices
-        return devices * int(self.engine_kwargs.get("data_parallel_size") or 1)
+        return devices * data_ranks(self.engine_kwargs)
 
 
 class OneProcessLLMConfig(LLMConfig):
