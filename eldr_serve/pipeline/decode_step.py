@@ -92,13 +92,13 @@ class DecodeStep:
         worker = decode_call.worker
         is_resumed = context.answer.num_tokens > 0
         if is_resumed:
-            self._router_client.progress(context.request_id, context.answer.num_tokens)
+            self._router_client.set_generated_tokens(context.request_id, context.answer.num_tokens)
         with context.record.decode_stages(worker) as stages, decode_call:
             try:
                 channel_call = decode_call.send()
                 while (chunk := await decode_call.read()) is not None:
                     context.answer.append(chunk)
-                    self._router_client.progress(context.request_id, context.answer.num_tokens)
+                    self._router_client.set_generated_tokens(context.request_id, context.answer.num_tokens)
                     if stages.first_chunk_at_s is None:
                         self._record_first_chunk(context, decode_call.prompt, placing, stages)
                         if is_resumed:

@@ -159,7 +159,7 @@ class DecodeRouter:
         has_all_blocks = [
             state.observe_steps(sums, worker, prefix_cache, prefix_changes) for worker, sums in steps.items()
         ]
-        queued = len(steps) * state.queue_size / max(1, state.num_workers)
+        queued = len(steps) * state.leases.queue_size / max(1, state.positions.num_live)
         return StepAnswer(queued, all(has_all_blocks))
 
     async def expert_placement_of_position(
@@ -194,7 +194,7 @@ class DecodeRouter:
 
     async def recent_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, unsigned[L,E], of recently placed prompts, the newest last."""
-        return list(self._state.recent_counts)
+        return list(self._state.leases.recent_counts)
 
     async def pending_counts(self) -> list[NDArray[Any]]:
         """Return the expert counts, unsigned[L,E], of the requests that decode, then of those that wait."""

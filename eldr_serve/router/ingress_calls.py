@@ -51,7 +51,7 @@ class IngressCalls:
         by_peer: subscriptions by connection, without lost ones.
         place_calls: open `place` calls by request id.
         pending_leases: leases that `state` places in the event loop's next iteration.
-        token_progress: totals of generated tokens by request id, which `state` receives at the same time.
+        generated_tokens: totals of generated tokens by request id, which `state` receives at the same time.
     """
 
     def __init__(self, state: RouterState, metrics: RouterMetrics, grace_s: float) -> None:
@@ -61,7 +61,7 @@ class IngressCalls:
         self.by_peer: dict[object, _Subscription] = {}
         self.place_calls: dict[str, _PlaceCall] = {}
         self.pending_leases: list[Lease] = []
-        self.token_progress: dict[str, int] = {}
+        self.generated_tokens: dict[str, int] = {}
         self._scheduled = False
         self.serve(state, grace_s)
 
@@ -89,9 +89,9 @@ class IngressCalls:
         """Add a lease that the next `_apply` places."""
         self.pending_leases.append(lease)
 
-    def add_progress(self, request_id: str, tokens: int) -> None:
+    def add_generated_tokens(self, request_id: str, tokens: int) -> None:
         """Add a request's total of generated tokens."""
-        self.token_progress[request_id] = tokens
+        self.generated_tokens[request_id] = tokens
         self.apply_soon()
 
     def remove_call(self, request_id: str, call: _PlaceCall) -> bool:
@@ -103,8 +103,8 @@ class IngressCalls:
 
     def finish(self, request_id: str, tokens: int) -> None:
         """End a request, with its final number of tokens."""
-        self.token_progress.pop(request_id, None)
-        self.state.finish(request_id, tokens)
+        self.generated_tokens.pop(request_id, None)
+        self.state.leases.finish(request_id, tokens)
         self.apply_soon()
 
     def end_subscription(self, subscription: _Subscription) -> None:
@@ -116,23 +116,23 @@ class IngressCalls:
     def _drop(self, subscription: _Subscription) -> None:
         if self.by_ingress.get(subscription.ingress) is subscription:
             del self.by_ingress[subscription.ingress]
-            self.state.drop(subscription.ingress)
+            self.state.ingresses.drop_ingress(subscription.ingress)
 
     # -- batches ------------------------------------------------------------------------------------
 
     def _apply(self) -> None:
         self._scheduled = False
-        progress, self.token_progress = self.token_progress, {}
+        generated_tokens, self.generated_tokens = self.generated_tokens, {}
         pending = [lease for lease in self.pending_leases if lease.state is LeaseState.SENT]
         self.pending_leases = []
         started_at_s = time.perf_counter()
         has_failed = False
         try:
-            self.state.progress(progress)
+            self.state.leases.set_generated_tokens(generated_tokens)
         except Exception:  # the batch is placed nevertheless
-            logger.exception("the router cannot set the tokens of %d requests", len(progress))
+            logger.exception("the router cannot set the tokens of %d requests", len(generated_tokens))
         try:
-            self.state.place(pending)
+            self.state.leases.place(pending)
         except Exception:  # no request may wait for a broken router; its ingress places it
             logger.exception("the router cannot place %d requests", len(pending))
             has_failed = True
@@ -145,7 +145,7 @@ class IngressCalls:
             if lease.state is LeaseState.QUEUED and not call.queued:
                 call.queued = True
                 call.reply.send(_QUEUED)
-            elif lease.state is LeaseState.SENT and not self.state.is_stale(lease.request):
+            elif lease.state is LeaseState.SENT and not self.state.leases.is_stale(lease.request):
                 call.reply.send(_UNPLACED)
         if has_failed:
             self._send_leases(self._unsent_leases(pending))
@@ -184,7 +184,7 @@ class IngressCalls:
         previous = self.by_ingress.get(message.ingress)
         if previous is not None and previous.reply.peer is not reply.peer:
             previous.reply.peer.close("its ingress has connected again")  # its further messages are outdated
-        self.state.restore(message)
+        self.state.restore_from_ingress(message)
         subscription = _Subscription(self, message.ingress, reply)
         self.by_ingress[message.ingress] = self.by_peer[reply.peer] = subscription
         reply.send(encode(self.state.settings))
@@ -210,10 +210,10 @@ class _Subscription:
         """Apply the ingress's list of decode workers, or its report."""
         message = _decode_subscription_note(payload)
         if isinstance(message, Workers):
-            self._ingress_calls.state.update_workers(self.ingress, message.workers)
+            self._ingress_calls.state.ingresses.set_reachable_workers(self.ingress, message.workers)
         else:
             self._ingress_calls.metrics.record_streams(self._ingress_calls.state, message.streams)
-            self._ingress_calls.state.report(self.ingress, message)
+            self._ingress_calls.state.ingresses.add_report(self.ingress, message)
 
     def on_close(self, tokens: int) -> None:
         self.on_lost()
@@ -244,7 +244,7 @@ class _PlaceCall:
             self._ingress_calls.add_pending(lease)
         else:
             message.lease.copy_to(lease)
-            self._ingress_calls.state.adopt_lease(lease)
+            self._ingress_calls.state.leases.adopt_lease(lease)
         self._ingress_calls.apply_soon()
 
     def _withdraw(self) -> None:
@@ -256,13 +256,13 @@ class _PlaceCall:
         """Record progress (an empty note) or measured counts, or place the request again."""
         state = self._ingress_calls.state
         if not payload:
-            self._ingress_calls.add_progress(self._request_id, tokens)
+            self._ingress_calls.add_generated_tokens(self._request_id, tokens)
             return
         message = _decode_place_note(payload)
         if isinstance(message, Counted):
-            state.set_measured_counts(message.request)
+            state.leases.set_measured_counts(message.request)
             self._ingress_calls.apply_soon()
-        elif message.lease is not None or not state.is_running(self._request_id):
+        elif message.lease is not None or not state.leases.is_running(self._request_id):
             self.place(message)
 
     def on_close(self, tokens: int) -> None:

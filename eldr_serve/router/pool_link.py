@@ -73,8 +73,8 @@ class PoolLink:
         return RouterView(
             epoch=state.epoch,
             model_id=state.model_id,
-            workers=state.num_workers,
-            ingresses=len(state.ingresses),
+            workers=state.positions.num_live,
+            ingresses=len(state.ingresses.ids),
             table_version=settings.table_version,
             has_table=settings.table is not None,
             pool=self._settings,

@@ -15,7 +15,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
     `kv_tokens`: prompt + generated tokens of requests in flight. `cached_blocks`: blocks of the prefix cache
     as the engine reports them; None if it does not, and the cache is estimated.
     """
-    workers, settings = _workers(state), state.settings
+    workers, settings, leases = _workers(state), state.settings, state.leases
     return {
         "model": state.model_id,
         "policy": settings.policy,
@@ -28,8 +28,8 @@ def router_status(state: RouterState) -> dict[str, Any]:
         "comparison": state.comparison.status(),
         "workers": workers,
         "leases": len(state.placer.running),
-        "decode_queue": {"size": state.queue_size, "oldest_wait_s": round(state.oldest_wait_s, 3)},
-        "ingresses": len(state.ingresses),
+        "decode_queue": {"size": leases.queue_size, "oldest_wait_s": round(leases.oldest_wait_s, 3)},
+        "ingresses": len(state.ingresses.ids),
         "epoch": state.epoch,
         "counters": _counters(state),
     }
@@ -56,7 +56,7 @@ def _prediction(state: RouterState) -> dict[str, Any] | None:
     """
     if state.settings.predictor is None:
         return None
-    reports = list(state.predictions.values())
+    reports = list(state.ingresses.predictions.values())
     prompts = sum(report["prompts"] for report in reports)
     quality = {"version": state.settings.predictor_version, "ingresses": len(reports), "prompts": prompts}
     quality["on"] = sum(report["on"] for report in reports)
@@ -95,5 +95,5 @@ def _table(state: RouterState) -> dict[str, Any] | None:
         "workers_fitted": len(table.centroids),
         "layers": len(table.spec.layers),
         "band": table.band,
-        "refit_advised": len(table.centroids) != state.num_workers,
+        "refit_advised": len(table.centroids) != state.positions.num_live,
     }

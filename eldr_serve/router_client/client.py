@@ -86,7 +86,7 @@ class RouterClient:
         self._calls: dict[str, OpenCall] = {}  # open calls of requests
         self._reporting: asyncio.Task[None] | None = None
         # `_report` sends these to the router.
-        self._progress: set[str] = set()
+        self._unreported: set[str] = set()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
         self._subscription = RouterSubscription(
@@ -214,13 +214,13 @@ class RouterClient:
             if request_id in self._calls:  # the blocks were sent with the placement
                 self._calls[request_id].note(encode(Counted(replace(lease.request, blocks=None))))
 
-    def progress(self, request_id: str, generated_tokens: int) -> None:
+    def set_generated_tokens(self, request_id: str, generated_tokens: int) -> None:
         """Update the number of tokens generated so far; it is reported periodically."""
         lease = self.leases.get(request_id)
         if lease is not None:
             lease.generated_tokens = generated_tokens
-            self._progress.add(request_id)
-            self._fallback.progress(request_id, generated_tokens)
+            self._unreported.add(request_id)
+            self._fallback.set_generated_tokens(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
         """End a request's lease or its wait for one. Further calls have no effect.
@@ -232,7 +232,7 @@ class RouterClient:
             return
         lease.become(LeaseState.DONE)
         self._fallback.release(request_id)
-        self._progress.discard(request_id)
+        self._unreported.discard(request_id)
         self._waiting.cancel(request_id)
         call = self._calls.pop(request_id, None)
         if call is not None:
@@ -320,9 +320,9 @@ class RouterClient:
 
     def _report(self) -> None:
         self._subscription.report_workers()
-        for request_id in self._progress & self._calls.keys():
+        for request_id in self._unreported & self._calls.keys():
             self._calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
-        self._progress.clear()
+        self._unreported.clear()
         prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
         if prediction == self._reported_prediction:
             prediction = None

@@ -26,11 +26,11 @@ class LocalFallback:
     def add(self, lease: Lease) -> None:
         """Count a lease on its worker, and no longer on an earlier one."""
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
-        self._ledger.progress(lease.request_id, lease.generated_tokens)
+        self._ledger.set_generated_tokens(lease.request_id, lease.generated_tokens)
 
-    def progress(self, request_id: str, generated_tokens: int) -> None:
+    def set_generated_tokens(self, request_id: str, generated_tokens: int) -> None:
         """Update the number of tokens that a request has generated so far."""
-        self._ledger.progress(request_id, generated_tokens)
+        self._ledger.set_generated_tokens(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
         """Remove a lease; unknown ones are ignored."""

@@ -18,7 +18,7 @@ class LoadLedger:
 
     Args:
         tokens_by_step: the caller counts generated tokens by `add_tokens`, as a simulator knows them at each
-            step; `progress` then only tells which request they belong to.
+            step; `set_generated_tokens` then only tells which request they belong to.
     """
 
     def __init__(self, *, tokens_by_step: bool = False) -> None:
@@ -61,7 +61,7 @@ class LoadLedger:
         if tokens is not None:
             self._prefill_tokens[self._requests[request_id][0]] -= tokens
 
-    def progress(self, request_id: str, generated_tokens: int) -> None:
+    def set_generated_tokens(self, request_id: str, generated_tokens: int) -> None:
         """Set the total of generated tokens; ignore unknown requests and decreases."""
         entry = self._requests.get(request_id)
         if entry is None or generated_tokens <= entry[2]:

@@ -276,7 +276,7 @@ class Placer:
         all_counts = (lease.request.expert_counts for lease in leases)
         return [counts for counts in all_counts if counts is not None]
 
-    def progress(self, generated_tokens: Mapping[str, int]) -> None:
+    def set_generated_tokens(self, generated_tokens: Mapping[str, int]) -> None:
         """Set the totals of generated tokens by request id; ignore unknown requests and decreases."""
         updates = {
             request_id: tokens
@@ -285,7 +285,7 @@ class Placer:
         }
         for request_id, tokens in updates.items():
             self.running[request_id].generated_tokens = tokens
-            self._ledger.progress(request_id, tokens)
+            self._ledger.set_generated_tokens(request_id, tokens)
         if updates:
             for observer in self._observers():
                 observer.on_progress(updates)
@@ -359,7 +359,7 @@ class Placer:
     def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
-        self._ledger.progress(lease.request_id, lease.generated_tokens)
+        self._ledger.set_generated_tokens(lease.request_id, lease.generated_tokens)
         for observer in self._observers():
             self._notify_assigned(observer, lease, decision)
 

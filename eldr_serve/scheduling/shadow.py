@@ -98,7 +98,7 @@ class Shadow:
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set totals of generated tokens by request id."""
-        self._events.append(partial(self._progress, generated_tokens))
+        self._events.append(partial(self._set_generated_tokens, generated_tokens))
 
     def on_finished(self, request_id: str) -> None:
         """Remove a request."""
@@ -182,7 +182,7 @@ class Shadow:
             self._shadow.assign(request, decision.position, self._generated[request.request_id])
             self.policy.on_assigned(request, decision.position, decision)
 
-    def _progress(self, generated_tokens: Mapping[str, int]) -> None:
+    def _set_generated_tokens(self, generated_tokens: Mapping[str, int]) -> None:
         totals = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
         live, other = (side.seconds(self._cost, len(self._workers)) for side in (self._live, self._shadow))
         for name, tokens in totals.items():
@@ -191,8 +191,8 @@ class Shadow:
                 costs = live[self._live.positions[name]], other[self._shadow.positions[name]]
                 self._count(new_tokens * np.array([1.0, *costs, 0.0, 0.0]))
         self._generated |= totals
-        self._live.progress(totals)
-        self._shadow.progress(totals)
+        self._live.set_generated_tokens(totals)
+        self._shadow.set_generated_tokens(totals)
         self.policy.on_progress(totals)
 
     def _count(self, priced: NDArray[np.float64]) -> None:
@@ -234,12 +234,12 @@ class _Placements:
     def assign(self, request: PlacementRequest, position: int, generated_tokens: int) -> None:
         self.positions[request.request_id] = position
         self._ledger.add(request.request_id, position, request.prompt_tokens)
-        self._ledger.progress(request.request_id, generated_tokens)
+        self._ledger.set_generated_tokens(request.request_id, generated_tokens)
         self._activation.on_assigned(request, position, self._activation.estimate_levels(request))
 
-    def progress(self, generated_tokens: Mapping[str, int]) -> None:
+    def set_generated_tokens(self, generated_tokens: Mapping[str, int]) -> None:
         for request_id, tokens in generated_tokens.items():
-            self._ledger.progress(request_id, tokens)
+            self._ledger.set_generated_tokens(request_id, tokens)
 
     def finish(self, request_id: str) -> None:
         self.positions.pop(request_id, None)

@@ -261,7 +261,9 @@ class _Simulation:
     def _report_progress(self, now: float) -> None:
         if self._wants_progress and now - self._reported_at_s >= self._cluster.progress_s:
             self._reported_at_s = now
-            self._placer.progress({str(index): tokens for index, tokens in self._decode.tokens().items()})
+            self._placer.set_generated_tokens(
+                {str(index): tokens for index, tokens in self._decode.tokens().items()}
+            )
 
     def _on_change(self, now: float, index: int) -> None:
         change = self._changes[index]
@@ -323,13 +325,13 @@ class _Simulation:
                 counted := self._request_factory.with_true_counts(request_index, running.request)
             ):
                 self._placer.set_measured_counts(counted)
-            self._placer.progress({str(request_index): 1})
+            self._placer.set_generated_tokens({str(request_index): 1})
         self._ledger.add_tokens(self._names[worker], ended.answers)
         if ended.first:
             self._recorder.first_s[ended.first] = now
         for request_index in ended.finished:
             self._recorder.last_s[request_index] = now
-            self._placer.progress({str(request_index): self._output[request_index]})
+            self._placer.set_generated_tokens({str(request_index): self._output[request_index]})
             self._placer.finish(str(request_index))
             self._count_end()
         return len(ended.finished)

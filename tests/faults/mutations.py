@@ -178,17 +178,19 @@ MUTATIONS = (
     # -- the router
     Mutation(
         "leases of a dead ingress are kept",
-        "eldr_serve.router.state",
+        "eldr_serve.router.leases",
         "for request_id in running_ids + queued_ids:",
         "for request_id in queued_ids:",
     ),
     Mutation(
-        "leases that clients made are not taken", "eldr_serve.router.state", "self.placer.adopt_lease(lease)"
+        "leases that clients made are not taken",
+        "eldr_serve.router.leases",
+        "self._placer.adopt_lease(lease)",
     ),
     Mutation(
         "leases that a client no longer has are kept when it restores the others",
         "eldr_serve.router.state",
-        "self.placer.finish(lease.request_id)",
+        "self.leases.finish_requests_of(message.ingress, keep=set(message.leases))",
     ),
     Mutation(
         "a client that is lost for good is not dropped",

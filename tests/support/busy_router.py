@@ -25,7 +25,7 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
     actor = FakeActor(policy=policy, table=None, clock=lambda: now[0])
     state = actor.state
     state.expect_counts(L, E)
-    state.restore(Restore("c", ("r0", "r1")))
+    state.restore_from_ingress(Restore("c", ("r0", "r1")))
     state.live_settings.set_shadow(NamedPolicy("shortest-queue"))
     favourites = [rng.permutation(E)[:5] for _ in DOMAINS]
     for number in range(90):
@@ -35,10 +35,10 @@ def busy_actor(seed: int = 0, policy: str = "marginal-cost") -> FakeActor:
         counts[:, favourites[kind]] += 20
         place(state, request(f"request{number}", 40, 60, expert_counts=counts, domain=DOMAINS[kind]))
         running = list(state.placer.running)
-        state.progress({name: int(rng.integers(1, 60)) for name in running})
+        state.leases.set_generated_tokens({name: int(rng.integers(1, 60)) for name in running})
         release(state, *running[:-12])
         stream = StreamLatencies(float(rng.gamma(3, 0.1)), float(rng.gamma(9, 0.003)))
-        state.report("c", IngressReport(streams=(stream,)))
+        state.ingresses.add_report("c", IngressReport(streams=(stream,)))
         batch = rng.integers(3, 9, 6)
         experts = rng.integers(20, 40, 6)
         for replica in ("r0", "r1"):

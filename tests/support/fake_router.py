@@ -42,7 +42,7 @@ def router_state(
     data = unit_table(table).to_bytes() if table else None
     state = RouterState(model_id="m", policy=policy, table=data, **options)
     for ingress in ingresses:
-        state.restore(Restore(ingress, tuple(f"r{w}" for w in range(workers))))
+        state.restore_from_ingress(Restore(ingress, tuple(f"r{w}" for w in range(workers))))
     return state
 
 
@@ -52,7 +52,7 @@ def place(state: RouterState, *requests: str | PlacementRequest, ingress: str = 
         Lease(request(one, may_wait=True) if isinstance(one, str) else one, LeaseState.SENT, ingress)
         for one in requests
     ]
-    state.place(leases)
+    state.leases.place(leases)
     return leases
 
 
@@ -68,8 +68,8 @@ def place_one(state: RouterState, name: str, centroid: int | None = None, **fiel
 def release(state: RouterState, *names: str) -> None:
     """End requests, and place the requests that wait for a free worker."""
     for name in names:
-        state.finish(name)
-    state.place([])  # as an iteration of the event loop does
+        state.leases.finish(name)
+    state.leases.place([])  # as an iteration of the event loop does
 
 
 def ingress_lease(name: str, worker: str, ingress: str = "c", **fields: Any) -> Lease:
@@ -294,7 +294,9 @@ async def wait_until(condition: Callable[[], Any], timeout_s: float = 5.0) -> No
 
 async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
     """Wait until neither router nor client has a lease or a waiting request."""
-    await wait_until(lambda: not (actor.state.queue_size or actor.running or actor.ingress_calls.place_calls))
+    await wait_until(
+        lambda: not (actor.state.leases.queue_size or actor.running or actor.ingress_calls.place_calls)
+    )
     assert set(loads(actor.state).values()) <= {(0, 0)}
     assert not client.held_leases()
     assert not client.leases

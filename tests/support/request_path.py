@@ -94,7 +94,7 @@ class FakeRouterClient:
     def release(self, request_id: str) -> None:
         self.leases.discard(request_id)
 
-    def progress(self, request_id: str, tokens: int) -> None:
+    def set_generated_tokens(self, request_id: str, tokens: int) -> None:
         assert request_id in self.leases
         self.tokens.append(tokens)
 

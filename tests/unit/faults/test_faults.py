@@ -13,7 +13,7 @@ import pytest
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Tenants
 from eldr_serve.pipeline.split_prefill import SplitPrefill
-from eldr_serve.router.state import RouterState
+from eldr_serve.router.leases import Leases
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Placer
 from tests.faults import virtual_time
@@ -93,8 +93,8 @@ def test_every_mutation_of_the_code_is_found() -> None:
     ("owner", "method", "wrong", "seeds"),
     [
         (SplitPrefill, "prepare", lambda step, context: step._prefill(context), 5),
-        (RouterState, "adopt_lease", lambda state, lease: None, 5),
-        (Placer, "finish", lambda placer, request_id: placer._leave(request_id), 40),
+        (Leases, "adopt_lease", lambda leases, lease: None, 5),
+        (Placer, "finish", lambda placer, request_id: placer._stop(request_id), 40),
         (RouterClient, "send_leases", lambda client, leases: None, 20),
         (
             RouterClient,

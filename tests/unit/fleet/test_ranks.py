@@ -154,10 +154,10 @@ def test_slots_are_those_of_a_rank() -> None:
 
 def test_the_router_leases_and_loses_ranks() -> None:
     state = router_state(workers=0, table=None, policy="round-robin")
-    state.update_workers("c", WORKERS)
+    state.ingresses.set_reachable_workers("c", WORKERS)
     leases = [place_one(state, f"{number}") for number in range(8)]
     assert [lease.worker for lease in leases] == [*WORKERS, *WORKERS]
-    state.update_workers("c", WORKERS[2:])
+    state.ingresses.set_reachable_workers("c", WORKERS[2:])
     assert state.positions.workers == [None, None, *WORKERS[2:]]
     assert {place_one(state, f"later {number}").worker for number in range(4)} == set(WORKERS[2:])
 

@@ -127,7 +127,7 @@ def test_counters_begin_near_zero_and_follow_the_status(fake_metrics: dict[str, 
         "of_newer_code": 1,
         "of_newer:code": 1,
     }
-    state.report("c", IngressReport(events))
+    state.ingresses.add_report("c", IngressReport(events))
     for _ in range(2):
         metrics.export(state)
     counters = router_status(state)["counters"]
@@ -153,7 +153,7 @@ def test_the_router_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric])
     metrics.record_leases(state, [lease])
     metrics.record_wait(state, lease)
     metrics.record_streams(state, [StreamLatencies(0.5, None), StreamLatencies(0.5, 0.1)])
-    state.report("c", IngressReport({"failed_work:the export": 1}))
+    state.ingresses.add_report("c", IngressReport({"failed_work:the export": 1}))
     status = router_status(state) | {
         "step_cost": {"steps": 1.0, "relative_error": 0.1},
         "predictor": {"version": 1, "ingresses": 1, "prompts": 9, "on": 1, "cosine": 0.5, "gain": 0.4},

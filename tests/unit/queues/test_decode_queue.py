@@ -44,8 +44,8 @@ def test_a_restarted_router_restores_the_fields_that_policies_read() -> None:
     old = router()
     (lease,) = place(old, request("a", prompt_key="k", may_wait=True))
     new = router(ingresses="")
-    new.restore(Restore("c", ("r0", "r1"), ("a",), old.settings))
-    new.adopt_lease(replace(lease))
+    new.restore_from_ingress(Restore("c", ("r0", "r1"), ("a",), old.settings))
+    new.leases.adopt_lease(replace(lease))
     for state in (old, new):
         assigned = policy(state).assigned["a"]
         assert (assigned.prompt_tokens, assigned.max_new_tokens, assigned.prompt_key) == (10, 20, "k")
@@ -125,18 +125,19 @@ def test_requests_of_a_lost_ingress_are_dropped_and_counted() -> None:
     state = router(workers=1, ingresses="cd")
     place(state, "a", "b")
     place(state, "x", ingress="d")
-    assert state.drop("c") == state.counters["queued_of_lost_ingresses"] == 1
-    assert state.ingresses == {"d"}
+    state.ingresses.drop_ingress("c")
+    assert state.counters["leases_of_lost_ingresses"] == state.counters["queued_of_lost_ingresses"] == 1
+    assert state.ingresses.ids == {"d"}
     assert state.placer.running.keys() == {"x"}
-    assert not state.queue_size
+    assert not state.leases.queue_size
 
 
 def test_the_policy_gets_all_progress_before_the_end() -> None:
     state = router()
     place(state, "a")
-    state.progress({"a": 3, "unknown": 9})
+    state.leases.set_generated_tokens({"a": 3, "unknown": 9})
     assert policy(state).generated == {"a": 3}
-    state.progress({"a": 7})
+    state.leases.set_generated_tokens({"a": 7})
     release(state, "a")
     assert policy(state).lengths == [7]
 
@@ -144,8 +145,8 @@ def test_the_policy_gets_all_progress_before_the_end() -> None:
 def test_running_requests_survive_a_change_of_workers_and_of_policy() -> None:
     state = router()
     place(state, "a", "b")
-    state.progress({"b": 4})
-    state.update_workers("c", ["r1", "r2"])
+    state.leases.set_generated_tokens({"b": 4})
+    state.ingresses.set_reachable_workers("c", ["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 has the position of r0
     assert policy(state).lengths == [0]  # of "a", whose worker is gone
     state.live_settings.set_policy(SLOTS, {"slots": 3})
@@ -160,7 +161,7 @@ def test_a_queued_request_gets_a_worker_that_its_ingress_can_reach() -> None:
     place(state, "c")
     place(state, "d", ingress="d")
     new_leases(state)
-    state.update_workers("c", ["r1"])
+    state.ingresses.set_reachable_workers("c", ["r1"])
     release(state, "a", "b")
     assert {name: lease.worker for name, lease in new_leases(state).items()} == {"c": "r1", "d": "r0"}
 
@@ -228,20 +229,20 @@ class Conservation(RuleBasedStateMachine):
         if known is None or (known.worker, known.policy) != (lease.worker, lease.policy):
             self.tokens.pop(name, None)  # otherwise the lease is restored with its known tokens
         self.leases[name] = (ingress, worker)
-        self.state.adopt_lease(lease)
-        self.state.place([])  # as the router does at the end of an iteration
+        self.state.leases.adopt_lease(lease)
+        self.state.leases.place([])  # as the router does at the end of an iteration
 
     @rule(number=_NUMBERS, ingress=_INGRESSES, tokens=st.integers(0, 50))
     def progress(self, number: int, ingress: str, tokens: int) -> None:
         name = f"{ingress}{number}"
         if name in self.state.placer.running:
             self.tokens[name] = max(self.tokens.get(name, 0), tokens)
-        self.state.progress({name: tokens})
+        self.state.leases.set_generated_tokens({name: tokens})
 
     @rule(ingress=_INGRESSES, live=st.sets(st.sampled_from(["r0", "r1", "r2", "r3"])))
     def change_workers(self, ingress: str, live: set[str]) -> None:
         self.live[ingress] = live
-        self.state.update_workers(ingress, live)
+        self.state.ingresses.set_reachable_workers(ingress, live)
 
     @rule(change=st.sampled_from(_POLICIES))
     def change_policy(self, change: tuple[str, dict[str, Any]]) -> None:
@@ -255,11 +256,11 @@ class Conservation(RuleBasedStateMachine):
     def lose(self, ingress: str) -> None:
         """Lose the ingress for too long. It returns without leases and workers."""
         self.live.pop(ingress, None)
-        self.state.drop(ingress)
+        self.state.ingresses.drop_ingress(ingress)
         self.waits = {name: owner for name, owner in self.waits.items() if owner != ingress}
         self.tokens = {name: tokens for name, tokens in self.tokens.items() if name[0] != ingress}
         self.leases = {name: lease for name, lease in self.leases.items() if lease[0] != ingress}
-        self.state.restore(Restore(ingress))
+        self.state.restore_from_ingress(Restore(ingress))
 
     @invariant()
     def each_request_waits_or_runs(self) -> None:
@@ -282,7 +283,7 @@ class Conservation(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_free_while_a_request_waits(self) -> None:
         status = router_status(self.state)
-        assert not self.state.queue_size or not self.workers or status["policy"] == SLOTS
+        assert not self.state.leases.queue_size or not self.workers or status["policy"] == SLOTS
         for ingress in {lease.ingress for lease in self.state.placer.queue.values()}:
             for worker in status["workers"]:
                 if worker["worker"] in self.reachable(ingress):

@@ -29,7 +29,7 @@ def tokens_of(state: RouterState) -> int | None:
 def run(state: RouterState, name: str) -> None:
     """Place a request that generates nine tokens."""
     place(state, request(name, expert_counts=counts_for(0)))
-    state.progress({name: 9})
+    state.leases.set_generated_tokens({name: 9})
 
 
 def test_a_shadow_that_fails_is_disabled_and_counted() -> None:
@@ -93,7 +93,7 @@ def test_a_restarted_router_restores_the_shadow_from_a_client() -> None:
     old = router_state(policy="random")
     old.live_settings.set_shadow(NamedPolicy("least-tokens"))
     new = router_state(policy="random", ingresses="")
-    new.restore(Restore("c", ("r0",), settings=old.settings))
+    new.restore_from_ingress(Restore("c", ("r0",), settings=old.settings))
     assert new.settings.shadow == NamedPolicy("least-tokens")
     assert router_status(new)["comparison"]["now"]["shadow"]["name"] == "least-tokens"
 

@@ -80,7 +80,7 @@ async def test_a_replica_that_takes_a_vacant_position_gets_its_placement(tmp_pat
     save_placements(tmp_path, range(3))
     deployed = settings(tmp_path)
     router = DecodeRouter(deployed)
-    router._state.restore(Restore("c", ("r0", "r1", "r2")))
+    router._state.restore_from_ingress(Restore("c", ("r0", "r1", "r2")))
     for position, body in enumerate(deployed.expert_placements):
         answer = await router.expert_placement_of_position(f"r{position}", "")
         assert answer is not None
@@ -89,14 +89,14 @@ async def test_a_replica_that_takes_a_vacant_position_gets_its_placement(tmp_pat
         assert again is not None
         assert again == answer._replace(body=None)
     assert await router.expert_placement_of_position("new", "") is None  # no ingress can reach it yet
-    router._state.update_workers("c", ["r0", "r2"])
+    router._state.ingresses.set_reachable_workers("c", ["r0", "r2"])
     assert await router.expert_placement_of_position("r1", "") is None
-    router._state.update_workers("c", ["r0", "r2", "new"])
+    router._state.ingresses.set_reachable_workers("c", ["r0", "r2", "new"])
     answer = await router.expert_placement_of_position("new", "")
     assert answer is not None
     assert (answer.position, answer.body) == (1, deployed.expert_placements[1])
     # As with centroids, a fourth worker shares those of position 0.
-    router._state.update_workers("c", ["r0", "r2", "new", "more"])
+    router._state.ingresses.set_reachable_workers("c", ["r0", "r2", "new", "more"])
     more = await router.expert_placement_of_position("more", "")
     assert more is not None
     assert (more.position, more.body) == (3, deployed.expert_placements[0])
@@ -104,9 +104,9 @@ async def test_a_replica_that_takes_a_vacant_position_gets_its_placement(tmp_pat
 
 async def test_a_redeployed_set_replaces_the_old_one(tmp_path: Path) -> None:
     router = DecodeRouter(RouterSettings(model_id="m"))
-    router._state.restore(Restore("c", ("r0",)))
+    router._state.restore_from_ingress(Restore("c", ("r0",)))
     assert await router.expert_placement_of_position("r0", "") is None
     save_placements(tmp_path, range(3))
     await router.configure(settings(tmp_path))
-    router._state.restore(Restore("c", ("r0",)))
+    router._state.restore_from_ingress(Restore("c", ("r0",)))
     assert await router.expert_placement_of_position("r0", "") is not None

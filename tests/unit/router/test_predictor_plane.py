@@ -118,9 +118,9 @@ def test_settings_larger_than_a_message_are_refused(monkeypatch: pytest.MonkeyPa
 def test_measured_counts_replace_predicted_ones_in_loads_and_policy() -> None:
     state = router_state(workers=2, table=None, policy="marginal-cost")
     (lease,) = place(state, request("a", 3, expert_counts=counts(1).astype(np.float16), predicted=True))
-    state.progress({"a": 4})
+    state.leases.set_generated_tokens({"a": 4})
     for counted in (request("a", 30, expert_counts=counts(5, 30)), request("gone", 7)):
-        state.set_measured_counts(counted)
+        state.leases.set_measured_counts(counted)
     assert loads(state)[lease.worker] == (1, 34)
     position, measured = levels_of_requests(state)["a"]
     assert position == lease.position
@@ -136,10 +136,10 @@ def test_the_status_has_the_prediction_quality_of_connected_ingresses() -> None:
     state = router_state(table=None, policy="marginal-cost", predictor=FILE, ingresses="ab")
     for ingress, prompts, gain, on in (("a", 30, 0.5, True), ("b", 10, -0.5, False)):
         prediction = {"on": on, "prompts": prompts, "cosine": gain, "gain": gain}
-        state.report(ingress, IngressReport(prediction=prediction))
+        state.ingresses.add_report(ingress, IngressReport(prediction=prediction))
     expected = {"version": 1, "ingresses": 2, "prompts": 40, "on": 1, "cosine": 0.25, "gain": 0.25}
     assert router_status(state)["predictor"] == expected
-    state.drop("b")
+    state.ingresses.drop_ingress("b")
     assert router_status(state)["predictor"]["ingresses"] == 1
     state.live_settings.swap_predictor(FILE, "t")
     assert router_status(state)["predictor"] == {
@@ -184,7 +184,7 @@ def test_a_configured_table_of_another_shape_is_dropped_with_the_predictor(resto
     table = unit_table(3, num_layers=L + 1).to_bytes()
     state = RouterState(model_id="m", policy="locality-band", table=table, predictor=narrow())
     if restored:
-        state.restore(Restore("c", counts_shape=(L, E)))
+        state.restore_from_ingress(Restore("c", counts_shape=(L, E)))
     else:
         state.expect_counts(L, E)
     assert (state.settings.table, state.live_settings.table, state.settings.predictor) == (None, None, None)

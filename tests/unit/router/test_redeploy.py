@@ -22,7 +22,7 @@ SECOND = RouterSettings(model_id="m", policy="least-tokens", table=unit_table(2)
 
 async def restore(router: DecodeRouter, settings: LiveSettings) -> LiveSettings:
     """Return the live settings after an ingress has reported these."""
-    router._state.restore(Restore("ingress", ("r0",), settings=settings))
+    router._state.restore_from_ingress(Restore("ingress", ("r0",), settings=settings))
     return await router.settings()
 
 

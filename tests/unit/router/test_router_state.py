@@ -27,9 +27,9 @@ def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> 
     lease = place_one(state, "a", 1)
     assert (lease.worker, lease.position, lease.num_candidates, lease.is_most_similar) == ("r1", 1, 1, True)
     assert loads(state) == {"r0": (0, 0), "r1": (1, 10), "r2": (0, 0)}
-    state.progress({"a": 7, "unknown": 3})
+    state.leases.set_generated_tokens({"a": 7, "unknown": 3})
     assert loads(state)["r1"] == (1, 17)
-    state.adopt_lease(ingress_lease("a", "r2"))  # it was served elsewhere
+    state.leases.adopt_lease(ingress_lease("a", "r2"))  # it was served elsewhere
     assert loads(state)["r2"][0] == 1
     release(state, "a", "a", "unknown")
     assert set(loads(state).values()) == {(0, 0)}
@@ -37,30 +37,30 @@ def test_a_request_goes_to_the_worker_of_its_centroid_and_adds_to_its_load() -> 
 
 def test_a_new_replica_takes_a_vacant_position_and_others_keep_theirs() -> None:
     state = router_state()
-    state.update_workers("c", ["r0", "r2"])
+    state.ingresses.set_reachable_workers("c", ["r0", "r2"])
     assert place_one(state, "a", 2).worker == "r2"
     # Its worker is lost: the others are equally similar, so load decides.
     assert place_one(state, "b", 1).worker == "r0"
-    state.update_workers("c", ["r0", "r2", "new"])
+    state.ingresses.set_reachable_workers("c", ["r0", "r2", "new"])
     lease = place_one(state, "c", 1)
     assert (lease.worker, lease.position) == ("new", 1)
 
 
 def test_an_ingress_that_loses_one_channel_removes_the_worker_only_for_itself() -> None:
     state = router_state(ingresses="cd")
-    state.update_workers("c", ["r0", "r2"])
+    state.ingresses.set_reachable_workers("c", ["r0", "r2"])
     assert state.positions.workers == ["r0", "r1", "r2"]
     assert place_one(state, "a", 1).worker != "r1"
     similarity, version = np.eye(3)[1], state.settings.table_version
     (lease,) = place(state, request("b", similarity=similarity, table_version=version), ingress="d")
     assert (lease.worker, lease.position) == ("r1", 1)
-    state.update_workers("d", ["r0", "r2"])
+    state.ingresses.set_reachable_workers("d", ["r0", "r2"])
     assert state.positions.workers == ["r0", None, "r2"]
 
 
 def test_an_ingress_that_connects_with_some_channels_removes_no_worker() -> None:
     state = router_state()
-    state.restore(Restore("new", ("r2",)))
+    state.restore_from_ingress(Restore("new", ("r2",)))
     assert state.positions.workers == ["r0", "r1", "r2"]
     leases = place(state, "a", "b", ingress="new") + place(state, "c", "d", "e")
     assert {lease.worker for lease in leases[:2]} == {"r2"}
@@ -69,19 +69,19 @@ def test_an_ingress_that_connects_with_some_channels_removes_no_worker() -> None
 
 def test_an_ingress_without_workers_of_its_own_gets_those_of_others() -> None:
     state = router_state(ingresses="cd")
-    state.update_workers("c", ["r1"])
+    state.ingresses.set_reachable_workers("c", ["r1"])
     assert place_one(state, "a", exclude=("r1",)).worker == "r1"  # the others cannot be reached
-    state.update_workers("c", [])
+    state.ingresses.set_reachable_workers("c", [])
     assert place_one(state, "b", 0).worker == "r0"
 
 
 def test_workers_of_a_lost_ingress_stay_until_it_is_dropped() -> None:
     state = router_state(ingresses="c")
-    state.restore(Restore("d", ("r0", "own")))
+    state.restore_from_ingress(Restore("d", ("r0", "own")))
     assert state.positions.workers == ["r0", "r1", "r2", "own"]
-    state.drop("d")
+    state.ingresses.drop_ingress("d")
     assert state.positions.workers == ["r0", "r1", "r2"]
-    state.drop("c")
+    state.ingresses.drop_ingress("c")
     assert state.positions.workers == ["r0", "r1", "r2"]  # a router without ingresses keeps its workers
 
 
@@ -90,7 +90,7 @@ def test_the_steps_of_lost_replicas_are_not_kept() -> None:
     steps = StepSums.from_steps([1], [1], [4], [0.1])
     for replica in ("r0", "r1"):
         state.observe_steps(steps, replica)
-    state.update_workers("c", ["r1"])
+    state.ingresses.set_reachable_workers("c", ["r1"])
     state.observe_steps(steps, "r0")  # a late report
     state.observe_steps(StepSums.from_prompts([2], [90], [500], [0.1]), "r1")
     assert {name: len(reports) for name, reports in state.view._steps.items()} == {"r1": 1}
@@ -140,8 +140,8 @@ def test_a_restarted_router_restores_settings_and_leases_from_its_ingresses() ->
     lease = place_one(old, "a", 1)
     new = RouterState(model_id="m", policy="random", table=None)
     for _ in range(2):  # a second time, after another loss of the channel
-        new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
-        new.adopt_lease(replace(lease, ingress="c"))
+        new.restore_from_ingress(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
+        new.leases.adopt_lease(replace(lease, ingress="c"))
     assert new.settings == old.settings
     assert new.counters["leases_restored"] == 1
     assert loads(new) == loads(old)
@@ -156,8 +156,8 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
     lease = place_one(old, "a")
     new = router_state(policy="random", ingresses="d")
     new.expect_counts(2, 8)
-    new.restore(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
-    new.adopt_lease(replace(lease, ingress="c"))
+    new.restore_from_ingress(Restore("c", ("r0", "r1", "r2"), ("a",), old.settings))
+    new.leases.adopt_lease(replace(lease, ingress="c"))
     assert caplog.messages == [
         "requests are placed without a table: the table is for 5 MoE layers x 8 experts, but the prefill "
         "engines report 2 x 8"
@@ -173,7 +173,7 @@ def test_a_late_ingress_does_not_undo_an_operators_change_after_a_restart() -> N
     old.live_settings.set_policy("random", {})
     new = RouterState(model_id="m", policy="locality-band", table=None)
     new.live_settings.set_policy("least-tokens", {})
-    new.restore(Restore("late", settings=old.settings))
+    new.restore_from_ingress(Restore("late", settings=old.settings))
     assert router_status(new)["policy"] == "least-tokens"
 
 
@@ -276,7 +276,7 @@ def test_only_recent_expert_counts_are_kept_for_a_refit() -> None:
         place(state, request(f"r{number}", expert_counts=np.full((2, 8), number, np.uint16)))
         release(state, f"r{number}")
     place(state, request("bare"))
-    assert [int(counts[0, 0]) for counts in state.recent_counts] == list(range(76, 1100))
+    assert [int(counts[0, 0]) for counts in state.leases.recent_counts] == list(range(76, 1100))
 
 
 def test_pending_counts_are_of_the_requests_that_decode_or_wait() -> None:
@@ -301,6 +301,6 @@ def test_a_new_worker_gets_requests_at_once(policy: str, fitted: int) -> None:
     state = router_state(workers=3, table=fitted, policy=policy)
     for number in range(12):
         place_one(state, f"before{number}", number % fitted)
-    state.update_workers("c", ["r0", "r1", "r2", "new"])
+    state.ingresses.set_reachable_workers("c", ["r0", "r1", "r2", "new"])
     workers = {place_one(state, f"after{number}", number % fitted).worker for number in range(4)}
     assert "new" in workers

@@ -62,14 +62,16 @@ async def test_expert_counts_are_sent_if_the_policy_reads_them_and_later_restore
 async def test_concurrent_requests_are_placed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     actor, batches = FakeActor(), []
     actor.delay_s = 0.02
-    place = actor.state.place
-    monkeypatch.setattr(actor.state, "place", lambda leases: (batches.append(len(leases)), place(leases)))
+    place = actor.state.leases.place
+    monkeypatch.setattr(
+        actor.state.leases, "place", lambda leases: (batches.append(len(leases)), place(leases))
+    )
     async with connected_client(actor, "r0", "r1", timeout_s=5.0) as client:
         await asyncio.gather(*(client.place(request(str(n)), counts_for(n % 2)) for n in range(100)))
         assert [number for number in batches if number] == [100]
         assert router_status(actor.state)["leases"] == 100
         for n in range(100):
-            client.progress(str(n), n)
+            client.set_generated_tokens(str(n), n)
             client.release(str(n))
             client.release(str(n))
 
@@ -107,10 +109,10 @@ async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
         actor.alive = False
         for number in range(50):
             await client.place(request(f"{number}"), counts_for(0))
-            client.progress(f"{number}", 3)
+            client.set_generated_tokens(f"{number}", 3)
             client.release(f"{number}")
         client.release("a")
-        await wait_until(lambda: client.router_unreachable and not client._progress)
+        await wait_until(lambda: client.router_unreachable and not client._unreported)
         assert not client._calls
         actor.alive = True  # with its state
         await wait_until(lambda: set(actor.running) == {"b", "c"})
@@ -166,10 +168,10 @@ async def start_waiting(
     client: RouterClient, actor: FakeActor, name: str, counts: Any = None, wait_s: float = 30.0
 ) -> asyncio.Task[Lease]:
     """Wait until a request is in the queue, and return the task of its placement."""
-    size = actor.state.queue_size
+    size = actor.state.leases.queue_size
     task = asyncio.create_task(client.place(request(name), counts, wait_s=wait_s))
     await wait_until(
-        lambda: actor.state.queue_size == size + 1 and client.leases[name].state is LeaseState.QUEUED
+        lambda: actor.state.leases.queue_size == size + 1 and client.leases[name].state is LeaseState.QUEUED
     )
     return task
 
@@ -182,7 +184,7 @@ async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
         assert (await client.place(request("c"), None)).reason == "at-once"
         client.release("c")
         for tokens in range(1, 18):
-            client.progress("a", tokens)
+            client.set_generated_tokens("a", tokens)
         client.release("a")
         lease = await task
         assert (lease.request_id, lease.worker, lease.reason) == ("b", "r0", "slot")
@@ -208,7 +210,7 @@ async def test_queued_requests_are_sent_again_to_a_restarted_actor() -> None:
         task = await start_waiting(client, actor, "b", wait_s=2.0)
         started = asyncio.get_running_loop().time()
         actor.restart()
-        await wait_until(lambda: actor.state.queue_size == 1)
+        await wait_until(lambda: actor.state.leases.queue_size == 1)
         assert not task.done()
         with pytest.raises(OverloadedError):
             await task
@@ -252,9 +254,9 @@ async def test_local_fallback_decides_if_the_router_cannot_place(
     async with router_and_client("r0", timeout_s=5.0) as (actor, client):
         await client.place(request("a"), None)
         if fails:
-            monkeypatch.setattr(actor.state, "place", lambda leases: 1 / 0)
+            monkeypatch.setattr(actor.state.leases, "place", lambda leases: 1 / 0)
         else:
-            actor.state.update_workers(client.name, [])
+            actor.state.ingresses.set_reachable_workers(client.name, [])
         lease = await client.place(request("b"), None)
         assert (lease.worker, lease.reason) == ("r0", "no-worker")
         assert ("cannot place 1 requests" in caplog.text) == fails
@@ -269,7 +271,7 @@ async def test_a_lease_is_sent_although_a_later_part_of_its_batch_fails(
     async with router_and_client("r0", policy=SLOTS, timeout_s=5.0) as (actor, client):
         await client.place(request("a"), None)
         task = await start_waiting(client, actor, "b")
-        monkeypatch.setattr(actor.state, "_grant", lambda leases: 1 / 0)
+        monkeypatch.setattr(actor.state.leases, "_grant", lambda leases: 1 / 0)
         client.release("a")
         assert ((await task).worker, task.result().reason) == ("r0", "slot")
         assert (await client.place(request("c"), None)).reason == "at-once"
@@ -281,7 +283,7 @@ async def test_a_lease_is_sent_although_a_later_part_of_its_batch_fails(
 async def test_a_batch_is_placed_although_its_progress_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async with router_and_client("r0", "r1", timeout_s=5.0) as (actor, client):
         await client.place(request("a"), counts_for(1))
-        monkeypatch.setattr(actor.state, "progress", lambda tokens: 1 / 0)
+        monkeypatch.setattr(actor.state.leases, "set_generated_tokens", lambda tokens: 1 / 0)
         assert (await client.place(request("b"), counts_for(1))).reason == "locality-band"
         monkeypatch.undo()
 

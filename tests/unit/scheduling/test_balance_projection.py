@@ -43,8 +43,8 @@ class Running(RuleBasedStateMachine):
             assert (ran.prompt_tokens, ran.generated_tokens) == (expected["prompt"], expected["age"])
 
     @rule(tokens=st.dictionaries(NAMES, st.integers(0, 30), max_size=30))
-    def progress(self, tokens: dict[str, int]) -> None:
-        self.running.progress(tokens)
+    def set_generated_tokens(self, tokens: dict[str, int]) -> None:
+        self.running.set_generated_tokens(tokens)
         for name in tokens.keys() & self.held.keys():
             self.held[name]["age"] = tokens[name]
 

@@ -83,7 +83,7 @@ async def test_the_router_answers_with_loads_cost_and_cached_tokens() -> None:
         assert workers.in_flight.sum() == 1
         assert loads.step.cost == COST
         assert not (await client.decode_loads(None)).workers.cached_tokens.any()
-        actor.state.finish("a")
+        actor.state.leases.finish("a")
 
 
 def test_the_share_of_cached_tokens_is_that_of_all_placed_prompts() -> None:

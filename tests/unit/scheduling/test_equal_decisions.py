@@ -71,9 +71,9 @@ class Traffic:
         self.state.expect_counts(L, E)
         for ingress, leases in self.held.items():
             replicas = tuple(self.replicas) if ingress == "a" else ()  # "b" reports none, so it reaches all
-            self.state.restore(Restore(ingress, replicas, tuple(leases), self.settings))
+            self.state.restore_from_ingress(Restore(ingress, replicas, tuple(leases), self.settings))
             for lease in leases.values():
-                self.state.adopt_lease(replace(lease, ingress=ingress))
+                self.state.leases.adopt_lease(replace(lease, ingress=ingress))
             self.exchange(ingress, tuple(self.waiting[ingress].values()))
 
     def request(self, name: str) -> PlacementRequest:
@@ -107,9 +107,9 @@ class Traffic:
         released: tuple[str, ...] = (),
         held: tuple[str, ...] = (),
     ) -> None:
-        self.state.progress(progress or {})
+        self.state.leases.set_generated_tokens(progress or {})
         for name in released:
-            self.state.finish(name)
+            self.state.leases.finish(name)
         for name in held:  # even if it is the same replica
             known = self.state.placer.running[name].request
             self.state.placer.adopt_lease(replace(self.held[ingress][name], request=known, ingress=ingress))
@@ -160,7 +160,7 @@ class Traffic:
                 self.state.observe_steps(self.steps())
             if step % 60 == 31:  # a replica is replaced
                 self.replicas = [*self.replicas[1:], f"r{step}"]
-                self.state.update_workers("a", self.replicas)
+                self.state.ingresses.set_reachable_workers("a", self.replicas)
                 self.exchange(ingress, ())
             if step % 90 == 45:
                 table = unit_table(4, band=0.05 + step / 1000)

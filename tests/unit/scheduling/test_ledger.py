@@ -34,7 +34,7 @@ def test_the_loads_are_sums_over_the_requests_of_each_worker(events: list[Any]) 
             name, tokens = given_
             if name in requests:
                 requests[name][2] = max(requests[name][2], tokens)
-            ledger.progress(name, tokens)
+            ledger.set_generated_tokens(name, tokens)
         elif what == "release":
             requests.pop(given_[0], None)
             ledger.release(given_[0])

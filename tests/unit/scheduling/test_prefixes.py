@@ -197,7 +197,7 @@ def test_the_router_asks_for_all_blocks_of_a_worker_that_it_does_not_know() -> N
     assert place(state, request("a", 17, blocks=prompt))[0].cached_tokens == SIZE
     (worker,) = router_status(state)["workers"]
     assert worker["cached_blocks"] == 1
-    state.update_workers("c", ["r0 restarted"])
+    state.ingresses.set_reachable_workers("c", ["r0 restarted"])
     assert not report(None, "r0 restarted")
 
 
@@ -246,12 +246,12 @@ def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None
     assert counted == {"prefill_tokens": 34, "prefill_tokens_cached": 16}
     state.observe_steps(StepSums(), "r0", PrefixCacheSize(SIZE, 2 * SIZE))
     assert cached("c") == 8
-    state.update_workers("c", ["r1"])
+    state.ingresses.set_reachable_workers("c", ["r1"])
     assert cached("d") == 0
     assert set(loads(state)) == {"r1"}
     # A late report of a removed replica sets no capacity.
     state.observe_steps(StepSums(), "r0", PrefixCacheSize(SIZE, 2 * SIZE))
-    state.update_workers("c", ["r0"])
+    state.ingresses.set_reachable_workers("c", ["r0"])
     assert [cached("e"), cached("f")] == [0, 16]
 
 
@@ -264,9 +264,9 @@ def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() 
 
     place(state, *(request(name, 17, blocks=prompt) for name in "abcd"), request("split", 17))
     assert lacks() == 17 + 3 * 1
-    state.progress({"a": 1})
+    state.leases.set_generated_tokens({"a": 1})
     assert lacks() == 3
-    state.set_measured_counts(request("b", 18))
+    state.leases.set_measured_counts(request("b", 18))
     assert lacks() == 2
     release(state, "c")
     assert lacks() == 1

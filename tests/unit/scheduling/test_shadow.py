@@ -91,7 +91,7 @@ def test_both_placements_are_priced_as_from_scratch(
         where = {n: p.position for n, p in placer.running.items()}
         expected.append((where, dict(generated), more))
         generated |= {n: generated[n] + k for n, k in more.items()}
-        placer.progress({n: generated[n] for n in more})
+        placer.set_generated_tokens({n: generated[n] for n in more})
         for gone in [n for n in placer.running if rng.random() < 0.2]:
             placer.finish(gone)
         if number % lag == 0:  # the time of its work makes no difference
@@ -115,7 +115,7 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
     placer.update_cost_model(COST)
     for number in range(40):
         placer.submit([Lease(a_request(f"r{number}", rng), LeaseState.SENT)])
-        placer.progress({n: p.generated_tokens + 3 for n, p in placer.running.items()})
+        placer.set_generated_tokens({n: p.generated_tokens + 3 for n, p in placer.running.items()})
         if number > 8:
             placer.finish(next(iter(placer.running)))
     shadow.catch_up()
@@ -140,7 +140,7 @@ def test_measured_counts_replace_predicted_ones_in_both_placements(name: str) ->
         guess = replace(a_request(f"r{number}", rng), predicted=True)
         placer.submit([Lease(guess, LeaseState.SENT)])
         placer.set_measured_counts(measured)
-        placer.progress({n: p.generated_tokens + 3 for n, p in placer.running.items()})
+        placer.set_generated_tokens({n: p.generated_tokens + 3 for n, p in placer.running.items()})
         if number > 8:
             placer.finish(next(iter(placer.running)))
     shadow.catch_up()
@@ -162,7 +162,7 @@ def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval
     assert shadow.saving() is None
     for number in range(6):
         placer.submit([Lease(a_request(f"r{number}", rng), LeaseState.SENT)])
-        placer.progress({f"r{number}": 5})
+        placer.set_generated_tokens({f"r{number}": 5})
         shadow.catch_up()
         now[0] += 11
         saving = shadow.saving()
@@ -177,7 +177,7 @@ def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> Non
     placer = Placer(make_policy("round-robin"), on_policy_error=fail)
     placer.set_workers(["a", "b"])
     placer.submit([Lease(a_request(f"r{n}", rng), LeaseState.SENT) for n in range(4)])
-    placer.progress({"r0": 7})
+    placer.set_generated_tokens({"r0": 7})
     policy = Recorded(OneWorker())
     shadow = Shadow(policy)
     placer.set_shadow(shadow)
@@ -187,7 +187,7 @@ def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> Non
     shadow.catch_up()
     assert {policy.positions[n] for n in ("r1", "r3")} == {1}
     before = shadow.totals[0]
-    placer.progress({"r1": 4, "r0": 9})
+    placer.set_generated_tokens({"r1": 4, "r0": 9})
     shadow.catch_up()
     assert shadow.totals[0] == before + 4
 

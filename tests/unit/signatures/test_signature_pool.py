@@ -77,8 +77,8 @@ class LocalPool:
 
     def serve(self, workers: int) -> None:
         replicas = tuple(f"r{number}" for number in range(workers))
-        self.router._state.restore(Restore("ingress", replicas))
-        self.router._state.update_workers("ingress", replicas)
+        self.router._state.restore_from_ingress(Restore("ingress", replicas))
+        self.router._state.ingresses.set_reachable_workers("ingress", replicas)
 
     @property
     def live(self) -> RoutingTable | None:
@@ -214,7 +214,7 @@ async def test_a_configured_table_is_replaced_only_by_a_refit() -> None:
 async def test_no_table_is_fitted_before_an_ingress_has_restored_its_settings() -> None:
     """After a restart the router has no table. The ingresses hold the operator's table."""
     local = LocalPool(120, workers=0)
-    local.router._state.update_workers("ingress", ("r0", "r1"))
+    local.router._state.ingresses.set_reachable_workers("ingress", ("r0", "r1"))
     await local.poll(3)
     assert local.live is None
     assert "before the router has an ingress" in local.status["note"]

@@ -66,7 +66,7 @@ class Forecast:
             self._finished[request_id] = finished
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
-        self._running.progress(generated_tokens)
+        self._running.set_generated_tokens(generated_tokens)
         self._predict()
 
     def project(self, loads: Loads) -> NDArray[np.float64]:

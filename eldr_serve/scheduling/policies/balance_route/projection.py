@@ -111,7 +111,7 @@ class RunningRequests:
             self.ids[row], self.keys[row], self._row[request] = request, key, row
         return finished
 
-    def progress(self, generated_tokens: Mapping[str, int]) -> None:
+    def set_generated_tokens(self, generated_tokens: Mapping[str, int]) -> None:
         """Set totals of generated tokens by request id; ignore unknown requests."""
         rows = [(self._row[r], tokens) for r, tokens in generated_tokens.items() if r in self._row]
         if rows:
