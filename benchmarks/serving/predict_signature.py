@@ -90,7 +90,7 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         ids = prompts[number % _PROMPTS]
         counts = online.predict(ids)
         running_request = PlacementRequest(f"held{number}", tokens, 64, expert_counts=counts, predicted=True)
-        lease = Lease(running_request, LeaseState.LEASED, worker=f"w{number % workers}")
+        lease = Lease(running_request, LeaseState.GRANTED, worker=f"w{number % workers}")
         placer.adopt_lease(lease)
         if number < _PROMPTS:
             placer.prefixes.record_prompt(lease.worker, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))

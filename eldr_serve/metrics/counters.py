@@ -29,7 +29,7 @@ class _Event(StrEnum):
 class RouterEvent(_Event):
     """Events that the router counts."""
 
-    PLACED = "placed", "requests", "leases of a decode worker"
+    PLACED = "placed", "requests", "granted leases"
     MOST_SIMILAR_WORKER = "best_worker", "requests", "placed on the worker with the most similar centroid"
     REROUTED = "rerouted", "requests", "placed again after a failure"
     QUEUED = "queued", "requests", "waited in the decode queue"
@@ -180,7 +180,7 @@ COUNTERS_BY_NAME = {
         "eldr_placed_by_reason_total",
         COUNTER,
         "requests",
-        "leases by the rule that decided",
+        "granted leases by the rule that decided",
         ("policy", "reason"),
         status="counters.reason:NAME",
         only="once a request was placed",

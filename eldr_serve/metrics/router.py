@@ -38,7 +38,7 @@ ROUTER = by_name(
         "eldr_decode_queue_wait_seconds",
         HISTOGRAM,
         "s",
-        "wait in the decode queue until a worker is leased",
+        "wait in the decode queue until the lease is granted",
         ("policy",),
         (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
         only=_QUEUED,
@@ -77,7 +77,7 @@ ROUTER = by_name(
         _WORKER,
         status="workers.kv_tokens",
     ),
-    Metric("eldr_leases", GAUGE, "requests", "leases of all workers", ("policy",), status="leases"),
+    Metric("eldr_leases", GAUGE, "requests", "granted leases of all workers", ("policy",), status="leases"),
     Metric("eldr_ingresses", GAUGE, "processes", "ingresses of the router", ("policy",), status="ingresses"),
     Metric(
         "eldr_decode_queue_size",

@@ -17,8 +17,8 @@ from eldr_serve.router.metrics import RouterMetrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.router_protocol.messages import (
     Counted,
+    Granted,
     IngressReport,
-    Leased,
     LiveSettings,
     Place,
     Queued,
@@ -68,7 +68,7 @@ class IngressCalls:
     def serve(self, state: RouterState, grace_s: float) -> None:
         """Serve this state; all ingresses connect again, and restore their leases in it."""
         self.state, self._grace_s = state, grace_s
-        state.set_callbacks(on_leases=self._send_leases, on_settings=self._send_settings)
+        state.set_callbacks(on_granted=self._send_leases, on_settings=self._send_settings)
         for subscription in list(self.by_peer.values()):
             subscription.reply.peer.close("the router's settings have changed")
 
@@ -151,12 +151,12 @@ class IngressCalls:
             self._send_leases(self._unsent_leases(pending))
 
     def _unsent_leases(self, pending: list[Lease]) -> list[Lease]:
-        """Return the leases that the router has made and not sent."""
+        """Return the leases that the router has granted and not sent."""
         newest = {**self.state.placer.running, **{lease.request_id: lease for lease in pending}}
         return [
             lease
             for request_id, lease in newest.items()
-            if lease.state is LeaseState.LEASED
+            if lease.state is LeaseState.GRANTED
             and (call := self.place_calls.get(request_id)) is not None
             and not call.has_lease
         ]
@@ -169,7 +169,7 @@ class IngressCalls:
             if call.queued:
                 self.metrics.record_wait(self.state, lease)
             call.has_lease = True
-            call.reply.send(encode(Leased.from_lease(lease)))
+            call.reply.send(encode(Granted.from_lease(lease)))
         self.metrics.record_leases(self.state, leases)
 
     def _send_settings(self, settings: LiveSettings) -> None:
@@ -224,7 +224,7 @@ class _Subscription:
 
 
 class _PlaceCall:
-    """A request's lease, or its wait for one."""
+    """The open call of a request's lease."""
 
     __slots__ = ("_ingress", "_ingress_calls", "_pending", "_request_id", "has_lease", "queued", "reply")
 
@@ -249,7 +249,7 @@ class _PlaceCall:
 
     def _withdraw(self) -> None:
         if self._pending is not None and self._pending.state is LeaseState.SENT:
-            self._pending.become(LeaseState.DONE)
+            self._pending.become(LeaseState.ENDED)
         self._pending = None
 
     def on_note(self, payload: bytes, tokens: int) -> None:

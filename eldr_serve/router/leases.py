@@ -20,7 +20,7 @@ _MAX_RECENT_COUNTS = 1024
 
 
 class Leases:
-    """The leases of all ingresses' requests.
+    """The leases of all ingresses' requests, in any state.
 
     Changes of load take effect with the next `place` or `dispatch`. Ingresses limit the wait of requests in
     the decode queue, and release those that time out.
@@ -113,7 +113,7 @@ class Leases:
         self._placer.set_generated_tokens(generated_tokens)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
-        """Set a leased request's measured counts and length."""
+        """Set the measured counts and length of a request that holds a lease."""
         self._placer.set_measured_counts(request)
         self._counters[RouterEvent.COUNTS_MEASURED] += 1
         self._keep_counts(request)
@@ -124,7 +124,7 @@ class Leases:
             lease.request = self._check.without_unusable_prediction(lease.request)
 
     def finish(self, request_id: str, generated_tokens: int = 0) -> None:
-        """End a request's lease or its wait for one; policies learn lengths from its tokens."""
+        """End a request's lease in any state; policies learn lengths from its tokens."""
         self._placer.set_generated_tokens({request_id: generated_tokens})
         self._placer.finish(request_id)
 

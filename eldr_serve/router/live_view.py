@@ -104,7 +104,7 @@ class LiveView:
             "rows": [
                 [
                     lease.request_id[:8],
-                    lease.position if lease.state is LeaseState.LEASED else None,
+                    lease.position if lease.state is LeaseState.GRANTED else None,
                     lease.generated_tokens,
                     lease.request.max_new_tokens,
                     lease.request.prompt_tokens,

@@ -27,7 +27,7 @@ class RouterMetrics:
         self._ray_metrics["eldr_route_seconds"].observe(seconds, {"policy": state.settings.policy})
 
     def record_leases(self, state: RouterState, leases: Iterable[Lease]) -> None:
-        """Record new leases."""
+        """Record granted leases."""
         tags = {"policy": state.settings.policy}
         for lease in leases:
             self._ray_metrics["eldr_candidates"].observe(lease.num_candidates, tags)

@@ -129,16 +129,16 @@ class RouterState:
     def set_callbacks(
         self,
         *,
-        on_leases: Callable[[list[Lease]], None] = lambda leases: None,
+        on_granted: Callable[[list[Lease]], None] = lambda leases: None,
         on_settings: Callable[[LiveSettings], None] = lambda settings: None,
     ) -> None:
         """Set the functions that receive later leases and settings; they replace earlier functions.
 
         Args:
-            on_leases: called with leases of new and of queued requests when they are granted.
+            on_granted: called with leases of new and of queued requests when they are granted.
             on_settings: called with new settings, before the leases that follow from them are granted.
         """
-        self.leases.on_granted, self._on_settings = on_leases, on_settings
+        self.leases.on_granted, self._on_settings = on_granted, on_settings
 
     @property
     def settings(self) -> LiveSettings:

@@ -34,8 +34,8 @@ from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.router_protocol import methods
 from eldr_serve.router_protocol.messages import (
     Counted,
+    Granted,
     IngressReport,
-    Leased,
     LiveSettings,
     Place,
     Queued,
@@ -49,7 +49,7 @@ from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementReque
 _MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
 
-_decode_reply = decoder(Leased | Queued | Unplaced)
+_decode_reply = decoder(Granted | Queued | Unplaced)
 
 
 class RouterClient:
@@ -64,7 +64,7 @@ class RouterClient:
 
     Attributes:
         name: id of this ingress at the actor.
-        leases: leases that are not DONE, by request id.
+        leases: leases that have not ended, by request id.
         scorer: the live settings and the predictor.
         operator: calls of the actor on behalf of operators, over this client's connection.
     """
@@ -122,8 +122,8 @@ class RouterClient:
         return self._subscription.unreachable
 
     def held_leases(self) -> list[Lease]:
-        """Return the leases that hold a worker."""
-        return [lease for lease in self.leases.values() if lease.state is LeaseState.LEASED]
+        """Return the granted leases."""
+        return [lease for lease in self.leases.values() if lease.state is LeaseState.GRANTED]
 
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
@@ -181,7 +181,7 @@ class RouterClient:
                 if self._subscription.connected:
                     self._send(lease)
                 await self._waiting.wait(lease, wait_s)
-            if lease.state is not LeaseState.LEASED:
+            if lease.state is not LeaseState.GRANTED:
                 self._lease_by_local_fallback(lease)
         except BaseException:
             self.release(request.request_id)  # it may be queued or hold a lease by now
@@ -203,7 +203,7 @@ class RouterClient:
         if token_ids is not None:
             self.scorer.train(token_ids, counts, prompt_tokens)
         lease = self.leases.get(request_id)
-        if lease is not None and lease.state is LeaseState.LEASED:
+        if lease is not None and lease.state is LeaseState.GRANTED:
             lease.request = replace(
                 lease.request,
                 expert_counts=self.scorer.take_counts_to_report(counts),
@@ -223,14 +223,14 @@ class RouterClient:
             self._fallback.set_generated_tokens(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
-        """End a request's lease or its wait for one. Further calls have no effect.
+        """End a request's lease in any state. Further calls have no effect.
 
         Its final number of tokens is reported with the release, since policies learn lengths from it.
         """
         lease = self.leases.pop(request_id, None)
         if lease is None:
             return
-        lease.become(LeaseState.DONE)
+        lease.become(LeaseState.ENDED)
         self._fallback.release(request_id)
         self._unreported.discard(request_id)
         self._waiting.cancel(request_id)
@@ -244,10 +244,10 @@ class RouterClient:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _send(self, lease: Lease, leased: Leased | None = None) -> None:
+    def _send(self, lease: Lease, granted: Granted | None = None) -> None:
         """Send a request scored by the live settings, or with the lease that it holds already."""
-        request = lease.request if leased is not None else self.scorer.score(lease.request)
-        message, call = Place(request, leased), self._calls.get(lease.request_id)
+        request = lease.request if granted is not None else self.scorer.score(lease.request)
+        message, call = Place(request, granted), self._calls.get(lease.request_id)
         if call is not None:
             call.note(encode(message))
             return
@@ -261,7 +261,7 @@ class RouterClient:
 
     def _on_message(self, lease: Lease, payload: bytes) -> None:
         reply = _decode_reply(payload)
-        if isinstance(reply, Leased):
+        if isinstance(reply, Granted):
             reply.copy_to(lease)
             self._discard_unread_counts(lease)
             self._fallback.add(lease)
@@ -290,7 +290,7 @@ class RouterClient:
 
     def send_leases(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            self._send(lease, Leased.from_lease(lease))
+            self._send(lease, Granted.from_lease(lease))
 
     def send_waiting(self) -> None:
         for lease in self._waiting:

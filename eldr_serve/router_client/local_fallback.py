@@ -47,7 +47,7 @@ class LocalFallback:
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)
         in_flight = self._ledger.loads(self._ledger.rows(candidates)).in_flight
-        lease.become(LeaseState.LEASED)
+        lease.become(LeaseState.GRANTED)
         least_loaded = np.flatnonzero(in_flight == in_flight.min())
         lease.worker, lease.position = candidates[int(random.choice(least_loaded))], -1
         lease.num_candidates, lease.reason, lease.policy = len(candidates), reason, LOCAL_FALLBACK

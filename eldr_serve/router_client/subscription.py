@@ -57,7 +57,7 @@ class SubscriptionOwner(Protocol):
     scorer: Scorer
 
     def held_leases(self) -> list[Lease]:
-        """Return the leases that hold a worker."""
+        """Return the granted leases."""
 
     def send_leases(self, leases: Iterable[Lease]) -> None:
         """Send leases that the router does not know."""

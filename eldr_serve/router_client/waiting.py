@@ -49,7 +49,7 @@ class WaitingRequests:
         self._timer: asyncio.TimerHandle | None = None  # of the oldest unanswered request
 
     def __iter__(self) -> Iterator[Lease]:
-        """Iterate over the leases that wait."""
+        """Iterate over the leases that are not granted yet."""
         return iter([entry.lease for entry in self._waiting.values() if not entry.outcome.done()])
 
     @property

@@ -2,7 +2,7 @@
 
 An ingress's `subscribe` call opens with Restore. The router answers with LiveSettings, at once and after each
 change; the ingress's notes are Workers and IngressReport. A `place` call opens with Place. The router answers
-with Queued, Leased or Unplaced; the notes are a further Place, Counted, or the number of generated tokens.
+with Queued, Granted or Unplaced; the notes are a further Place, Counted, or the number of generated tokens.
 
 Everything is MessagePack, of msgspec structs and dataclasses. An array is its dtype, shape and bytes.
 """
@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, reads_counts
 
-LOCAL_FALLBACK = "local-fallback"  # `Leased.policy` of a lease that its ingress has made
+LOCAL_FALLBACK = "local-fallback"  # `Granted.policy` of a lease that its ingress has made
 
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -57,7 +57,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         ingress: id of the ingress.
-        leases: ids of the requests whose leases the ingress holds; its other leases have ended.
+        leases: ids of the requests that hold a lease; all other requests of the ingress have ended or wait.
         settings: newest settings that the ingress knows, which a restarted router adopts.
         counts_shape: (MoE layers, experts) as engines report it, if known.
     """
@@ -101,7 +101,7 @@ class IngressReport(msgspec.Struct, tag="Report", frozen=True):
     prediction: dict[str, Any] | None = None
 
 
-class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
+class Granted(msgspec.Struct, tag="Leased", frozen=True, array_like=True):
     """The content of a granted lease, see Lease."""
 
     worker: str
@@ -116,13 +116,13 @@ class Leased(msgspec.Struct, tag=True, frozen=True, array_like=True):
     cached_tokens: int = 0
 
     @classmethod
-    def from_lease(cls, lease: Lease) -> Leased:
+    def from_lease(cls, lease: Lease) -> Granted:
         """Return the content of a lease."""
         return cls(*(getattr(lease, name) for name in cls.__struct_fields__))
 
     def copy_to(self, lease: Lease) -> None:
         """Grant the lease with this content."""
-        lease.become(LeaseState.LEASED)
+        lease.become(LeaseState.GRANTED)
         for name in self.__struct_fields__:
             setattr(lease, name, getattr(self, name))
 
@@ -143,11 +143,11 @@ class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """
 
     request: PlacementRequest
-    lease: Leased | None = None
+    lease: Granted | None = None
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A leased request with its measured counts and length."""
+    """A request that holds a lease, with its measured counts and length."""
 
     request: PlacementRequest
 

@@ -258,7 +258,7 @@ class Placer:
         return unreachable.union(lease.request.exclude), unreachable
 
     def adopt_lease(self, lease: Lease) -> None:
-        """Add a request that is LEASED already, for example by its ingress."""
+        """Add a lease that is granted already, for example by its ingress."""
         self.finish(lease.request_id)
         self._register_running(lease)
         self._record_use(lease)
@@ -294,7 +294,7 @@ class Placer:
         """Remove a waiting or running request; ignored if unknown."""
         waiting = self.queue.pop(request_id, None)
         if waiting is not None:
-            waiting.become(LeaseState.DONE)
+            waiting.become(LeaseState.ENDED)
             for observer in self._observers():
                 observer.on_finished(request_id)
         self._stop(request_id)
@@ -336,7 +336,7 @@ class Placer:
         if self.queue.pop(lease.request_id, None) is lease:
             lease.waited_s = self._clock() - lease.queued_at_s
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
-        lease.become(LeaseState.LEASED)
+        lease.become(LeaseState.GRANTED)
         lease.worker, lease.position = worker, decision.position
         lease.num_candidates, lease.similarity = decision.num_candidates, decision.similarity
         lease.is_most_similar = is_most_similar(decision.position, lease.request, loads)
@@ -366,7 +366,7 @@ class Placer:
     def _stop(self, request_id: str) -> None:
         running = self.running.pop(request_id, None)
         if running is not None:
-            running.become(LeaseState.DONE)
+            running.become(LeaseState.ENDED)
             self._ledger.release(request_id)
             for observer in self._observers():
                 observer.on_finished(request_id)

@@ -71,27 +71,27 @@ class PlacementRequest:
 
 
 class LeaseState(Enum):
-    """The stages of a lease, from its request to its end."""
+    """The states of a lease. In the first two it is requested."""
 
-    UNSENT = "unsent"  # the ingress sends it when it has a channel
+    UNSENT = "unsent"  # the ingress sends the request when it has a channel
     SENT = "sent"  # the router has not answered yet
-    QUEUED = "queued"  # it waits in the decode queue
-    LEASED = "leased"  # it holds a worker
-    DONE = "done"  # it ended, was cancelled, or was placed again
+    QUEUED = "queued"  # the request waits in the decode queue
+    GRANTED = "granted"  # the request holds the lease: it may decode on the worker
+    ENDED = "ended"  # the request ended, was cancelled, or was placed again
 
 
 _NEXT = {
-    LeaseState.UNSENT: {LeaseState.SENT, LeaseState.LEASED, LeaseState.DONE},
-    LeaseState.SENT: {LeaseState.UNSENT, LeaseState.QUEUED, LeaseState.LEASED, LeaseState.DONE},
-    LeaseState.QUEUED: {LeaseState.UNSENT, LeaseState.LEASED, LeaseState.DONE},
-    LeaseState.LEASED: {LeaseState.DONE},
-    LeaseState.DONE: {LeaseState.DONE},
+    LeaseState.UNSENT: {LeaseState.SENT, LeaseState.GRANTED, LeaseState.ENDED},
+    LeaseState.SENT: {LeaseState.UNSENT, LeaseState.QUEUED, LeaseState.GRANTED, LeaseState.ENDED},
+    LeaseState.QUEUED: {LeaseState.UNSENT, LeaseState.GRANTED, LeaseState.ENDED},
+    LeaseState.GRANTED: {LeaseState.ENDED},
+    LeaseState.ENDED: {LeaseState.ENDED},
 }
 
 
 @dataclass(slots=True)
 class Lease:
-    """A request's lease of a decode worker, from the request for it to its end.
+    """A request's lease of a decode worker: requested, perhaps queued, granted, ended.
 
     The router and its ingress each have a copy. The ingress uses it for its call to the decode engine. The
     router fills three more fields, which it does not send: `ingress`, `queued_at_s` and
@@ -99,7 +99,7 @@ class Lease:
 
     Attributes:
         ingress: id of the ingress that sent the request.
-        worker: name of the leased worker.
+        worker: name of the granted worker; "" while there is none.
         position: the worker's position in the router; -1 if the router did not place the request.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.

@@ -60,7 +60,7 @@ def leases_of_ingresses(world: World) -> dict[str, str]:
         name: lease.worker
         for process in world.live["ingress"]
         for name, lease in router_client_of(process).leases.items()
-        if lease.state is LeaseState.LEASED
+        if lease.state is LeaseState.GRANTED
     }
 
 

@@ -75,7 +75,7 @@ def release(state: RouterState, *names: str) -> None:
 def ingress_lease(name: str, worker: str, ingress: str = "c", **fields: Any) -> Lease:
     """Return the lease of a request that its ingress has placed by local fallback."""
     fields = {"max_new_tokens": 0, **fields}
-    return Lease(request(name, **fields), LeaseState.LEASED, ingress, worker, policy="local-fallback")
+    return Lease(request(name, **fields), LeaseState.GRANTED, ingress, worker, policy="local-fallback")
 
 
 def loads(state: RouterState) -> dict[str, tuple[int, int]]:

@@ -83,7 +83,9 @@ class FakeRouterClient:
         self.waits.append(wait_s)
         self.leases.add(request.request_id)
         replica = next(r for r in self.workers if r not in request.exclude)
-        return Lease(request, LeaseState.LEASED, worker=replica, position=0, cached_tokens=self.cached_tokens)
+        return Lease(
+            request, LeaseState.GRANTED, worker=replica, position=0, cached_tokens=self.cached_tokens
+        )
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         self.blocks.append(blocks)

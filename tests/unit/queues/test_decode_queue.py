@@ -21,7 +21,7 @@ def router(workers: int = 2, **options: Any) -> RouterState:
     """Return a router with SlotPolicy that collects its leases for `new_leases`."""
     state = router_state(workers=workers, table=2, policy=SLOTS, **options)
     state.granted = []
-    state.set_callbacks(on_leases=state.granted.extend)
+    state.set_callbacks(on_granted=state.granted.extend)
     return state
 
 
@@ -182,7 +182,7 @@ class Conservation(RuleBasedStateMachine):
         self.waits: dict[str, str] = {}  # request -> ingress, in the ingresses' view
         self.leases: dict[str, tuple[str, str]] = {}  # request -> ingress, worker
         self.tokens: dict[str, int] = {}  # generated tokens of requests with a lease
-        self.state.set_callbacks(on_leases=self.take_grants)
+        self.state.set_callbacks(on_granted=self.take_grants)
 
     def take_grants(self, leases: list[Lease]) -> None:
         for lease in leases:
@@ -205,7 +205,7 @@ class Conservation(RuleBasedStateMachine):
         names = [name for name in names if name not in self.leases]
         for name, lease in zip(names, place(self.state, *names, ingress=ingress), strict=True):
             waited = self.waits.pop(name, None)
-            if lease.state is LeaseState.LEASED:
+            if lease.state is LeaseState.GRANTED:
                 self.leases[name] = (ingress, lease.worker)
             elif lease.state is LeaseState.QUEUED or waited is not None:  # it keeps its turn
                 self.waits[name] = ingress

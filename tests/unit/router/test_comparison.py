@@ -34,13 +34,13 @@ def run(state: RouterState, name: str) -> None:
 
 def test_a_shadow_that_fails_is_disabled_and_counted() -> None:
     state = router_state(policy="shortest-queue", shadow=NamedPolicy("test_comparison:Broken"))
-    assert place_one(state, "a", 1).state is LeaseState.LEASED
+    assert place_one(state, "a", 1).state is LeaseState.GRANTED
     assert state.comparison.catch_up() is False
     status = router_status(state)
     assert status["counters"]["shadow_errors"] == 1
     assert status["comparison"]["now"] is None
     assert "broken" in status["comparison"]["failed"]
-    assert place_one(state, "b", 1).state is LeaseState.LEASED
+    assert place_one(state, "b", 1).state is LeaseState.GRANTED
     assert "policy_errors" not in router_status(state)["counters"]
 
 

@@ -28,10 +28,10 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("tokens", [10**30, 2**63, 2**63 - 1, -(10**30)])
 def test_requests_of_absurd_size_are_placed_and_so_are_later_ones(policy: str, tokens: int) -> None:
     state = router_state(policy=policy)
-    assert place_one(state, "absurd", max_new_tokens=tokens).state is LeaseState.LEASED
+    assert place_one(state, "absurd", max_new_tokens=tokens).state is LeaseState.GRANTED
     state.leases.adopt_lease(ingress_lease("elsewhere", "r1", max_new_tokens=tokens))
     for number in range(3):
-        assert place_one(state, str(number)).state is LeaseState.LEASED
+        assert place_one(state, str(number)).state is LeaseState.GRANTED
         state.leases.set_generated_tokens({"absurd": 1 + number})
         state.leases.adopt_lease(ingress_lease("elsewhere", "r1", max_new_tokens=tokens))
     state.live_settings.set_policy(policy, {})

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.router_protocol.messages import Leased, LiveSettings, Queued, Unplaced, decoder, encode
+from eldr_serve.router_protocol.messages import Granted, LiveSettings, Queued, Unplaced, decoder, encode
 from eldr_serve.scheduling import Lease, LeaseState
 from tests.support.fake_router import FakeActor
 from tests.support.tables import request, unit_table
 
 TRANSITIONS = {
-    LeaseState.UNSENT: {LeaseState.SENT, LeaseState.LEASED, LeaseState.DONE},
-    LeaseState.SENT: {LeaseState.UNSENT, LeaseState.QUEUED, LeaseState.LEASED, LeaseState.DONE},
-    LeaseState.QUEUED: {LeaseState.UNSENT, LeaseState.LEASED, LeaseState.DONE},
-    LeaseState.LEASED: {LeaseState.DONE},
-    LeaseState.DONE: {LeaseState.DONE},
+    LeaseState.UNSENT: {LeaseState.SENT, LeaseState.GRANTED, LeaseState.ENDED},
+    LeaseState.SENT: {LeaseState.UNSENT, LeaseState.QUEUED, LeaseState.GRANTED, LeaseState.ENDED},
+    LeaseState.QUEUED: {LeaseState.UNSENT, LeaseState.GRANTED, LeaseState.ENDED},
+    LeaseState.GRANTED: {LeaseState.ENDED},
+    LeaseState.ENDED: {LeaseState.ENDED},
 }
 
 
@@ -59,7 +59,7 @@ class Call:
 class Router:
     """The router as a client with one request sees it, which the test controls in these steps."""
 
-    ANSWERS: ClassVar = {"lease": Leased("r1", policy="p"), "queue": Queued(), "unplaced": Unplaced()}
+    ANSWERS: ClassVar = {"lease": Granted("r1", policy="p"), "queue": Queued(), "unplaced": Unplaced()}
     STEPS = ("open", "fail", *ANSWERS, "swap", "lose", "away", "cancel", "release")
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Router:
     @property
     def state(self) -> LeaseState:
         lease = self.client.leases.get("a")
-        return LeaseState.DONE if lease is None else lease.state
+        return LeaseState.ENDED if lease is None else lease.state
 
 
 PATHS: dict[str, tuple[list[str], LeaseState]] = {
@@ -136,23 +136,23 @@ PATHS: dict[str, tuple[list[str], LeaseState]] = {
     "it is sent": (["open"], LeaseState.SENT),
     "the channel is lost": (["open", "lose"], LeaseState.UNSENT),
     "it is sent over another channel": (["open", "lose", "open"], LeaseState.SENT),
-    "it gets a worker": (["open", "lease"], LeaseState.LEASED),
+    "it gets a worker": (["open", "lease"], LeaseState.GRANTED),
     "no worker is free": (["open", "queue"], LeaseState.QUEUED),
     "the table is swapped": (["open", "swap"], LeaseState.SENT),
-    "a worker is free now": (["open", "queue", "lease"], LeaseState.LEASED),
+    "a worker is free now": (["open", "queue", "lease"], LeaseState.GRANTED),
     "the table is swapped while it waits": (["open", "queue", "swap"], LeaseState.QUEUED),
     "the channel is lost while it waits": (["open", "queue", "lose"], LeaseState.UNSENT),
     "it waits again": (["open", "queue", "lose", "open", "queue"], LeaseState.QUEUED),
-    "the router knows no worker": (["open", "unplaced"], LeaseState.LEASED),
-    "the router fails": (["open", "fail"], LeaseState.LEASED),
-    "the router is away before it is sent": (["away"], LeaseState.LEASED),
-    "the router does not answer": (["open", "away"], LeaseState.LEASED),
-    "the router is away while it waits": (["open", "queue", "lose", "away"], LeaseState.LEASED),
-    "it is cancelled before it is sent": (["cancel"], LeaseState.DONE),
-    "it is cancelled": (["open", "cancel"], LeaseState.DONE),
-    "it is cancelled while it waits": (["open", "queue", "cancel"], LeaseState.DONE),
-    "it ends": (["open", "lease", "release"], LeaseState.DONE),
-    "it ends while the channel is lost": (["open", "lease", "lose", "release", "open"], LeaseState.DONE),
+    "the router knows no worker": (["open", "unplaced"], LeaseState.GRANTED),
+    "the router fails": (["open", "fail"], LeaseState.GRANTED),
+    "the router is away before it is sent": (["away"], LeaseState.GRANTED),
+    "the router does not answer": (["open", "away"], LeaseState.GRANTED),
+    "the router is away while it waits": (["open", "queue", "lose", "away"], LeaseState.GRANTED),
+    "it is cancelled before it is sent": (["cancel"], LeaseState.ENDED),
+    "it is cancelled": (["open", "cancel"], LeaseState.ENDED),
+    "it is cancelled while it waits": (["open", "queue", "cancel"], LeaseState.ENDED),
+    "it ends": (["open", "lease", "release"], LeaseState.ENDED),
+    "it ends while the channel is lost": (["open", "lease", "lose", "release", "open"], LeaseState.ENDED),
 }
 
 
@@ -162,10 +162,10 @@ async def test_each_path_ends_in_its_state(path: str) -> None:
     router = Router()
     await router.do(*steps)
     assert router.state is end
-    if end is LeaseState.LEASED:
+    if end is LeaseState.GRANTED:
         assert (await router.task).worker in ("r0", "r1")
     call = router.calls.get("place")
-    if end in (LeaseState.UNSENT, LeaseState.DONE):
+    if end in (LeaseState.UNSENT, LeaseState.ENDED):
         assert call is None or call.ended
     elif router.channel is not None and path != "the router fails":
         assert call is not None
@@ -181,8 +181,8 @@ def test_any_order_of_events_ends_the_request_and_leaves_nothing_behind(steps: l
         await router.do(*steps, "away", "open")
         leased = (await asyncio.gather(router.task, return_exceptions=True))[0]
         assert isinstance(leased, Lease | asyncio.CancelledError)
-        assert (router.state is LeaseState.LEASED) == ("a" in router.client.leases)
-        if router.state is LeaseState.LEASED:  # the router knows its worker
+        assert (router.state is LeaseState.GRANTED) == ("a" in router.client.leases)
+        if router.state is LeaseState.GRANTED:  # the router knows its worker
             _, restored, lease = router.calls["place"].sent[0]
             assert restored["request_id"] == "a"
             assert lease[1] == router.client.leases["a"].worker

@@ -100,7 +100,7 @@ def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
     for k in (1, 2, 5):
         state = router_state(workers=3, table=k)
         assert router_status(state)["table"]["refit_advised"]
-        assert {place_one(state, str(n), n % k).state for n in range(12)} == {LeaseState.LEASED}
+        assert {place_one(state, str(n), n % k).state for n in range(12)} == {LeaseState.GRANTED}
         assert sum(n for n, _ in loads(state).values()) == 12
 
 
@@ -130,7 +130,7 @@ def test_a_table_that_does_not_fit_is_refused_and_the_old_one_stays(bad: Any) ->
     with pytest.raises(SwapRefusedError, match=r"\A.+\Z"):  # one line
         state.live_settings.swap_table(bad if isinstance(bad, bytes) else unit_table(3, **bad).to_bytes())
     assert state.settings is before
-    assert place_one(state, "a", 1).state is LeaseState.LEASED
+    assert place_one(state, "a", 1).state is LeaseState.GRANTED
 
 
 def test_a_restarted_router_restores_settings_and_leases_from_its_ingresses() -> None:

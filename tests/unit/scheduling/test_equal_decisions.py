@@ -54,7 +54,7 @@ class Traffic:
         self.waiting: dict[str, dict[str, PlacementRequest]] = {"a": {}, "b": {}}
         self.settings: LiveSettings | None = None
         self.placed: list[list[Any]] = []
-        self.leased: list[Lease] = []
+        self.granted: list[Lease] = []
         self.start()
 
     def start(self) -> None:
@@ -67,7 +67,7 @@ class Traffic:
             seed=self.seed,
             clock=lambda: self.now,
         )
-        self.state.set_callbacks(on_leases=self.leased.extend)
+        self.state.set_callbacks(on_granted=self.granted.extend)
         self.state.expect_counts(L, E)
         for ingress, leases in self.held.items():
             replicas = tuple(self.replicas) if ingress == "a" else ()  # "b" reports none, so it reaches all
@@ -117,13 +117,13 @@ class Traffic:
         for answer in answers:
             if answer.state is LeaseState.QUEUED:
                 self.waiting[ingress][answer.request_id] = answer.request
-            elif answer.state is LeaseState.LEASED:
+            elif answer.state is LeaseState.GRANTED:
                 self.take(ingress, answer)
         answered = set(map(id, answers))
-        for lease in sorted(self.leased, key=lambda lease: lease.ingress):
+        for lease in sorted(self.granted, key=lambda lease: lease.ingress):
             if id(lease) not in answered:
                 self.take(lease.ingress, lease)
-        self.leased.clear()
+        self.granted.clear()
 
     def take(self, ingress: str, placed: Lease) -> None:
         request = replace(placed.request, expert_counts=None, similarity=None, blocks=None)

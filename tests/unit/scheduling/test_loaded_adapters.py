@@ -52,7 +52,7 @@ class _WithAdapter(Policy):
 def test_policies_see_which_workers_lack_the_adapter() -> None:
     placer = Placer(_WithAdapter(), on_policy_error=fail, adapters=LoadedAdapters(["a", "b"], 1))
     placer.set_workers(["w0", "w1"])
-    held = Lease(request("held", adapter="a"), LeaseState.LEASED, worker="w1")
+    held = Lease(request("held", adapter="a"), LeaseState.GRANTED, worker="w1")
     placer.adopt_lease(held)
 
     def place(name: str, adapter: str = "") -> str:

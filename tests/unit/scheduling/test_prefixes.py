@@ -211,9 +211,9 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer = Placer(Longest(), on_policy_error=fail)
     placer.set_workers(["w0", "w1"])
     system, other = list(range(8)), list(range(100, 109))
-    held = Lease(request("first", blocks=blocks(*system, 1)), LeaseState.LEASED, worker="w1")
+    held = Lease(request("first", blocks=blocks(*system, 1)), LeaseState.GRANTED, worker="w1")
     placer.adopt_lease(held)  # an ingress's own choice counts too
-    lost = Lease(request("lost", blocks=blocks(*other)), LeaseState.LEASED, worker="gone")
+    lost = Lease(request("lost", blocks=blocks(*other)), LeaseState.GRANTED, worker="gone")
     placer.adopt_lease(lost)
     assert len(placer.prefixes) == 2
 

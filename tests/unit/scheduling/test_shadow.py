@@ -201,7 +201,7 @@ def test_the_shadow_runs_outside_placement_and_must_keep_up(monkeypatch: pytest.
     placer = shadowed_placer("shortest-queue", shadow, "a")
     rng = np.random.default_rng(0)
     (placed,) = placer.submit([Lease(a_request("r", rng), LeaseState.SENT)])
-    assert placed.state is LeaseState.LEASED
+    assert placed.state is LeaseState.GRANTED
     with pytest.raises(KeyError):
         shadow.catch_up()
     slow = Shadow(OneWorker())
