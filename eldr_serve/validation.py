@@ -114,7 +114,7 @@ def first_problem(
     path, parent = _path(location, content), _path(location[:-1], content)
     cause = _cause(problem)
     if cause is not None:
-        nested = _part_at(content, location)
+        nested = _find_part(content, location)
         return first_problem(cause, nested, where=_join(where, path), model=_class_at(model, location))
     if problem["type"] in _UNKNOWN:
         return unknown_name(_join(where, parent), location[-1], _fields(_class_at(model, parent)))
@@ -185,7 +185,7 @@ def _is_index(part: Any, values: Any) -> bool:
     return isinstance(values, list | tuple) and isinstance(part, int) and part < len(values)
 
 
-def _part_at(content: Any, location: Sequence[Any]) -> Any:
+def _find_part(content: Any, location: Sequence[Any]) -> Any:
     """Return the part of the input at a location."""
     for part in _path(location, content) if content is not None else ():
         content = content[part]

@@ -117,7 +117,7 @@ def _init(environment: Environment, **_: Any) -> None:
         runner.register_message("eldr_done", _worker_done)
     try:
         # Reads all input, so that bad input ends the command before a request is sent.
-        Load(_without_record(options) if isinstance(runner, MasterRunner) else options).close()
+        Load(_remove_record(options) if isinstance(runner, MasterRunner) else options).close()
     except UserInputError as error:
         print(f"locust: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -330,5 +330,5 @@ def _times(timing: StreamTiming) -> dict[str, Any]:
     }
 
 
-def _without_record(options: Any) -> Any:
+def _remove_record(options: Any) -> Any:
     return type(options)(**{**vars(options), "record": ""})

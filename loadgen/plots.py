@@ -60,7 +60,7 @@ def _panels(rows: Rows) -> dict[str, list[dict[str, Any]]]:
     return series
 
 
-def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[tuple[Any, Rows]]:
+def _iterate_panels(rows: Rows, path: Path, width: float, height: float) -> Iterator[tuple[Any, Rows]]:
     """Yield axes and rows of each panel of this size in inches. Save the figure at the end."""
     groups = _panels(rows)
     columns = min(3, len(groups))
@@ -76,7 +76,7 @@ def _by_panel(rows: Rows, path: Path, width: float, height: float) -> Iterator[t
 def bars(rows: Rows, label: str, value: str, path: Path, *, interval: tuple[str, str] | None = None) -> None:
     """Plot horizontal bars of `value` by `label`, with intervals given as columns (low, high)."""
     longest = max(map(len, _panels(rows).values()))
-    for axes, members in _by_panel(rows, path, 5, 1 + 0.3 * longest):
+    for axes, members in _iterate_panels(rows, path, 5, 1 + 0.3 * longest):
         values = [row[value] for row in members]
         error = interval and [
             [max(0.0, sign * (row[end] - row[value])) for row in members]
@@ -92,7 +92,7 @@ def lines(
     rows: Rows, x: str, values: Sequence[str], path: Path, *, by: str | None = None, xlabel: str | None = None
 ) -> None:
     """Plot curves of `values` (columns) over `x`. With `by`, plot one curve for each of its values."""
-    for axes, members in _by_panel(rows, path, 5, 3.4):
+    for axes, members in _iterate_panels(rows, path, 5, 3.4):
         for value in values:
             for kind in dict.fromkeys(row[by] for row in members) if by else [None]:
                 points = [

@@ -160,7 +160,7 @@ def one_run(
         "steps": len(outcome.batch),
         "simulated_steps_per_s": len(outcome.batch) / seconds,
     }
-    return row | ({"domains": outcome.by_domain(inputs.domains)} if by_domain else {})
+    return row | ({"domains": outcome.summarise_domains(inputs.domains)} if by_domain else {})
 
 
 def _apply_options(
@@ -168,20 +168,20 @@ def _apply_options(
 ) -> Scenario:
     """Return the scenario with the parts that the command line replaces."""
     if cost is not None:
-        scenario = with_cost(scenario, FittedCost.load(cost))
+        scenario = replace_cost(scenario, FittedCost.load(cost))
     if trace is not None or fit_trace is not None:
-        scenario = with_traces(scenario, trace, fit_trace)
-    return scenario if workers is None else with_workers(scenario, workers)
+        scenario = replace_traces(scenario, trace, fit_trace)
+    return scenario if workers is None else scale_workers(scenario, workers)
 
 
-def with_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
+def replace_cost(scenario: Scenario, fitted: FittedCost) -> Scenario:
     """Return the scenario with another step cost."""
     decode = scenario.cluster.decode.model_copy(update={"cost": fitted.cost})
     cluster: Cluster = scenario.cluster.model_copy(update={"decode": decode})
     return scenario.model_copy(update={"cluster": cluster})
 
 
-def with_traces(scenario: Scenario, trace: Path | None, fit_trace: Path | None) -> Scenario:
+def replace_traces(scenario: Scenario, trace: Path | None, fit_trace: Path | None) -> Scenario:
     """Return the scenario with other requests to run, or to fit tables to."""
     experts = scenario.experts
     if trace is not None:
@@ -195,7 +195,7 @@ def with_traces(scenario: Scenario, trace: Path | None, fit_trace: Path | None) 
     return scenario.model_copy(update={"experts": experts})
 
 
-def with_workers(scenario: Scenario, workers: int) -> Scenario:
+def scale_workers(scenario: Scenario, workers: int) -> Scenario:
     """Return the scenario with other decode workers, and prefill workers and arrivals in proportion.
 
     Raises:

@@ -129,7 +129,7 @@ def ep_choice(
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
-    result, ranks, attention = _form("ep_choice", ranks, data_parallel)
+    result, ranks, attention = _resolve_ranks("ep_choice", ranks, data_parallel)
     settings = {"prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks}
     settings |= {"tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed}
     journal = Journal(work / f"{result}.jsonl", settings | {"folder": prompts.resolve()})
@@ -207,7 +207,7 @@ def ep_shift(
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
-    result, ranks, attention = _form("ep_shift", ranks, data_parallel)
+    result, ranks, attention = _resolve_ranks("ep_shift", ranks, data_parallel)
     settings = {"prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups}
     settings |= {"replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens}
     settings |= {"moves_per_slice": moves_per_slice, "cost": cost.name, "intermediate": intermediate}
@@ -236,7 +236,7 @@ def ep_shift(
     journal.remove()
 
 
-def _form(benchmark: str, ranks: int, data_parallel: int | None) -> tuple[str, int, str]:
+def _resolve_ranks(benchmark: str, ranks: int, data_parallel: int | None) -> tuple[str, int, str]:
     """Return the name of the result, the number of ranks, and the kind of their attention."""
     if data_parallel is None:
         return benchmark, ranks, "tensor-parallel"

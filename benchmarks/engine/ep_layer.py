@@ -85,7 +85,7 @@ def ep_layer(
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
     source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte is as a near one"
     fit = _fit(compute, many_ranks, times_alone, measurements=len(points), source=source)
-    cost = _with_messages(compute, message_rows).model_copy(update={"fit": fit})
+    cost = _add_messages(compute, message_rows).model_copy(update={"fit": fit})
     if cost_out is not None:
         cost.save(cost_out)
     inputs = {
@@ -226,7 +226,7 @@ def _work(points: list[dict[str, Any]]) -> LayerWork:
     return LayerWork(activated, pairs, np.zeros_like(pairs), np.zeros_like(pairs))
 
 
-def _with_messages(compute: LayerCost, message_rows: list[dict[str, Any]]) -> LayerCost:
+def _add_messages(compute: LayerCost, message_rows: list[dict[str, Any]]) -> LayerCost:
     """Add an empty all-gather and reduce-scatter to every layer, and the cost of a byte of an all-to-all.
 
     This cost includes the way back, since a `LayerWork` counts only the bytes of the dispatch.

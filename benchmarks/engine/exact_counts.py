@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, python_path
-from benchmarks.lib.exact import Cells, against_reference, against_report, reference
+from benchmarks.lib.exact import Cells, compare_with_reference, compare_with_report, reference
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
@@ -73,9 +73,10 @@ def exact_counts(
             reports = dict(zip(_PORTS, pool.map(serve, _PORTS), strict=True))
         choices = reference(model)
         comparisons = {
-            (runner, "reference"): against_reference(report, choices) for runner, report in reports.items()
+            (runner, "reference"): compare_with_reference(report, choices)
+            for runner, report in reports.items()
         }
-    comparisons["V2", "V1"] = against_report(reports["V2"], reports["V1"])
+    comparisons["V2", "V1"] = compare_with_report(reports["V2"], reports["V1"])
     rows = [
         _row(runner, against, number, cells, reports[runner])
         for (runner, against), of_batches in comparisons.items()

@@ -74,18 +74,18 @@ def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int,
         for array, tensor in zip(arrays, tensors, strict=True):
             if not np.array_equal(plan.route(array), metro.route(tensor).numpy()):
                 raise RuntimeError("TorchMetro chose other replicas than MetroPlan")
-        forms.append(("numpy", layers, partial(_by_clock, plan.route, arrays)))
-        forms.append(("torch, CPU", layers, partial(_by_clock, metro.route, tensors)))
+        forms.append(("numpy", layers, partial(_time_by_clock, plan.route, arrays)))
+        forms.append(("torch, CPU", layers, partial(_time_by_clock, metro.route, tensors)))
     if torch.cuda.is_available():
-        forms.append(("triton, CUDA graph", LAYERS, partial(_by_events, hosts, batches)))
+        forms.append(("triton, CUDA graph", LAYERS, partial(_time_by_events, hosts, batches)))
     return forms
 
 
-def _by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) -> list[float]:
+def _time_by_clock(route: Callable[[Any], object], batches: list[Any], calls: int) -> list[float]:
     return time_calls(lambda n: route(batches[n % len(batches)]), calls=calls)
 
 
-def _by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list[float]:
+def _time_by_events(hosts: np.ndarray, batches: list[np.ndarray], calls: int) -> list[float]:
     """Time replays of a graph that decides layer by layer, as in a model's step."""
     from benchmarks.lib.cuda_graph import TimedGraph
     from eldr_serve.experts.parallel.metro_triton import TritonMetro

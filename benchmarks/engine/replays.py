@@ -9,7 +9,7 @@ gets the decode activations that the request will really have, which shows the g
 
 from __future__ import annotations
 
-from benchmarks.lib.replay.command import Replayed, Rows, against, replay_command
+from benchmarks.lib.replay.command import Replayed, Rows, replay_command, report_changes_against
 from benchmarks.lib.replay.rows import experts_by_batch
 from benchmarks.lib.replay.schedule import Arm
 from eldr_serve.commands.errors import run
@@ -49,9 +49,9 @@ def _share(rows: Rows) -> str:
     return "gain of prefill signatures as share of that of true decode activations: " + ", ".join(shares)
 
 
-def _with_active_experts(replay: Replayed) -> None:
+def _report_with_active_experts(replay: Replayed) -> None:
     """Report the policies against the load balancers, and active experts by batch size (Figure 13)."""
-    against(BASELINES, _share)(replay)
+    report_changes_against(BASELINES, _share)(replay)
     labels = [
         label
         for label in ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
@@ -78,7 +78,7 @@ decode_replay = replay_command(
         Arm("marginal-cost, affinity 0", "marginal-cost", {"affinity": 0.0}),
         Arm(TRUE_DECODE, "marginal-cost", true_decode=True),
     ],
-    _with_active_experts,
+    _report_with_active_experts,
     default_workers="8,16",
     default_groups="all,language,task",
     default_per_worker=48,
@@ -89,7 +89,7 @@ rates = replay_command(
     "rates",
     POLICIES,
     default_batch="4,8,16,24",
-    report=against(
+    report=report_changes_against(
         BASELINES,
         draw=lambda rows, path: lines(
             rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s"
@@ -120,7 +120,7 @@ tail_replay = replay_command(
             for tail_power in (1, 16)
         ),
     ],
-    against(BASELINES),
+    report_changes_against(BASELINES),
     default_groups="all,language,task",
     default_per_worker=48,
     default_intermediate=1536,

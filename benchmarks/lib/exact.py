@@ -61,7 +61,7 @@ class Cells:
         }
 
 
-def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
+def compare_with_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
     """Compare each batch's signatures, decode counts, routes and step records with uncached results."""
     cells_of_batches = [Cells() for _ in report["batches"]]
     for record in report["records"]:
@@ -84,7 +84,7 @@ def against_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
     return cells_of_batches
 
 
-def against_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]:
+def compare_with_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]:
     """Compare each batch's tokens, signatures, counts, routes and step records with another engine's."""
     cells_of_batches = [Cells() for _ in report["batches"]]
     other_records = {record["request"]: record for record in other["records"]}

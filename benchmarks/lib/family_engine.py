@@ -41,7 +41,7 @@ class ObservedChoices:
     """
 
     def __init__(self, core: Any) -> None:
-        from eldr_serve.engine.vllm.compat.eplb import before_eplb_mapping
+        from eldr_serve.engine.vllm.compat.eplb import run_before_eplb_mapping
         from eldr_serve.engine.vllm.compat.moe import moe_routers
 
         self._choices: dict[tuple[int, ...], list[list[list[int]]]] = defaultdict(list)
@@ -49,7 +49,7 @@ class ObservedChoices:
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         self._step: dict[int, list[list[int]]] = {}
         for layer, (_, router) in enumerate(moe_routers(runner.vllm_config)):
-            before_eplb_mapping(router, partial(self._store_choices, layer))
+            run_before_eplb_mapping(router, partial(self._store_choices, layer))
         self._execute, runner.execute_model = runner.execute_model, self._execute_and_observe
 
     def _store_choices(self, layer: int, experts: Any) -> None:

@@ -144,7 +144,7 @@ class LiveComparison:
         inputs, trials = self.result["inputs"], read_trials(self.folder / "comparison")
         clock = NormalisedTime.read(self.folder / "cpu_speed")
         sensitivity = fit_engine_sensitivity(trials, clock, BASELINES)
-        engine_clock = clock.with_sensitivity(sensitivity)
+        engine_clock = clock.change_sensitivity(sensitivity)
         rows = policy_rows(
             inputs["policies"],
             [normalise_trial(trial, engine_clock) for trial in trials],

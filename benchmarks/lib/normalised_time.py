@@ -47,7 +47,7 @@ class NormalisedTime:
             raise UserInputError(f"{folder} has no records of the cores' speed")
         return cls([np.array(of_core, float) for of_core in records if of_core])
 
-    def with_sensitivity(self, sensitivity: float) -> NormalisedTime:
+    def change_sensitivity(self, sensitivity: float) -> NormalisedTime:
         """Return a clock from the same records, for work with this sensitivity to the probe."""
         return NormalisedTime(self._records, sensitivity)
 

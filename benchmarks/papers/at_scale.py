@@ -305,7 +305,7 @@ def _split(policies: str) -> list[str]:
 def _sizes(workers: str, routers: str, simulated: int) -> list[Size]:
     """Return the sizes to simulate. Raise UserInputError if routers cannot share their workers equally."""
     totals = options.numbers("--workers", workers)
-    divisions = _for_each("--routers", routers, len(totals))
+    divisions = _expand_to_sizes("--routers", routers, len(totals))
     sizes = [Size(*pair, simulated=min(pair[1], simulated)) for pair in zip(totals, divisions, strict=True)]
     if wrong := [size for size in sizes if size.workers % size.routers]:
         raise UserInputError(
@@ -314,7 +314,7 @@ def _sizes(workers: str, routers: str, simulated: int) -> list[Size]:
     return sizes
 
 
-def _for_each(option: str, value: str, sizes: int) -> list[int]:
+def _expand_to_sizes(option: str, value: str, sizes: int) -> list[int]:
     """Return the number of an option for each of the sizes."""
     numbers = options.numbers(option, value)
     if len(numbers) not in (1, sizes):
@@ -348,7 +348,7 @@ def at_scale(
     fitted = FittedCost.load(cost)
     study = Study(routes, fitted.cost, batch, seconds, parts, centroids, ttft_ms, slack)
     sizes, names = _sizes(workers, routers, simulated_routers), _split(policies)
-    counts = _for_each("--seeds", seeds, len(sizes))
+    counts = _expand_to_sizes("--seeds", seeds, len(sizes))
     for name in names:
         options.policy("--policies", name)
     inputs = asdict(study) | {"routes": routes.name}

@@ -212,7 +212,7 @@ def policy_rows(
     measured: dict[tuple[str, str], list[list[dict[str, Any]]]], group: str, seed: int
 ) -> list[dict[str, Any]]:
     """Return a row per arm, from the measurements of each worker's batch in each round."""
-    by_arm = {arm: by_request(turns) for arm, turns in measured.items()}
+    by_arm = {arm: index_by_request(turns) for arm, turns in measured.items()}
     base = by_arm[BASE]
     rows = []
     for arm, turns in measured.items():
@@ -234,7 +234,7 @@ def policy_rows(
     return rows
 
 
-def by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple[float, str]]:
+def index_by_request(turns: list[list[dict[str, Any]]]) -> dict[tuple[int, int], tuple[float, str]]:
     """Return {(round, request): (median step of the request's worker in ms, the answer)}."""
     return {
         (turn, number): (worker["step_ms"], answer)

@@ -95,7 +95,7 @@ def shadow_simulated(
             pair = _pair(names, sent_requests, cluster, experts, count * in_flight, number)
             rows_of_loops["closed"].append(row(*pair))
             rate = len(sent_requests) / float(np.ptp(pair[1].last_s))  # of the second policy
-            sent_requests = _at_rate(sent_requests, rate, number)
+            sent_requests = _rescale_to_rate(sent_requests, rate, number)
             rows_of_loops["open"].append(row(*_pair(names, sent_requests, cluster, experts, None, number)))
         for loop, rows_of_loop in rows_of_loops.items():
             rows.append({"workers": count, "per_expert_us": per_expert, "loop": loop} | mean(rows_of_loop))
@@ -151,7 +151,7 @@ def _requests(experts: Experts, number: int, tokens: int, seed: int) -> Requests
     return Requests(np.zeros(number), experts.count_tokens[kind], output, kind)
 
 
-def _at_rate(work: Requests, rate_per_s: float, seed: int) -> Requests:
+def _rescale_to_rate(work: Requests, rate_per_s: float, seed: int) -> Requests:
     gaps = np.random.default_rng(seed).exponential(1 / rate_per_s, len(work))
     return replace(work, arrival_s=np.cumsum(gaps))
 

@@ -38,7 +38,7 @@ BENCHMARKS = {"simulator_validation": "all"}
 
 def report(run: Replayed) -> None:
     """Report simulated and measured TPOT of every policy, with error, correlation, ranking and regret."""
-    cases = [_with_cost_of_the_others(run.experiment, case) for case in run.cases]
+    cases = [_simulate_with_other_costs(run.experiment, case) for case in run.cases]
     rows = [row for case in cases for row in policy_rows(case, run.experiment.regret(case))]
     path = publish(
         run.name,
@@ -53,7 +53,7 @@ def report(run: Replayed) -> None:
     _draw(cases, path.with_suffix(".png"))
 
 
-def _with_cost_of_the_others(experiment: ReplayExperiment, case: ReplayCase) -> ReplayCase:
+def _simulate_with_other_costs(experiment: ReplayExperiment, case: ReplayCase) -> ReplayCase:
     """Simulate the same placements with step costs fitted without the policy's own steps."""
     sums = {
         label: StepSums.from_steps(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)

@@ -99,8 +99,8 @@ def tail_price(
     chosen: dict[str, Callable[[], Policy]] = {
         text: partial(make_policy, name, **parameters) for text, (name, parameters) in parsed.items()
     }
-    points = [_of_routes(text, per_worker, output_tokens) for text in point or ()]
-    points += [part for text in whole_point or () for part in _of_whole(text)]
+    points = [_point_from_routes(text, per_worker, output_tokens) for text in point or ()]
+    points += [part for text in whole_point or () for part in _points_from_whole(text)]
     if not points:
         raise UserInputError("give --point or --whole")
     settings: dict[str, Any] = {"per_worker": per_worker, "output_tokens": output_tokens}
@@ -128,7 +128,7 @@ def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
     return files, numbers
 
 
-def _of_routes(text: str, per_worker: int, output_tokens: int) -> Point:
+def _point_from_routes(text: str, per_worker: int, output_tokens: int) -> Point:
     (routes, cost_file), (workers, batch) = _parts("--point", text, "ROUTES,COST,WORKERS,BATCH")
     experts, cost = Experts.from_trace(read_calibration_trace(routes)), FittedCost.load(cost_file).cost
 
@@ -160,7 +160,7 @@ def _requests(
     return Requests(arrival_s, experts.count_tokens[kind], np.full(number, output_tokens), kind)
 
 
-def _of_whole(text: str) -> list[Point]:
+def _points_from_whole(text: str) -> list[Point]:
     files, (workers,) = _parts("--whole", text, "ROUTES,ARRIVALS,WORKERS")
     inputs = whole.Inputs.read(files[0], files[1], whole.OUR_COST)
 

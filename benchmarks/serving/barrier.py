@@ -46,7 +46,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.barrier.any_rank import HEADER as ANY_RANK
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
-from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies, request_body
+from benchmarks.lib.barrier.requests import Scale, order_for_round, read_stems, request_bodies, request_body
 from benchmarks.lib.barrier.rows import BASE, policy_rows
 from benchmarks.lib.barrier.steps import RECORD_FOLDER_ENV, read_steps
 from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
@@ -165,11 +165,11 @@ def _measure(
     trace, number, policy = key
     service.wait_idle()
     service.set_policy(*policy_and_parameters(policy, load.slots))
-    bodies = request_bodies(part_of_round(lengths[trace], number, rounds), stems, 1000 * seed + number)
+    bodies = request_bodies(order_for_round(lengths[trace], number, rounds), stems, 1000 * seed + number)
     seconds = load.warm_up_s + load.seconds
     send = sender(service.url, {ANY_RANK: "1"} if policy == VLLM else None)
     loop = timed_loop(send, bodies, in_flight=load.in_flight, seconds=seconds)
-    trial = BarrierTrial.of(load, *asyncio.run(loop), read_steps(folder, ranks))
+    trial = BarrierTrial.from_answers(load, *asyncio.run(loop), read_steps(folder, ranks))
     spread, p99 = trial.steps.spread.mean(), np.nanquantile(trial.tpot_ms, 0.99)
     typer.echo(f"{trace}, round {number + 1}, {policy}: spread {spread:.0f}, TPOT p99 {p99:.1f} ms", err=True)
     return trial.to_json()
@@ -216,7 +216,7 @@ def predictions_of(
         predictions[policy] = [
             predict(
                 makers[policy],
-                part_of_round(lengths, number, len(policy_trials)),
+                order_for_round(lengths, number, len(policy_trials)),
                 load,
                 cluster,
                 2 * trial.sent,

@@ -156,7 +156,7 @@ def send_in_turn(
     return answers
 
 
-def with_other_ports(arguments: dict[str, Any]) -> dict[str, Any]:
+def change_ports(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a deployment's `args` whose engines can run beside those of the same deployment."""
     return arguments | {
         role: arguments[role] | {"experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": base}}
@@ -217,7 +217,7 @@ def objectives(
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
         by_count = start_application(
-            with_other_ports(arguments), port=port + 2, name="by-count", max_in_flight=fit.in_flight
+            change_ports(arguments), port=port + 2, name="by-count", max_in_flight=fit.in_flight
         )
         asyncio.run(_send_closed_loop(by_count.url, requests, fit.in_flight))  # warms up
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}

@@ -24,7 +24,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
-from benchmarks.lib.fakes.service import fake_service, in_new_process
+from benchmarks.lib.fakes.service import fake_service, run_in_new_process
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
@@ -97,7 +97,7 @@ def ray_idle(
     starts: list[dict[str, Any]] = list(journal.entries.values()) if journal else []
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            parts = in_new_process(_measure, SETTINGS[name], idle_s, settle_s, port)
+            parts = run_in_new_process(_measure, SETTINGS[name], idle_s, settle_s, port)
             starts.append({"setting": name, "parts": parts})
             typer.echo(f"{name}: {sum(parts.values()):.1f} % of a core", err=True)
             if journal:

@@ -38,7 +38,7 @@ from benchmarks.lib.client import (
     summarise_answers,
 )
 from benchmarks.lib.cpu_time import cpu_s
-from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, fake_service, in_new_process, request_body
+from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, fake_service, request_body, run_in_new_process
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
@@ -124,7 +124,7 @@ def _parse_loads(loads: str) -> list[tuple[int, float]]:
         raise UserInputError(f"loads are comma-separated TOKENS@MILLISECONDS, not {loads!r}") from None
 
 
-def _of_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _summarise_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per way, count and load."""
     keys = ("way", "streams", "tokens", "gap_ms")
     summaries = medians(
@@ -161,7 +161,7 @@ def streams(
         if way.removesuffix("-quiet") not in _WAYS:
             raise UserInputError(f"there is no way {way!r}; choose from {', '.join(_WAYS)}")
     for way in chosen_ways * rounds:
-        rows += in_new_process(
+        rows += run_in_new_process(
             _measure,
             way,
             options.numbers("--counts", counts),
@@ -175,7 +175,7 @@ def streams(
         )
     publish(
         "streams",
-        _of_rounds(rows),
+        _summarise_rounds(rows),
         inputs={
             "ramp_s": ramp_s,
             "prefill_ms": _PREFILL_MS,

@@ -53,7 +53,7 @@ class ReplicaDirectory:
 
     def update_reports(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live replicas, by name."""
-        by_worker = dict(_by_worker(reports))
+        by_worker = dict(_split_by_worker(reports))
         self.kv_usage.update(by_worker)
         self.reports = {
             name: QueueReport.parse(report[QUEUE]) for name, report in by_worker.items() if QUEUE in report
@@ -80,7 +80,7 @@ def workers_of(replicas: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [worker for name in replicas for worker in worker_names(name, replicas[name].get(RANKS, 1))]
 
 
-def _by_worker(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _split_by_worker(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the report of each worker, taken from the report of its replica."""
     for name, report in reports.items():
         by_rank = report.get(RANKS, [report])

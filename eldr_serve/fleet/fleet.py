@@ -82,7 +82,7 @@ class Fleet:
         channel = self._channels.get(replica_of(worker))
         if channel is None or not channel.is_open:
             return 0
-        return channel.in_flight_of(SLOT_METHODS, rank_of(worker))
+        return channel.count_in_flight(SLOT_METHODS, rank_of(worker))
 
     @property
     def oldest_call_ages_s(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Fleet:
     @property
     def kv_usage(self) -> dict[str, float]:
         """Return the share of KV blocks in use of each worker that has reported it, 0 to 1."""
-        return self.directory.kv_usage.by_worker
+        return self.directory.kv_usage.usage_by_worker
 
     def replicas_with_room(self, replicas: Iterable[str]) -> list[str]:
         """Return the prefill replicas that may get a prompt; see KvUsage."""

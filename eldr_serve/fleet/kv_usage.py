@@ -48,7 +48,7 @@ class KvUsage:
                 self._newest[name] = last
 
     @property
-    def by_worker(self) -> dict[str, float]:
+    def usage_by_worker(self) -> dict[str, float]:
         """Return the newest report of each worker that has sent one: share of KV blocks in use, 0 to 1."""
         return {name: report.usage for name, report in self._newest.items()}
 

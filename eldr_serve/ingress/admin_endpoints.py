@@ -93,7 +93,7 @@ class AdminEndpoints:
         """
         if not self._gate.is_operator(request.headers):
             return JSONResponse(self._status.public())
-        return JSONResponse(await self._status.with_routers(self._operator.status()))
+        return JSONResponse(await self._status.merge_router_status(self._operator.status()))
 
     async def ready(self, request: Request) -> Response:
         """Return 200 if the service is ready for requests, else 503 with one sentence, for readiness probes.
@@ -121,7 +121,7 @@ class AdminEndpoints:
 
     async def live(self, request: Request) -> Response:
         """Return the status and the history that the live page draws."""
-        return JSONResponse(await self._status.with_routers(self._operator.live()))
+        return JSONResponse(await self._status.merge_router_status(self._operator.live()))
 
     async def set_policy(self, request: Request) -> Response:
         """Change the policy for every ingress at once."""

@@ -112,7 +112,7 @@ class AdmittedState:
     id_headers: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(request: Request) -> AdmittedState:
+    def get(request: Request) -> AdmittedState:
         """Return the state of a request that counts towards its tenant's limits."""
         state: AdmittedState = request.state.admitted
         return state

@@ -66,16 +66,16 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
 
 
 async def _refused(request: Request, error: Any) -> Response:
-    return _with_request_id(request, refused_response(error))
+    return _add_request_id(request, refused_response(error))
 
 
 async def _call_failed(request: Request, error: Any) -> Response:
     retry_after = {"Retry-After": "1"} if error.status == 503 else None
-    return _with_request_id(request, Response(error.body, error.status, retry_after, "application/json"))
+    return _add_request_id(request, Response(error.body, error.status, retry_after, "application/json"))
 
 
 async def _channel_lost(request: Request, error: Any) -> Response:
-    return _with_request_id(request, refusal(f"an engine was lost: {one_line_message(error)}", 503, 1))
+    return _add_request_id(request, refusal(f"an engine was lost: {one_line_message(error)}", 503, 1))
 
 
 async def _http_error(request: Request, error: Any) -> Response:
@@ -83,10 +83,10 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return _with_request_id(request, refusal("the ingress failed: see its log", 500))
+    return _add_request_id(request, refusal("the ingress failed: see its log", 500))
 
 
-def _with_request_id(request: Request, response: Response) -> Response:
+def _add_request_id(request: Request, response: Response) -> Response:
     """Add the request's id, if it has one, to the headers of an error response."""
     if state := AdmittedState.find(request):
         response.headers.update(state.id_headers)

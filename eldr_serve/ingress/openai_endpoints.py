@@ -86,7 +86,7 @@ class OpenAIEndpoints:
         started_at_s = time.monotonic()
         body = await request.body()
         fields = self._parse(request, body)
-        state = AdmittedState.of(request)
+        state = AdmittedState.get(request)
         prompt_tokens = len(body) // _BYTES_PER_TOKEN
         state.reservation.reserve(prompt_tokens + self._count_answers(fields) * max_new_tokens(fields))
         self._router.start()
@@ -134,7 +134,7 @@ class OpenAIEndpoints:
     async def forward(self, method: str, request: HTTPRequest) -> Response:
         """Return the least loaded decode engine's answer to a request that generates nothing."""
         body = await request.body()
-        reservation = AdmittedState.of(request).reservation
+        reservation = AdmittedState.get(request).reservation
         salt = tenant_salt(reservation.tenant.name, self._parse(request, body))
         if method in _COMPUTED:
             prompt_tokens = len(body) // _BYTES_PER_TOKEN
@@ -182,7 +182,7 @@ class OpenAIEndpoints:
 
 def _request(method: str, request: HTTPRequest, body: bytes, fields: RequestFields, adapter: str) -> Request:
     """Return the request as the pipeline takes it."""
-    tenant = AdmittedState.of(request).reservation.tenant
+    tenant = AdmittedState.get(request).reservation.tenant
     return Request(
         method=method,
         body=body,

@@ -91,7 +91,7 @@ class IngressStatus:
             "details": "with Authorization: Bearer ADMIN_KEY",
         }
 
-    async def with_routers(self, call: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    async def merge_router_status(self, call: Awaitable[dict[str, Any]]) -> dict[str, Any]:
         """Return the router's answer, with this ingress's own status."""
         try:
             status = await call

@@ -35,6 +35,6 @@ class Metric:
     only: str = ""
 
 
-def by_name(*metrics: Metric) -> dict[str, Metric]:
+def index_by_name(*metrics: Metric) -> dict[str, Metric]:
     """Return the metrics by their names."""
     return {metric.name: metric for metric in metrics}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from eldr_serve.metrics.definition import COUNTER, HISTOGRAM, Metric, by_name
+from eldr_serve.metrics.definition import COUNTER, HISTOGRAM, Metric, index_by_name
 
 _ENGINE = ("model_name", "engine", "ReplicaId")
 _STEPPED = "once a request was decoded"
 
-ENGINE = by_name(
+ENGINE = index_by_name(
     Metric(
         "eldr_active_experts",
         HISTOGRAM,
@@ -92,7 +92,7 @@ ENGINE = by_name(
     ),
 )
 
-REPLICA = by_name(
+REPLICA = index_by_name(
     Metric(
         "eldr_engine_lost_total",
         COUNTER,

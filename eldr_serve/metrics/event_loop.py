@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, by_name
+from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, index_by_name
 
 STALL_S = 0.5  # longest time that an event loop may be blocked, s
 
@@ -20,4 +20,4 @@ LOOP = {
     "tasks": Metric("eldr_loop_tasks", GAUGE, "tasks", "tasks of the event loop", _ROLE),
 }
 LOOP = {key: replace(metric, status=f"loops.ROLE.{key}") for key, metric in LOOP.items()}
-PROCESS = by_name(*LOOP.values())
+PROCESS = index_by_name(*LOOP.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, by_name
+from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, index_by_name
 
 _SPLIT = "with prefill engines"
 
@@ -115,4 +115,4 @@ OBJECTIVES = {
     key: Metric(*definition, ("latency",), status=f"ingress.objectives.LATENCY.{key}")
     for key, definition in _PREDICTED.items()
 }
-INGRESS = by_name(*INGRESS_STATUS.values(), *EXPERTS.values(), *OBJECTIVES.values())
+INGRESS = index_by_name(*INGRESS_STATUS.values(), *EXPERTS.values(), *OBJECTIVES.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eldr_serve.metrics.counters import COUNTERS, COUNTERS_BY_NAME
-from eldr_serve.metrics.definition import GAUGE, HISTOGRAM, Metric, by_name
+from eldr_serve.metrics.definition import GAUGE, HISTOGRAM, Metric, index_by_name
 
 _ANSWERED = "once a stream has ended"
 _QUEUED = "policies with a decode queue, once a request has waited"
@@ -13,7 +13,7 @@ _SHADOW = "with a shadow that has priced tokens"
 _WORKER = ("worker", "policy")
 _SHADOWED = ("policy", "shadow")
 
-ROUTER = by_name(
+ROUTER = index_by_name(
     *COUNTERS.values(),
     *COUNTERS_BY_NAME.values(),
     Metric(

@@ -73,7 +73,7 @@ class PromptTokenizer:
         elif isinstance(fields.prompt, str):
             text, special = fields.prompt, True
         else:
-            return _as_token_ids(fields.prompt)
+            return _parse_token_ids(fields.prompt)
         if self._tokenizer is None or not text:
             return None
         if len(text) > _LONG:
@@ -86,7 +86,7 @@ class PromptTokenizer:
         return np.array(encoded.ids, np.uint32)
 
 
-def _as_token_ids(prompt: Any) -> NDArray[np.uint32] | None:
+def _parse_token_ids(prompt: Any) -> NDArray[np.uint32] | None:
     """Return the ids of a prompt that consists of token ids."""
     if not isinstance(prompt, list) or not prompt or has_several_prompts(prompt):
         return None

@@ -106,15 +106,15 @@ def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
     return gpu_of(kinds[0])
 
 
-def with_gpu(node_pools: list[NodePool], gpu: Gpu) -> list[NodePool]:
+def replace_gpu(node_pools: list[NodePool], gpu: Gpu) -> list[NodePool]:
     """Return the node pools with another kind of GPU in the nodes that have GPUs."""
     return [
-        replace(pool, gpu=gpu, resources=_with_accelerator(pool.resources, gpu)) if pool.gpu else pool
+        replace(pool, gpu=gpu, resources=_replace_accelerator(pool.resources, gpu)) if pool.gpu else pool
         for pool in node_pools
     ]
 
 
-def _with_accelerator(resources: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
+def _replace_accelerator(resources: Mapping[str, float], gpu: Gpu) -> dict[str, float]:
     others = {name: amount for name, amount in resources.items() if not name.startswith(ACCELERATOR)}
     return others | {f"{ACCELERATOR}{gpu.kind}": 1}
 

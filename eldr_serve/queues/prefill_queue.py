@@ -78,7 +78,7 @@ class _Queue:
         return self.report.measured_s if self.report.rate else self.own.measured_s
 
     @property
-    def known_rate(self) -> float:
+    def rate_or_default(self) -> float:
         return self.rate or DEFAULT_RATE
 
     @property
@@ -121,7 +121,7 @@ class _Queue:
             more: tokens of prompts that will join before. The tokens of this prompt do not count, so that an
                 idle worker accepts a prompt of any length.
         """
-        token_limit = bound_s * self.known_rate
+        token_limit = bound_s * self.rate_or_default
         if self.tokens + more > token_limit:
             return False
         if self.report.num_ingresses <= 1:
@@ -173,7 +173,7 @@ class PrefillQueues:
     def estimate_wait_s(self, worker: str) -> float:
         """Estimate how long a prompt that arrives now would wait for its prefill, s."""
         (queue,) = self._refresh([worker])
-        return queue.tokens / queue.known_rate
+        return queue.tokens / queue.rate_or_default
 
     def other_calls(self, workers: Sequence[str]) -> dict[str, int]:
         """Estimate the number of open calls of all other ingresses to each of these prefill workers.
@@ -195,7 +195,7 @@ class PrefillQueues:
 
     def rate(self, workers: Iterable[str]) -> float:
         """Return the throughput of these workers together, tokens/s."""
-        return sum(queue.known_rate for queue in self._refresh(workers)) or DEFAULT_RATE
+        return sum(queue.rate_or_default for queue in self._refresh(workers)) or DEFAULT_RATE
 
     def remaining_s(self, ticket: Ticket | None) -> float:
         """Estimate the time until a prompt has been computed, s; 0 if it has no ticket."""
@@ -241,7 +241,7 @@ class PrefillQueues:
         if the retry time would be later than the rate is trusted, the client is asked to retry earlier.
         """
         queues = self._refresh(workers)
-        rate = sum(queue.known_rate for queue in queues) or DEFAULT_RATE
+        rate = sum(queue.rate_or_default for queue in queues) or DEFAULT_RATE
         num_ingresses = max((queue.report.num_ingresses for queue in queues), default=1)
         own_tokens = self._unplaced + sum(queue.own.outstanding for queue in queues)
         known_tokens = self._unplaced + sum(queue.tokens for queue in queues)
@@ -271,7 +271,7 @@ class PrefillQueues:
 
     def _enter_queue(self, ticket: Ticket, worker: str) -> None:
         (queue,) = self._refresh([worker])
-        expected_s = (queue.tokens + ticket.num_tokens) / queue.known_rate
+        expected_s = (queue.tokens + ticket.num_tokens) / queue.rate_or_default
         queue.own.enter(ticket.num_tokens)
         queue.own_calls += 1
         ticket.waiting_call = self._call_starts.enter(worker, expected_s)

@@ -77,7 +77,7 @@ class Leases:
     def place(self, leases: list[Lease]) -> None:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
         for lease in leases:
-            lease.request = self._check.without_unusable_prediction(lease.request)
+            lease.request = self._check.remove_unusable_prediction(lease.request)
             self._keep_counts(lease.request)
         queued_ids = {lease.request_id for lease in leases if lease.request_id in self._placer.queue}
         granted_leases = self._placer.submit(lease for lease in leases if not self.is_stale(lease.request))
@@ -92,7 +92,7 @@ class Leases:
 
     def adopt_lease(self, lease: Lease) -> None:
         """Add a lease that its ingress has made, or received from this actor before it was restarted."""
-        lease.request = self._check.without_unusable_prediction(lease.request)
+        lease.request = self._check.remove_unusable_prediction(lease.request)
         current = self._placer.running.get(lease.request_id)
         new_counts = lease.request.expert_counts is not None and not lease.request.predicted
         if current is not None and (current.worker, current.policy) == (lease.worker, lease.policy):
@@ -121,7 +121,7 @@ class Leases:
     def remove_unusable_predictions(self) -> None:
         """Remove predicted counts whose shape is not that of the engines."""
         for lease in (*self._placer.running.values(), *self._placer.queue.values()):
-            lease.request = self._check.without_unusable_prediction(lease.request)
+            lease.request = self._check.remove_unusable_prediction(lease.request)
 
     def finish(self, request_id: str, generated_tokens: int = 0) -> None:
         """End a request's lease in any state; policies learn lengths from its tokens."""

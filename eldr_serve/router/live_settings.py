@@ -122,16 +122,16 @@ class LiveSettingsStore:
     def restore(self, settings: LiveSettings) -> None:
         """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit."""
         if settings.version > self.current.version:
-            self._replace_policy(self._without_unfit_artifacts(settings))
+            self._replace_policy(self._remove_unfit_artifacts(settings))
             self._counters[RouterEvent.SETTINGS_RESTORED] += 1
 
     def discard_unfit_artifacts(self) -> None:
         """Discard the live table and predictor if they do not fit, and make the policy again without them."""
-        settings = self._without_unfit_artifacts(self.current)
+        settings = self._remove_unfit_artifacts(self.current)
         if settings is not self.current:
             self._replace_policy(settings)
 
-    def _without_unfit_artifacts(self, settings: LiveSettings) -> LiveSettings:
+    def _remove_unfit_artifacts(self, settings: LiveSettings) -> LiveSettings:
         """Return the settings, or newer ones without a table or predictor that does not fit."""
         fitting = settings
         try:

@@ -79,7 +79,7 @@ class SettingsCheck:
         except ArtifactError as error:
             raise SwapRefusedError(str(error)) from error
 
-    def without_unusable_prediction(self, request: PlacementRequest) -> PlacementRequest:
+    def remove_unusable_prediction(self, request: PlacementRequest) -> PlacementRequest:
         """Return the request, without its predicted counts if their shape is not that of the engines."""
         counts = request.expert_counts
         if not request.predicted or counts is None or self.shape is None or counts.shape == self.shape:

@@ -43,7 +43,7 @@ class StepBarrier:
         has_ranks = any(worker is not None and rank_of(worker) is not None for worker in workers)
         return cls(workers) if has_ranks else None
 
-    def over_ranks(self, ufunc: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
+    def reduce_over_ranks(self, ufunc: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
         """Return `ufunc` over the values of the ranks of each worker's replica, [W]."""
         combined: NDArray[Any] = ufunc.reduceat(values[self._order], self._starts)[self._replica]
         return combined
@@ -67,8 +67,10 @@ class StepBarrier:
             more_tokens: KV tokens of the new request.
             more_experts: active experts that it adds to the replica's.
         """
-        slowest_s = self.over_ranks(np.maximum, cost.seconds(loads.in_flight, loads.kv_tokens, 0))[workers]
-        requests = self.over_ranks(np.add, loads.in_flight)[workers]
+        slowest_s = self.reduce_over_ranks(np.maximum, cost.seconds(loads.in_flight, loads.kv_tokens, 0))[
+            workers
+        ]
+        requests = self.reduce_over_ranks(np.add, loads.in_flight)[workers]
         own_s = cost.seconds(loads.in_flight[workers] + 1, loads.kv_tokens[workers] + more_tokens, 0)
         expert_s = cost.per_expert_s / self._num_ranks[workers]
         before_s = slowest_s + expert_s * active_experts

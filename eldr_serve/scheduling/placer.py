@@ -231,7 +231,7 @@ class Placer:
             return []
         if not self._available.any():
             return []
-        waiting = self._in_fair_order()
+        waiting = self._sort_queue_fairly()
         new_leases: list[Lease] = []
         if self._policy.has_queue:
             full = set[tuple[frozenset[str], ...]]()
@@ -313,7 +313,7 @@ class Placer:
         lease.become(LeaseState.QUEUED)
         self.queue[lease.request_id] = lease
 
-    def _in_fair_order(self) -> list[Lease]:
+    def _sort_queue_fairly(self) -> list[Lease]:
         """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
 
         Every request has a deadline. Without an objective, or if its first token is late already, its

@@ -18,7 +18,7 @@ from offline.expert_placement.grouping import (
     ratio_curve,
     utilisation,
 )
-from offline.expert_placement.replication import fill_slots, load_skew, with_replicas
+from offline.expert_placement.replication import add_replicas, fill_slots, load_skew
 
 
 def grace_placement(
@@ -59,7 +59,7 @@ def grace_placement(
     rows, reports = [], []
     for matrix, counts in zip(pairs, tokens, strict=True):
         primary = hierarchical_groups(matrix, topology, ratio=ratio, capacity=capacity, seed=seed)
-        replicated = with_replicas(counts, primary, topology.ranks, capacity=capacity)
+        replicated = add_replicas(counts, primary, topology.ranks, capacity=capacity)
         hosts = fill_slots(counts, replicated, capacity)
         rows.append(np.concatenate([np.flatnonzero(column) for column in hosts.T]))
         use, deviation = utilisation(matrix, primary, topology.ranks)

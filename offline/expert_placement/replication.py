@@ -32,7 +32,7 @@ def hot_experts(load: Floats, members: Ints, replicas: int) -> Ints:
     return ordered[: 1 + int(np.searchsorted(np.cumsum(load[ordered]), enough, side="right"))]
 
 
-def with_replicas(
+def add_replicas(
     load: Floats, primary: Ints, ranks: int, *, replicas: int | None = None, capacity: int | None = None
 ) -> Bools:
     """Return bool[E, G], the first copies and those of the heaviest rank's hot experts on the lightest ranks.

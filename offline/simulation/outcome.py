@@ -75,9 +75,9 @@ class Outcome:
     @property
     def output_tokens_per_s(self) -> float:
         """Return the rate of finished requests' tokens from the first arrival to the last token."""
-        return self._per_s(self.tokens[self.finished].sum())
+        return self._divide_by_duration(self.tokens[self.finished].sum())
 
-    def _per_s(self, number: float) -> float:
+    def _divide_by_duration(self, number: float) -> float:
         """Return the number divided by the seconds from the first arrival to the last token."""
         done = self.finished
         return float(number / (self.last_s[done].max() - self.arrival_s.min())) if done.any() else 0.0
@@ -90,7 +90,7 @@ class Outcome:
         inside: Floats = values[(self.sample_s >= start) & (self.sample_s <= end)]
         return inside
 
-    def by_domain(self, domains: Sequence[str]) -> list[dict[str, Any]]:
+    def summarise_domains(self, domains: Sequence[str]) -> list[dict[str, Any]]:
         """Return a table row for each domain, with its requests and TPOT. `domains` has N names."""
         names, tpot = np.array(domains), self.tpot_s
         return [
@@ -104,7 +104,10 @@ class Outcome:
         row = _percentiles("tpot", self.tpot_s, (50, 95, 99)) | _percentiles("ttft", self.ttft_s, (50, 99))
         if objective is not None:
             good = self.good(objective)
-            row |= {"good_pct": 100 * float(good.mean()), "goodput_per_s": self._per_s(good.sum())}
+            row |= {
+                "good_pct": 100 * float(good.mean()),
+                "goodput_per_s": self._divide_by_duration(good.sum()),
+            }
         return row | {
             "output_tokens_per_s": self.output_tokens_per_s,
             "imbalance_tokens": _mean(self.select_steady(self.imbalance)),

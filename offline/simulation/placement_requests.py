@@ -76,7 +76,7 @@ class PlacementRequestFactory:
             may_wait=True,
         )
 
-    def with_true_counts(self, index: int, request: PlacementRequest) -> PlacementRequest | None:
+    def replace_predicted_counts(self, index: int, request: PlacementRequest) -> PlacementRequest | None:
         """Return the request with the counts of its prefill, or None if its counts are not predicted."""
         if self._experts is None or not request.predicted or request.expert_counts is None:
             return None

@@ -149,7 +149,7 @@ class _Simulation:
         self._in_round: set[int] = set()  # replicas whose ranks are in a step
         self._changes = sorted(changes, key=lambda change: change.at_s)
         for index, change in enumerate(self._changes):
-            self._at(change.at_s, _CHANGE, index)
+            self._schedule(change.at_s, _CHANGE, index)
         self._sampled_at_s = -np.inf
         self._num_unreported = 0  # ended requests that on_finished does not know yet
         self._num_departures = 0  # requests that have ended since the last arrival
@@ -195,7 +195,7 @@ class _Simulation:
         self._shadow.catch_up()
         return self._shadow.saving()
 
-    def _at(self, time_s: float, kind: int, subject: int) -> None:
+    def _schedule(self, time_s: float, kind: int, subject: int) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, kind, subject))
 
@@ -211,7 +211,7 @@ class _Simulation:
             now, head, blocks, self._prompt[request_index]
         )
         self._prefilled_by[request_index] = prefill_engine
-        self._at(end, _PREFILLED, request_index)
+        self._schedule(end, _PREFILLED, request_index)
 
     def _on_prefilled(self, now: float, request_index: int) -> None:
         self._recorder.prefilled_s[request_index] = now  # whole replicas set it again later
@@ -221,7 +221,7 @@ class _Simulation:
             self._place(now, request_index)
             return
         self._router_free_s = max(now, self._router_free_s) + self._cluster.router_s
-        self._at(self._router_free_s, _PLACE, request_index)
+        self._schedule(self._router_free_s, _PLACE, request_index)
 
     def _place(self, now: float, request_index: int) -> None:
         request = self._request_factory.make_request(
@@ -254,7 +254,7 @@ class _Simulation:
         cluster = self._cluster
         delay = cluster.handover_fixed_s + cluster.handover_per_token_s * self._prompt[request_index]
         if delay:
-            self._at(now + delay, _READY, request_index)
+            self._schedule(now + delay, _READY, request_index)
         else:
             self._on_ready(now, request_index)
 
@@ -288,13 +288,13 @@ class _Simulation:
 
     def _begin(self, now: float, worker: int) -> None:
         if (seconds := self._decode.begin(worker)) > 0:
-            self._at(now + seconds, _STEP, worker)
+            self._schedule(now + seconds, _STEP, worker)
 
     def _begin_round(self, now: float, replica: int) -> None:
         longest = self._decode.begin_round(replica)
         if longest > 0:
             self._in_round.add(replica)
-            self._at(now + longest, _ROUND, replica)
+            self._schedule(now + longest, _ROUND, replica)
             self._recorder.record_sample(now, self._decode.kv_tokens)
         else:
             self._in_round.discard(replica)
@@ -322,7 +322,7 @@ class _Simulation:
             self._recorder.prefilled_s[request_index] = now
             running = self._placer.running.get(str(request_index))
             if running is not None and (
-                counted := self._request_factory.with_true_counts(request_index, running.request)
+                counted := self._request_factory.replace_predicted_counts(request_index, running.request)
             ):
                 self._placer.set_measured_counts(counted)
             self._placer.set_generated_tokens({str(request_index): 1})

@@ -49,7 +49,7 @@ def record_operators(on_host: bool) -> Operators:
 
     operators = Operators()
     ours: dict[type, tuple[str, ...]] = {
-        ExpertCapture: ("after_forward",),
+        ExpertCapture: ("count_last_step",),
         DeviceCapture: ("store_choices",),
         StepTimer: ("begin", "stop", "finish", "take_completed"),
         connector_worker.EldrConnectorWorker: ("start_step", "count_step", "take_counts"),

@@ -64,7 +64,7 @@ def step(capture_type: Callable[..., ExpertCapture]) -> tuple[Any, Any, Tensor]:
     chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS).topk(K).indices.int()
     for layer, router in enumerate(routers):
         router.show(chosen[:, layer])
-    counts, active = capture.after_forward(torch.tensor(SLOTS), PLAN)
+    counts, active = capture.count_last_step(torch.tensor(SLOTS), PLAN)
     return counts, active, chosen
 
 
@@ -78,7 +78,7 @@ def test_a_step_counts_what_its_tokens_chose(capture_type: Callable[..., ExpertC
             for layer in range(LAYERS):
                 expected[layer, token[layer]] += 1
         np.testing.assert_array_equal(counts.prompts[request].wait(), expected)
-    routes = {request: (first, experts) for request, first, experts in counts.routes.by_request()}
+    routes = {request: (first, experts) for request, first, experts in counts.routes.split_by_request()}
     assert {request: first for request, (first, _) in routes.items()} == {"b": 3, "a": 2}
     np.testing.assert_array_equal(routes["b"][1], chosen[6:8])
     np.testing.assert_array_equal(routes["a"][1], chosen[2:3])
@@ -101,10 +101,10 @@ def test_a_rank_that_does_not_report_still_counts(
     for of_rank in routers:
         for layer, router in enumerate(of_rank):
             router.show(chosen[:, layer])
-    first = ranks[0].after_forward(torch.tensor(SLOTS), PLAN)
+    first = ranks[0].count_last_step(torch.tensor(SLOTS), PLAN)
     assert first[0].prompts.keys() == {"a", "b"}
     copies.clear()
-    counts, active = ranks[1].after_forward(torch.tensor(SLOTS), PLAN)
+    counts, active = ranks[1].count_last_step(torch.tensor(SLOTS), PLAN)
     assert (counts.prompts, counts.routes, active, copies) == ({}, None, None, [])
     caches = [rank.cache.rows for rank in ranks if rank.cache is not None]
     assert caches[0].sum() == PLAN.tokens * LAYERS * K
@@ -134,7 +134,7 @@ def test_shared_experts_in_the_same_kernel_are_not_counted(
     logits = torch.rand(8, EXPERTS)
     _, shown = router._select_experts(logits, logits)
     assert shown.shape == (8, K + 2)
-    counts, _ = capture.after_forward(
+    counts, _ = capture.count_last_step(
         torch.arange(8), StepPlan(new_blocks=[0], finished_prompts={"a": [0]}, requests=1, tokens=8)
     )
     chosen = logits.topk(K).indices.flatten()

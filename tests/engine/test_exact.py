@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.exact import against_reference
+from benchmarks.lib.exact import compare_with_reference
 from tests.engine.engine_script import BATCHES, CHUNK, SHORT
 from tests.engine.operators import WAITING
 from tests.engine.scripts import run_script
@@ -85,7 +85,7 @@ def test_all_counts_equal_an_uncached_recomputation(
     batches = BATCHES[:SHORT] if "short" in RUNS[name] else BATCHES
     assert len(report["records"]) == sum(prompts for _, prompts, _ in batches)
     assert len(report["steps"]) > 40
-    found = against_reference(report, choices)
+    found = compare_with_reference(report, choices)
     assert len(found) == len(batches)
     for cells in found:
         assert set(cells.compared) == {"signature", "decode", "route", "step"}

@@ -233,7 +233,7 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
         assert isinstance(out, Tensor)
     # The last of the six rows is padding.
     plan = StepPlan(new_blocks=[1, 2], finished_prompts={"r": [1, 2]}, requests=1, tokens=5)
-    counts, _ = capture.after_forward(torch.tensor([4, 5, 6, 7, 8, -1]), plan)
+    counts, _ = capture.count_last_step(torch.tensor([4, 5, 6, 7, 8, -1]), plan)
     expected = torch.zeros(LAYERS, EXPERTS)
     for layer in range(LAYERS):
         for token in logits[layer, :5].topk(K).indices:

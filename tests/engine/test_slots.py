@@ -54,7 +54,7 @@ class Capture:
     def __init__(self) -> None:
         self.slots: list[Tensor] = []
 
-    def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, None]:
+    def count_last_step(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, None]:
         self.slots.append(slots)
         return StepCounts(prompts={"r": HostCopy(np.zeros((1, 1), np.int32))}), None
 

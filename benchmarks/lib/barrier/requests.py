@@ -56,7 +56,7 @@ class Scale:
         return lengths
 
 
-def part_of_round(lengths: Ints, number: int, rounds: int) -> Ints:
+def order_for_round(lengths: Ints, number: int, rounds: int) -> Ints:
     """Return the lengths in the order of a round. Each round begins at another place of the trace."""
     return np.roll(lengths, -(len(lengths) * number // rounds), axis=0)
 

@@ -54,7 +54,7 @@ class RankSteps:
         timed = np.isfinite(self.seconds)
         return float(self.requests[timed].sum() / self.seconds[timed].sum())
 
-    def between(self, from_s: float, until_s: float) -> RankSteps:
+    def select_period(self, from_s: float, until_s: float) -> RankSteps:
         """Return the steps that start in this period, by time.perf_counter()."""
         inside = (self.start_s >= from_s) & (self.start_s < until_s)
         return RankSteps(

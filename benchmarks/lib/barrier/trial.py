@@ -55,7 +55,7 @@ class BarrierTrial:
     errors: dict[str, int]
 
     @classmethod
-    def of(
+    def from_answers(
         cls, load: ClosedLoop, start_s: float, sent: int, answers: Mapping[int, Answer], steps: RankSteps
     ) -> BarrierTrial:
         """Return the measured part.
@@ -82,7 +82,7 @@ class BarrierTrial:
             np.array(measured),
             np.array([1e3 * (timing.tpot_s or np.nan) for timing in timings]),
             np.array([1e3 * (timing.ttft_s or np.nan) for timing in timings]),
-            steps.between(from_s, until_s),
+            steps.select_period(from_s, until_s),
             failures,
         )
 

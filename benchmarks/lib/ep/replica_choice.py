@@ -45,7 +45,7 @@ def _flow(is_host: NDArray[np.bool_]) -> Ints:
     best: Ints | None = None
     while low < high or best is None:
         bound = (low + high) // 2
-        routing = _within(is_host, bound)
+        routing = _assign_within(is_host, bound)
         if routing is None:
             low = bound + 1
         else:
@@ -53,7 +53,7 @@ def _flow(is_host: NDArray[np.bool_]) -> Ints:
     return best
 
 
-def _within(is_host: NDArray[np.bool_], bound: int) -> Ints | None:
+def _assign_within(is_host: NDArray[np.bool_], bound: int) -> Ints | None:
     """Return an assignment with at most `bound` experts per rank, or None if there is none."""
     n, ranks = is_host.shape
     source, sink = n + ranks, n + ranks + 1

@@ -19,7 +19,7 @@ _WORD = " token"  # an engine's output at each step
 T = TypeVar("T")
 
 
-def in_new_process(work: Callable[..., T], *arguments: Any) -> T:
+def run_in_new_process(work: Callable[..., T], *arguments: Any) -> T:
     """Run work(*arguments) in a new process, since Ray and Serve read their settings at import."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(work, *arguments).result()

@@ -35,7 +35,9 @@ def means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     return figures
 
 
-def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> dict[str, dict[str, Any]]:
+def normalise_to_mean_speed(
+    trials: dict[str, dict[str, Any]], clock: NormalisedTime
+) -> dict[str, dict[str, Any]]:
     """Return the trials with METRICS and CPU times normalised to the cores' mean speed.
 
     Each trial also has the divisors: `slow`, and `slow_cpu` for CPU times, which exclude the time that the
@@ -44,7 +46,7 @@ def at_mean_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> d
     cases = [key.partition("/")[2] for key in trials]
     slowdowns = [clock.slowdown(*trial["span"]) for trial in trials.values()]
     engine_ms = [trial["engine_ms_per_token"] for trial in trials.values()]
-    clock = clock.with_sensitivity(fit_sensitivity(cases, slowdowns, engine_ms))
+    clock = clock.change_sensitivity(fit_sensitivity(cases, slowdowns, engine_ms))
     normalised = {}
     for key, trial in trials.items():
         start, end = trial["span"]

@@ -121,7 +121,7 @@ def requests_at_batch(
     return Requests(arrival_s, trace.prompt_tokens[kinds].astype(np.int64), output, kinds)
 
 
-def over_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
+def summarise_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
     """Return the mean, the lowest and the highest value."""
     return {key: float(np.mean(values)), f"{key}_lowest": min(values), f"{key}_highest": max(values)}
 
@@ -138,16 +138,16 @@ def bar_plot(label: str, value: str, panels: Sequence[str] = ()) -> Plot:
         return label.format(**row) if "{" in label else str(row[label])
 
     return lambda rows, path: bars(
-        [row | {"label": name_of(row)} for row in _with_panel_names(rows, panels)], "label", value, path
+        [row | {"label": name_of(row)} for row in _add_panel_names(rows, panels)], "label", value, path
     )
 
 
 def line_plot(x: str, *values: str, by: str | None = None, panels: Sequence[str] = ()) -> Plot:
     """Return a plot of the values over x, or of one value by `by`, with one panel per value of `panels`."""
-    return lambda rows, path: lines(_with_panel_names(rows, panels), x, values, path, by=by)
+    return lambda rows, path: lines(_add_panel_names(rows, panels), x, values, path, by=by)
 
 
-def _with_panel_names(rows: Rows, panels: Sequence[str]) -> Rows:
+def _add_panel_names(rows: Rows, panels: Sequence[str]) -> Rows:
     if not panels:
         return rows
     return [

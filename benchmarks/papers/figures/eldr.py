@@ -82,7 +82,7 @@ def prefix_cache(options: Options) -> Rows:
         cached, policy = case
         prefill = PREFILL.model_copy(update={"cache_blocks": 4000 if cached else 0, "block_tokens": 16})
         scenario, inputs = _case(options, workload, 16, 100, seed, prefill)
-        return _outcome(_with_blocks(inputs), scenario, policy, seed).summary()
+        return _outcome(_set_blocks(inputs), scenario, policy, seed).summary()
 
     cases = product((False, True), ("round-robin", "locality-band", "marginal-cost"))
     rows = [
@@ -91,7 +91,7 @@ def prefix_cache(options: Options) -> Rows:
     ]
     for cached in (False, True):
         group = [row for row in rows if row["prefix_cache"] == cached]
-        _against(group, "policy", "round-robin", ("tpot_p50", "tpot_p99"))
+        _add_changes(group, "policy", "round-robin", ("tpot_p50", "tpot_p99"))
     return rows
 
 
@@ -119,7 +119,7 @@ def drift(options: Options) -> Rows:
         return _halves(_outcome(inputs, scenario, policy, seed, first, changes))
 
     rows = [{"case": case} | mean(runs) for case, runs in each_seed(options, CHANGED, run)]
-    return _against(rows, "case", "shortest-queue", HALVES)
+    return _add_changes(rows, "case", "shortest-queue", HALVES)
 
 
 def scaling(options: Options) -> Rows:
@@ -145,7 +145,7 @@ def scaling(options: Options) -> Rows:
             {"workload": change, "case": case} | mean(runs)
             for case, runs in each_seed(options, CHANGED, partial(run, sizes))
         ]
-        rows += _against(group, "case", "shortest-queue", HALVES)
+        rows += _add_changes(group, "case", "shortest-queue", HALVES)
     return rows
 
 
@@ -266,7 +266,7 @@ def _table(trace: CalibrationTrace, domains: Sequence[str], workers: int, seed: 
     return fit_table(trace.subset_without_routes(index), workers, seed=seed)[0]
 
 
-def _with_blocks(inputs: ScenarioInputs) -> ScenarioInputs:
+def _set_blocks(inputs: ScenarioInputs) -> ScenarioInputs:
     """Return the inputs with one prompt for all requests of a kind."""
     kinds, lengths = inputs.requests.kind.tolist(), inputs.requests.prompt_tokens.tolist()
     blocks = (range(1000 * k, 1000 * k + tokens // 16) for k, tokens in zip(kinds, lengths, strict=True))
@@ -285,7 +285,7 @@ def _halves(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def _against(rows: Rows, key: str, reference: str, columns: Sequence[str]) -> Rows:
+def _add_changes(rows: Rows, key: str, reference: str, columns: Sequence[str]) -> Rows:
     base = next(row for row in rows if row[key] == reference)
     for row in rows:
         for column in columns:

@@ -22,8 +22,8 @@ from benchmarks.papers.figures.common import (
     Rows,
     change_pct,
     each_seed,
-    over_seeds,
     requests_at_batch,
+    summarise_seeds,
 )
 from benchmarks.papers.figures.eldr import COST
 from eldr_serve.errors import UserInputError
@@ -114,7 +114,7 @@ def domains(options: Options) -> Rows:
             label: {
                 "all": _times(outcome.summary()) | {"active_experts": outcome.summary()["active_experts"]}
             }
-            | {row["domain"]: _times(row) for row in outcome.by_domain(names)}
+            | {row["domain"]: _times(row) for row in outcome.summarise_domains(names)}
             for label, outcome in outcomes.items()
         }
 
@@ -178,7 +178,7 @@ def _row(
     for q in ("p50", "p99"):
         key = f"tpot_{q}_ms"
         each = [change_pct(r[label]["all"][key], r["shortest-queue"]["all"][key]) for r in runs]
-        row |= over_seeds(f"{q}_change_pct", each)
+        row |= summarise_seeds(f"{q}_change_pct", each)
         by_domain = {
             name: change_pct(figures[name][key], reference[name][key]) for name in reference if name != "all"
         }

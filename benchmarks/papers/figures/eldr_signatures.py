@@ -21,9 +21,9 @@ from benchmarks.papers.figures.common import (
     Rows,
     change_pct,
     each_seed,
-    over_seeds,
     requests_at_batch,
     steps,
+    summarise_seeds,
 )
 from benchmarks.papers.figures.eldr_domains import PER_WORKER, TRACES, cost_of, draw_requests, halves
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -81,7 +81,7 @@ def signatures(options: Options) -> Rows:
         trace = read_calibration_trace(path)
         row: dict[str, Any] = {"model": trace.model, "transform": transform, "requests": len(trace.ids)}
         for key in runs[0]:
-            row |= over_seeds(key, [rhos[key] for rhos in runs])
+            row |= summarise_seeds(key, [rhos[key] for rhos in runs])
         rows.append(row | {"layers": trace.prefill_counts.shape[1]})
     return rows
 
@@ -106,7 +106,7 @@ def prompt_length(options: Options) -> Rows:
                     spec = SignatureSpec(weights, np.arange(len(weights)), element)
                     signature = spec.encode(test.prefill_counts)
                     rhos.append(signature_quality(signature, test.decode_probability, seed=seed))
-                row |= over_seeds(f"rho_{transform}", rhos)
+                row |= summarise_seeds(f"rho_{transform}", rhos)
             rows.append(row)
     return rows
 
@@ -174,7 +174,7 @@ def variants(options: Options) -> Rows:
                     change_pct(summaries[label][key], summaries["shortest-queue"][key]) for summaries in runs
                 ]
                 row |= {key: float(np.mean([summaries[label][key] for summaries in runs]))}
-                row |= over_seeds(f"{q}_change_pct", changes)
+                row |= summarise_seeds(f"{q}_change_pct", changes)
             rows.append(row | {"active_experts": float(np.mean([f[label]["active_experts"] for f in runs]))})
     return rows
 

@@ -38,7 +38,7 @@ from offline.expert_placement.grouping import (
     utilisation,
 )
 from offline.expert_placement.locality import local_rule, weighted_rule
-from offline.expert_placement.replication import hot_experts, load_skew, num_replicas, with_replicas
+from offline.expert_placement.replication import add_replicas, hot_experts, load_skew, num_replicas
 from offline.scenario import read_calibration_trace
 
 TOKENS = 128  # tokens of a step, the paper's batch size
@@ -82,7 +82,7 @@ class ExpertStatistics:
         """Return bool[L, E, G] with section 4.2's replicas. Their number is dynamic if `replicas` is None."""
         ranks = self.topology.ranks
         layers = zip(self.load, rank, strict=True)
-        return np.stack([with_replicas(load, r, ranks, replicas=replicas) for load, r in layers])
+        return np.stack([add_replicas(load, r, ranks, replicas=replicas) for load, r in layers])
 
 
 def strictness(options: Options) -> Rows:

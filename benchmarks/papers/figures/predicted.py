@@ -20,9 +20,9 @@ from benchmarks.papers.figures.common import (
     bar_plot,
     change_pct,
     each_seed,
-    over_seeds,
     own_figure,
     requests_at_batch,
+    summarise_seeds,
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST
 from benchmarks.papers.figures.predicted_signatures import (
@@ -30,7 +30,6 @@ from benchmarks.papers.figures.predicted_signatures import (
     USUAL,
     Counts,
     Index,
-    as_counts,
     decode_frequencies,
     fit_and_test,
     fitted_predictor,
@@ -42,6 +41,7 @@ from benchmarks.papers.figures.predicted_signatures import (
     predicted_counts,
     prompts_of,
     recent_mean_counts,
+    scale_to_counts,
 )
 from benchmarks.papers.signature_methods import Prompts, chi_square_ridge, methods_for
 from eldr_serve.arrays import Floats
@@ -85,7 +85,7 @@ def methods(options: Options) -> Rows:
     for (group, name, size), outcomes in each_seed(options, cases, run):
         row: dict[str, Any] = {"workload": group, "method": name, "prompts": size}
         for key in outcomes[0]:
-            row |= over_seeds(key, [outcome[key] for outcome in outcomes])
+            row |= summarise_seeds(key, [outcome[key] for outcome in outcomes])
         rows.append(row)
     return rows
 
@@ -99,7 +99,7 @@ def placement(options: Options) -> Rows:
         group, workers = case
         _, test = fit_and_test(trace, group, max(SIZES), seed)
         variants = {"true prefill": trace.prefill_counts.astype(np.float32)}
-        variants["true decode"] = as_counts(trace, trace.decode_probability)
+        variants["true decode"] = scale_to_counts(trace, trace.decode_probability)
         for size in SIZES:
             fit, _ = fit_and_test(trace, group, size, seed)
             variants[f"predicted, {size} prompts"] = predicted_counts(
@@ -190,7 +190,7 @@ def gptoss(options: Options) -> Rows:
             "true decode": decode,
             "predicted, four fifths": np.maximum(predicted, 0),
         }
-        counts = {name: as_counts(trace, frequency) for name, frequency in variants.items()}
+        counts = {name: scale_to_counts(trace, frequency) for name, frequency in variants.items()}
         outcomes = _simulate_policies(trace, counts, everyone, case[1], options, seed)
         for name, frequency in variants.items():
             outcomes[name]["cosine"] = agreement(frequency, decode, means)["cosine"]
@@ -284,7 +284,7 @@ def _gains(options: Options, cases: Sequence[tuple[Any, ...]], run: Any) -> Rows
                     [change_pct(seed[key][f"tpot_p{q}_ms"], _best(seed, q)) for seed in seeds]
                     for key in (name, "true prefill")
                 )
-                row |= over_seeds(f"p{q}_change_pct", changes)
+                row |= summarise_seeds(f"p{q}_change_pct", changes)
                 row |= _share(f"p{q}_share_of_gain_pct", changes, true_changes)
             extra = [key for key in seeds[0][name] if key.endswith("cosine")]
             rows.append(row | {key: float(np.mean([seed[name][key] for seed in seeds])) for key in extra})

@@ -115,7 +115,7 @@ def online_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream
     return counts
 
 
-def as_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:
+def scale_to_counts(trace: CalibrationTrace, frequencies: NDArray[Any]) -> Counts:
     """Return counts float32[N, L, E] of prompts with these frequencies per token [N, L*E]."""
     shape = trace.prefill_counts.shape
     return np.asarray((frequencies.reshape(shape) * trace.prompt_tokens[:, None, None]).astype(np.float32))

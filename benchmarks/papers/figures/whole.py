@@ -36,8 +36,8 @@ from benchmarks.papers.figures.common import (
     change_pct,
     each_seed,
     mean,
-    over_seeds,
     own_figure,
+    summarise_seeds,
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST, PREFILL
 from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
@@ -125,7 +125,7 @@ class WholeCase:
             "sessions": lambda: _sessions(trace, members, inputs.records, number, rng),
             "system prompts": lambda: _system_prompts(trace, members, number, rng),
         }[name]()
-        requests = _at_load(requests, inputs.experts, inputs.cost, workers)
+        requests = _rescale_to_load(requests, inputs.experts, inputs.cost, workers)
         self.own = _own_experts(trace, inputs.experts, requests, members, predictor, seed)
         self._requests = replace(requests, kind=np.arange(number))
         whole = Whole(cache_blocks=CACHE_BLOCKS, block_tokens=BLOCK)
@@ -176,7 +176,7 @@ def policies(options: Options) -> Rows:
                 changes = [
                     change_pct(outcomes[policy][metric], it) for outcomes, it in zip(runs, best, strict=True)
                 ]
-                row |= over_seeds(metric.replace("_ms", "_change_pct"), changes)
+                row |= summarise_seeds(metric.replace("_ms", "_change_pct"), changes)
             rows.append(row)
     return rows
 
@@ -284,7 +284,7 @@ def _system_prompts(
 WORKLOADS = ("many domains", "sessions", "system prompts")
 
 
-def _at_load(requests: Requests, experts: Experts, cost: StepCost, workers: int) -> Requests:
+def _rescale_to_load(requests: Requests, experts: Experts, cost: StepCost, workers: int) -> Requests:
     """Rescale the arrivals to LOAD of the workers' capacity with batches of BATCH and empty caches."""
     active = active_experts(experts, requests.kind, BATCH, np.random.default_rng(0))
     prompt, output = float(requests.prompt_tokens.mean()), float(requests.output_tokens.mean())

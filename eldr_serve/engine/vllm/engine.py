@@ -43,7 +43,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     parameter_of,
     register_connector,
     rerank,
-    with_client,
+    wrap_client,
     wrap_stream,
 )
 from eldr_serve.engine.vllm.ep.plugin import is_switched_on
@@ -153,7 +153,7 @@ class VllmEngine:
         """Send an answer that another engine can continue."""
         form = answer_form(request.method)
         serving, create = self._serving_on_rank(request)
-        serving, continuation = with_client(
+        serving, continuation = wrap_client(
             serving,
             lambda client: Continuation(
                 client,
@@ -180,7 +180,7 @@ class VllmEngine:
         serving, create = openai_serving(self.server.engine, request.method)
         if request.rank is not None:
             rank = request.rank
-            serving, _ = with_client(serving, lambda client: RankClient(client, rank))
+            serving, _ = wrap_client(serving, lambda client: RankClient(client, rank))
         return serving, create
 
     def _keep_sample(self, request: EngineRequest, continuation: Continuation) -> None:

@@ -26,11 +26,11 @@ from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.eplb import (
     AbstractEplbPolicy,
     EplbState,
-    before_eplb_mapping,
     check_expert_placement,
     get_ep_group,
     get_node_count,
     routes_own_tokens,
+    run_before_eplb_mapping,
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
@@ -132,7 +132,7 @@ def set_choice(router: Any, choice: OnePerExpert) -> None:
     state = router.eplb_state
     state.logical_to_physical_map = choice.chosen[:, None]
     state.logical_replica_count = torch.ones_like(state.logical_replica_count)
-    before_eplb_mapping(router, choice.update)
+    run_before_eplb_mapping(router, choice.update)
 
 
 def _slots(state: Any, ranks: int) -> Ints:

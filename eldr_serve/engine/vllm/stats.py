@@ -114,9 +114,9 @@ class EldrPromMetrics(KVConnectorPromMetrics):
             vllm_metric = self._histogram_cls(
                 name=name, documentation=about, buckets=list(metric.bounds), labelnames=labelnames
             )
-        return self._by_engine(vllm_metric)
+        return self._label_by_engine(vllm_metric)
 
-    def _by_engine(self, metric: Any) -> dict[int, Any]:
+    def _label_by_engine(self, metric: Any) -> dict[int, Any]:
         return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -159,7 +159,7 @@ class MarginalCost(Policy):
         if self._barrier is None:
             decode, step_s = self.cost.added_seconds(requests, kv_tokens, active, **more)
         else:
-            requests = self._barrier.over_ranks(np.add, loads.in_flight)[positions]
+            requests = self._barrier.reduce_over_ranks(np.add, loads.in_flight)[positions]
             decode, step_s = self._barrier.added_seconds(self.cost, positions, loads, active, **more)
         uncached = np.full(len(positions), tokens)
         if loads.cached_tokens is not None:

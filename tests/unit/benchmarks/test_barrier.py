@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.lib.barrier import any_rank, recording
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
-from benchmarks.lib.barrier.requests import Scale, part_of_round, read_stems, request_bodies
+from benchmarks.lib.barrier.requests import Scale, order_for_round, read_stems, request_bodies
 from benchmarks.lib.barrier.rows import policy_rows
 from benchmarks.lib.barrier.steps import RankSteps, file_of, join_ranks, read_steps
 from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
@@ -68,7 +68,7 @@ def test_the_steps_of_ranks_are_joined_by_their_forward() -> None:
     assert steps.spread.tolist() == [30, 102, 50, 52]
     assert steps.imbalance.tolist() == [30, 102, 50, 52]  # equal for two ranks
     assert steps.tokens_per_s == pytest.approx(5 / 1.15)
-    part = steps.between(1.5, 4.0)
+    part = steps.select_period(1.5, 4.0)
     assert part.kv_tokens.tolist() == [[102, 0], [40, 90]]
     stored = json.loads(json.dumps(steps.to_json()))
     for stored_array, array in zip(
@@ -112,7 +112,7 @@ def test_lengths_are_scaled_to_their_means_and_limited() -> None:
     assert scale.longest_prompt == 248
     lengths = scale.lengths(trace)
     assert lengths.tolist() == [[97, 12], [225, 4]]  # of 100, 16 and 300, 4
-    assert [part_of_round(lengths, number, 2).tolist() for number in (0, 1)] == [
+    assert [order_for_round(lengths, number, 2).tolist() for number in (0, 1)] == [
         lengths.tolist(),
         lengths[::-1].tolist(),
     ]
@@ -171,7 +171,7 @@ def test_a_trial_has_the_requests_and_steps_of_its_measured_period() -> None:
     kv = np.array([[1, 2], [3, 5], [8, 9], [0, 0]])
     steps = RankSteps(start_s, np.full(4, 0.1), kv, kv)
     load = ClosedLoop(slots=2, in_flight=4, warm_up_s=2.0, seconds=3.0)
-    trial = BarrierTrial.of(load, 10.0, 7, answers, steps)
+    trial = BarrierTrial.from_answers(load, 10.0, 7, answers, steps)
     assert (trial.sent, trial.number.tolist(), trial.errors) == (7, [1, 4], {"HTTP 500": 1})
     assert trial.tpot_ms.tolist() == trial.ttft_ms.tolist() == [500, 500]
     assert trial.steps.kv_tokens.tolist() == [[3, 5], [8, 9]]
@@ -179,7 +179,7 @@ def test_a_trial_has_the_requests_and_steps_of_its_measured_period() -> None:
     np.testing.assert_array_equal(stored.number, trial.number)
     np.testing.assert_array_equal(stored.steps.spread, [2, 1])
     with pytest.raises(UserInputError, match=r"no request ended .*HTTP 500"):
-        BarrierTrial.of(load, 0.0, 7, answers, steps)
+        BarrierTrial.from_answers(load, 0.0, 7, answers, steps)
 
 
 def test_the_cost_of_a_step_is_that_of_the_fullest_rank() -> None:
@@ -194,7 +194,7 @@ def test_the_cost_of_a_step_is_that_of_the_fullest_rank() -> None:
     assert (cost.fixed_s, cost.per_request_s, cost.per_kv_token_s) == pytest.approx((0.01, 0.002, 1e-6))
     assert cost.per_expert_s == 0
     with pytest.raises(UserInputError, match="0 steps"):
-        fit_cost([steps.between(-2, -1)])
+        fit_cost([steps.select_period(-2, -1)])
 
 
 def test_the_handover_is_the_time_of_an_empty_slot_for_each_request() -> None:

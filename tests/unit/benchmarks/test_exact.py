@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.exact import Cells, against_reference, against_report
+from benchmarks.lib.exact import Cells, compare_with_reference, compare_with_report
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.experts.signature import pack_counts
 
@@ -54,8 +54,8 @@ def differ(found: list[Cells]) -> list[dict[str, int]]:
 
 
 def test_equal_counts_differ_nowhere(report: dict[str, Any]) -> None:
-    cells = against_reference(report, choices)
-    assert differ(cells) == differ(against_report(report, deepcopy(report))) == [{}, {}]
+    cells = compare_with_reference(report, choices)
+    assert differ(cells) == differ(compare_with_report(report, deepcopy(report))) == [{}, {}]
     row = cells[0].row()
     assert row["signature_cells"] == LAYERS * EXPERTS
     assert row["route_cells"] == (TOKENS - 1) * LAYERS * TOP_K
@@ -71,13 +71,16 @@ def test_each_change_is_found_in_its_batch(report: dict[str, Any]) -> None:
     record["eldr_routes"] = pack_routes(np.zeros((TOKENS, LAYERS, TOP_K), int))  # one token too many
     report["steps"][-1]["kv_tokens"] += 1
     routes = TOKENS * LAYERS * TOP_K
-    assert differ(against_reference(report, choices)) == [{}, {"signature": 1, "route": routes, "step": 1}]
+    assert differ(compare_with_reference(report, choices)) == [
+        {},
+        {"signature": 1, "route": routes, "step": 1},
+    ]
     record["output"][0] += 1
-    assert differ(against_report(report, right))[1]["token"] == 1
+    assert differ(compare_with_report(report, right))[1]["token"] == 1
 
 
 def test_steps_that_only_one_engine_has_differ(report: dict[str, Any]) -> None:
     shorter = deepcopy(report)
     missing = shorter["steps"].pop()
-    assert differ(against_report(report, shorter)) == differ(against_report(shorter, report))
-    assert differ(against_report(report, shorter)) == [{}, {"step": 2 + len(missing["active_by_layer"])}]
+    assert differ(compare_with_report(report, shorter)) == differ(compare_with_report(shorter, report))
+    assert differ(compare_with_report(report, shorter)) == [{}, {"step": 2 + len(missing["active_by_layer"])}]

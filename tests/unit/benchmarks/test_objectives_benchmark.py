@@ -78,7 +78,7 @@ async def test_arrivals_name_the_objective_and_do_not_wait_for_answers(
 def test_the_second_application_has_its_own_ports_and_keeps_every_other_argument() -> None:
     arguments = {"prefill_config": {"a": 1}, "decode_config": {"b": 2}, "router": {}}
 
-    other = objectives.with_other_ports(arguments)
+    other = objectives.change_ports(arguments)
 
     ports = {role: other[role].pop("experimental_configs") for role in ("prefill_config", "decode_config")}
     assert ports["prefill_config"] != ports["decode_config"]

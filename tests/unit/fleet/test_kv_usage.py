@@ -25,7 +25,7 @@ def test_a_full_replica_gets_no_requests_until_it_has_room() -> None:
     assert kv_usage.replicas_with_room("ab") == ["a"]
     kv_usage.report(2, a=1.0, b=1.0)
     assert kv_usage.replicas_with_room("ab") == []
-    assert kv_usage.by_worker == {"a": 1.0, "b": 1.0}
+    assert kv_usage.usage_by_worker == {"a": 1.0, "b": 1.0}
 
 
 def test_a_replica_without_a_report_is_empty() -> None:
@@ -59,7 +59,7 @@ def test_a_lost_replica_is_forgotten_and_no_replica_is_full_without_a_bound() ->
     kv_usage = TimedKvUsage()
     kv_usage.report(0, a=1.0, b=0.0)
     kv_usage.report(1, b=0.0)
-    assert kv_usage.by_worker == {"b": 0.0}
+    assert kv_usage.usage_by_worker == {"b": 0.0}
     unbounded = TimedKvUsage(max_usage=1.0)
     unbounded.report(0, a=1.0)
     assert kv_usage.replicas_with_room("a") == unbounded.replicas_with_room("a") == ["a"]

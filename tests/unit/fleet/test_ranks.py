@@ -52,7 +52,7 @@ def test_the_directory_has_the_workers_and_their_reports() -> None:
         return {KV_USAGE: usage, REPORT_NUMBER: 1, QUEUE: {"calls": calls}}
 
     directory.update_reports({"a": {RANKS: [report(1, 0.1), report(2, 0.2)]}, "b": report(3, 0.3), "c": {}})
-    assert directory.kv_usage.by_worker == {"a/0": 0.1, "a/1": 0.2, "b": 0.3}
+    assert directory.kv_usage.usage_by_worker == {"a/0": 0.1, "a/1": 0.2, "b": 0.3}
     calls = {name: queue.calls for name, queue in directory.reports.items()}
     assert calls == {"a/0": 1, "a/1": 2, "b": 3}
     directory.drop("a")

@@ -38,11 +38,11 @@ from offline.expert_placement.locality import (
     weighted_rule,
 )
 from offline.expert_placement.replication import (
+    add_replicas,
     fill_slots,
     hot_experts,
     load_skew,
     num_replicas,
-    with_replicas,
 )
 from tests.support.tables import random_hosts
 from tests.support.traces import synthetic_trace
@@ -172,7 +172,7 @@ def test_hot_experts_are_the_fewest_that_reach_the_share(seed: int, replicas: in
 def test_replicas_follow_the_first_copies(seed: int, capacity: int | None, replicas: int | None) -> None:
     rng = np.random.default_rng(seed)
     load, primary = rng.exponential(size=12), rng.permutation(np.arange(12) % 4)
-    hosts = with_replicas(load, primary, 4, replicas=replicas, capacity=capacity)
+    hosts = add_replicas(load, primary, 4, replicas=replicas, capacity=capacity)
     assert hosts[np.arange(12), primary].all()
     by_rank = np.bincount(primary, load, minlength=4)
     heaviest = int(by_rank.argmax())

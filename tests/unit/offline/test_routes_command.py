@@ -23,7 +23,7 @@ from eldr_serve.scheduling import StepCost
 from offline.place import place
 from offline.route_files import MODELS, read_trace_of_routes
 from offline.scenario import Routes, ScenarioInputs, read_calibration_trace, read_scenario
-from offline.simulate import with_traces
+from offline.simulate import replace_traces
 from offline.simulation.calibration import FittedCost
 from tests.support.in_process import command, sentence
 from tests.support.shipped import ROOT
@@ -216,13 +216,13 @@ def test_tables_are_fitted_to_other_samples_than_those_that_run(
     traces: tuple[Path, Path], tmp_path: Path
 ) -> None:
     scenario = read_scenario(small_scenario(tmp_path))
-    inputs = ScenarioInputs(with_traces(scenario, traces[1], traces[0]), 0)
+    inputs = ScenarioInputs(replace_traces(scenario, traces[1], traces[0]), 0)
     assert inputs.table is not None
     assert inputs.table.cluster_sizes.sum() == len(CalibrationTrace.load(traces[0]).ids)
     assert set(inputs.requests.kind) == set(range(len(CalibrationTrace.load(traces[1]).ids)))
     law = scenario.experts.model_copy(update={"domains": ("law",)})
     inputs = ScenarioInputs(
-        with_traces(scenario.model_copy(update={"experts": law}), traces[1], traces[0]), 0
+        replace_traces(scenario.model_copy(update={"experts": law}), traces[1], traces[0]), 0
     )
     assert inputs.table is not None
     assert set(inputs.table.domains) == {"law"}
@@ -333,8 +333,8 @@ def test_bad_traces_and_sizes_of_a_simulation_are_refused(
     scenario = read_scenario(path)
     bare = scenario.model_copy(update={"experts": None})
     with pytest.raises(UserInputError, match="--fit-trace needs --trace"):
-        with_traces(bare, None, traces[0])
-    assert with_traces(bare, published, None).experts == Routes(kind="routes", path=published)
+        replace_traces(bare, None, traces[0])
+    assert replace_traces(bare, published, None).experts == Routes(kind="routes", path=published)
     recorded = path.read_text().replace(
         "kind: poisson, rate_per_s: 216, requests: 200, output_tokens: 64", "kind: trace, path: trace.csv"
     )

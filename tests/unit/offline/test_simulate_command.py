@@ -11,7 +11,7 @@ import yaml
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.scenario import ScenarioInputs, read_scenario
-from offline.simulate import one_run, with_workers
+from offline.simulate import one_run, scale_workers
 from offline.simulation.calibration import fit_steps, from_status
 from offline.simulation.requests import SimulationError
 from tests.support.in_process import command, sentence
@@ -117,7 +117,7 @@ def test_a_recording_is_resampled_to_a_rate(tmp_path: Path) -> None:
     assert np.array_equal((requests.prompt_tokens - 10) % 7 + 1, requests.output_tokens)
     assert np.array_equal(requests.arrival_s, ScenarioInputs(scenario, 0).requests.arrival_s)
     assert not np.array_equal(requests.arrival_s, ScenarioInputs(scenario, 1).requests.arrival_s)
-    larger = with_workers(scenario, 6)
+    larger = scale_workers(scenario, 6)
     assert (larger.arrivals.rate_per_s, larger.arrivals.requests) == (150, 3090)
     few = scenario.arrivals.model_copy(update={"requests": 10})
     lengths = ScenarioInputs(scenario.model_copy(update={"arrivals": few}), 0).requests.prompt_tokens

@@ -24,7 +24,7 @@ def slow_score(score: FScore, added: np.ndarray, margins: np.ndarray) -> float:
 def scores(draw: st.DrawFn) -> tuple[FScore, np.ndarray]:
     """Draw a score, and margins[H+1] in whole tokens."""
     horizon = draw(st.integers(0, 5))
-    score = FScore.for_horizon(
+    score = FScore.build_horizon(
         horizon,
         draw(st.sampled_from([0.5, 0.9, 1.0])),
         draw(st.sampled_from([0.0, 0.5, 1.0, 8.0, 48.0])),
@@ -49,7 +49,7 @@ def test_the_current_score_is_the_decrease_of_the_imbalance(
     after = [load + tokens * (w == worker) for w, load in enumerate(loads)]
     before, now = (len(loads) * max(ls) - sum(ls) for ls in (loads, after))
     margin = np.array([max(loads) - loads[worker]], np.float64)
-    assert float(FScore.for_present(len(loads))([tokens], margin)) == before - now
+    assert float(FScore.build_present(len(loads))([tokens], margin)) == before - now
 
 
 @given(scores(), st.data())

@@ -66,7 +66,7 @@ class ExpertCapture(ABC):
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self.store_choices, layer))
 
-    def after_forward(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, HostCopy | None]:
+    def count_last_step(self, slots: Tensor, plan: StepPlan) -> tuple[StepCounts, HostCopy | None]:
         """Count the step that has just run.
 
         Args:

@@ -20,11 +20,11 @@ with internal_imports():
 __all__ = [
     "AbstractEplbPolicy",
     "EplbState",
-    "before_eplb_mapping",
     "check_expert_placement",
     "get_ep_group",
     "get_node_count",
     "routes_own_tokens",
+    "run_before_eplb_mapping",
 ]
 
 
@@ -62,7 +62,7 @@ def routes_own_tokens(layer: Any) -> bool:
     return sees_own_tokens
 
 
-def before_eplb_mapping(router: BaseRouter, prepare: Callable[[Tensor], None]) -> None:
+def run_before_eplb_mapping(router: BaseRouter, prepare: Callable[[Tensor], None]) -> None:
     """Call prepare(top-k ids) before each mapping of a batch's experts to their replicas."""
     apply_mapping = router._apply_eplb_mapping
 

@@ -92,7 +92,7 @@ __all__ = [
     "register_connector",
     "rerank",
     "to_model_metadata",
-    "with_client",
+    "wrap_client",
     "wrap_stream",
 ]
 
@@ -246,7 +246,7 @@ async def rerank(engine: Any, request: Any, raw_request: Any) -> bytes:
     return body
 
 
-def with_client(serving: Any, wrap: Callable[[Any], _Client]) -> tuple[Any, _Client]:
+def wrap_client(serving: Any, wrap: Callable[[Any], _Client]) -> tuple[Any, _Client]:
     """Copy a serving object and wrap the engine client of the copy.
 
     Returns:

@@ -62,7 +62,7 @@ class StepRoutes:
     tokens: dict[str, tuple[int, int]]
     chosen: HostCopy
 
-    def by_request(self) -> Iterator[tuple[str, int, NDArray[np.int16]]]:
+    def split_by_request(self) -> Iterator[tuple[str, int, NDArray[np.int16]]]:
         """Yield each request's id, the position of its first token, and its part of `chosen`."""
         chosen, start = self.chosen.wait(), 0
         for request, (first, tokens) in self.tokens.items():

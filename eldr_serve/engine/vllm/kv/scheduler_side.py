@@ -126,7 +126,7 @@ class EldrConnectorScheduler:
                 self._store_prompt_counts(tracked.request, tracked.prompt_counts)
         if counts.routes is None:
             return
-        for request_id, first, chosen in counts.routes.by_request():
+        for request_id, first, chosen in counts.routes.split_by_request():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.decode is not None:
                 tracked.decode.add(first, chosen, counts.routes.num_experts)

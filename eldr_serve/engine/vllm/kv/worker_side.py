@@ -111,7 +111,7 @@ class EldrConnectorWorker:
             )
         self.timer.stop()
         started_at_s = time.perf_counter()
-        counts, active = self.capture.after_forward(slots, plan)
+        counts, active = self.capture.count_last_step(slots, plan)
         if not self._reports:
             return
         self._counts = counts

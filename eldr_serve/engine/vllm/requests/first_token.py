@@ -9,7 +9,7 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from eldr_serve.channel import CallFailedError
-from eldr_serve.engine.vllm.compat.serve_llm import openai_serving, with_client
+from eldr_serve.engine.vllm.compat.serve_llm import openai_serving, wrap_client
 from eldr_serve.engine.vllm.requests.answer_forms import answer_form
 from eldr_serve.engine.vllm.requests.continuation import prompt_with_generated
 
@@ -94,7 +94,7 @@ async def prefill_prompt(
     serving, create = openai_serving(engine, method)
     # Only a complete answer of a lazy method calls `generate` at once.
     is_lazy = answer_form(method).is_lazy
-    serving, client = with_client(serving, lambda client: _OneTokenClient(client, generated, raises=is_lazy))
+    serving, client = wrap_client(serving, lambda client: _OneTokenClient(client, generated, raises=is_lazy))
     answer: Any = None
     with suppress(_PromptKnownError):
         # Other streams are returned before they begin and are never read, so no answer is made.

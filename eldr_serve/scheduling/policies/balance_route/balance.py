@@ -86,7 +86,7 @@ class BalanceRoute(QueuedPolicy):
         return self.parameters.queue
 
     def _score(self, num_workers: int) -> FScore:
-        return FScore.for_present(num_workers)
+        return FScore.build_present(num_workers)
 
     def _project(self, loads: Loads) -> NDArray[np.float64]:
         """Return the projected KV tokens of each worker, float64[W, H+1]."""
@@ -223,7 +223,7 @@ class BalanceRouteHorizon(BalanceRoute):
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
         p = self.parameters
-        self._horizon_score = FScore.for_horizon(p.horizon, p.gamma, p.alpha, p.beta)
+        self._horizon_score = FScore.build_horizon(p.horizon, p.gamma, p.alpha, p.beta)
         self._forecast = Forecast(
             p.horizon, p.predictor, p.refresh, p.gate, count_down=p.count_down_from_horizon
         )

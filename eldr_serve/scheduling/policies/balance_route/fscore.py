@@ -35,12 +35,12 @@ class FScore:
         return self.beta * float(self.weights.sum())
 
     @classmethod
-    def for_present(cls, num_workers: int) -> FScore:
+    def build_present(cls, num_workers: int) -> FScore:
         """Return the score of BR-0: s - G * max(0, s - m), the decrease of G * max(L) - sum(L)."""
         return cls(np.ones(1), float(num_workers), 1.0)
 
     @classmethod
-    def for_horizon(cls, horizon: int, gamma: float, alpha: float, beta: float) -> FScore:
+    def build_horizon(cls, horizon: int, gamma: float, alpha: float, beta: float) -> FScore:
         """Return the score of BR-H: w[h] = gamma ** h, h = 0 .. horizon."""
         return cls(np.power(gamma, np.arange(horizon + 1.0)), alpha, beta)
 
