@@ -119,7 +119,7 @@ class FakeEngine(InProcess):
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Hold a prompt; the location of its blocks is the request's id."""
         _body_fields(request)
-        with self._marked_running(request):
+        with self._mark_running(request):
             await asyncio.sleep(self._config.prefill_s)
         self.held_prompts.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
@@ -135,7 +135,7 @@ class FakeEngine(InProcess):
         )
         self._due[self._number + 1].append(answer)
         try:
-            with self._marked_running(request):
+            with self._mark_running(request):
                 await answer.ended.wait()
         finally:
             answer.ended.set()
@@ -202,7 +202,7 @@ class FakeEngine(InProcess):
         self._steps.cancel()
 
     @contextmanager
-    def _marked_running(self, request: EngineRequest) -> Iterator[None]:
+    def _mark_running(self, request: EngineRequest) -> Iterator[None]:
         self.running.add(request.id)
         try:
             yield

@@ -18,7 +18,7 @@ class Waiters:
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
-    def turn(self) -> Iterator[Callable[[float], Awaitable[None]]]:
+    def take_turn(self) -> Iterator[Callable[[float], Awaitable[None]]]:
         """Yield a function that waits for the next change, at most until the given time of the event loop."""
         turn = object()
         try:

@@ -14,7 +14,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost.readings import DecodeStep, Readings, Setting, Shape
 from eldr_serve.gpu_cost.routing import active_experts
 from eldr_serve.scheduling import StepCost
-from eldr_serve.scheduling.cost import non_negative_terms
+from eldr_serve.scheduling.cost import solve_non_negative
 from eldr_serve.scheduling.cost_file import FittedCost
 
 _LEAST_DIFFERENCE = 0.05  # of the experts, between the two routings at some batch
@@ -135,7 +135,7 @@ def _counts(steps: Sequence[DecodeStep], shape: Shape) -> tuple[Ints, Ints, Floa
 def _least_squares(features: NDArray[Any], seconds: Floats, target: Floats) -> Floats:
     """Return non-negative terms that minimise the squares of (features @ terms - target) / seconds."""
     relative = features / seconds[:, None]
-    return non_negative_terms(relative.T @ relative, relative.T @ (target / seconds))
+    return solve_non_negative(relative.T @ relative, relative.T @ (target / seconds))
 
 
 def _rms(errors: Floats) -> float:

@@ -92,7 +92,7 @@ class AdminEndpoints:
         Without the admin key, return only readiness and size of the service.
         """
         if not self._gate.is_operator(request.headers):
-            return JSONResponse(self._status.public())
+            return JSONResponse(self._status.public_status())
         return JSONResponse(await self._status.merge_router_status(self._operator.status()))
 
     async def ready(self, request: Request) -> Response:

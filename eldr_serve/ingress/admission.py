@@ -183,7 +183,7 @@ class AdmissionMiddleware:
                     reservation.settle()
 
         async with gate.read_body(headers, receive) as body:
-            await _unless_disconnected(receive, body, answer_if_admitted)
+            await _cancel_if_disconnected(receive, body, answer_if_admitted)
 
     async def _administer(
         self, gate: Gate, headers: Headers, scope: Scope, receive: Receive, send: Send
@@ -194,7 +194,7 @@ class AdmissionMiddleware:
             body = await gate.read_artifact(headers, receive)
             record.record_request(headers, body)
             recorded_send = record.capture_status(send)
-            await _unless_disconnected(
+            await _cancel_if_disconnected(
                 receive, body, lambda receive: self._app(scope, receive, recorded_send)
             )
         except RequestRefusedError as refused:
@@ -210,7 +210,7 @@ def _credentials(headers: Headers) -> str:
     return headers.get("authorization", "" if key is None else f"Bearer {key}")
 
 
-async def _unless_disconnected(
+async def _cancel_if_disconnected(
     receive: Receive, body: bytes, answer: Callable[[Receive], Awaitable[None]]
 ) -> None:
     """Await the answer to a body that has been read; cancel it if the client disconnects first.

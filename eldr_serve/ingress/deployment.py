@@ -31,7 +31,7 @@ from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
-from eldr_serve.monitoring.supervision import supervised
+from eldr_serve.monitoring.supervision import run_supervised
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
@@ -188,7 +188,10 @@ class EldrIngress:
         await asyncio.gather(
             self._warmup.run(),
             self._serve_port(),
-            *(supervised(what, work, count=self._counters.count_failed_work) for what, work in works.items()),
+            *(
+                run_supervised(what, work, count=self._counters.count_failed_work)
+                for what, work in works.items()
+            ),
         )
 
     def _start_tokenizer(self) -> None:
@@ -220,7 +223,7 @@ class EldrIngress:
     async def _export(self) -> None:
         metrics = IngressMetrics()
         while True:
-            metrics.export(self._status.own())
+            metrics.export(self._status.own_status())
             await asyncio.sleep(PERIOD_S)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -108,7 +108,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         return origins
 
     @model_validator(mode="after")
-    def _one_body_fits(self) -> IngressOptions:
+    def _require_room_for_one_body(self) -> IngressOptions:
         if self.max_pending_mib < 2 * self.max_body_mib:
             raise ValueError(
                 f"max_pending_mib must be at least twice max_body_mib ({self.max_body_mib:g}), got "

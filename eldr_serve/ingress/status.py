@@ -54,7 +54,7 @@ class IngressStatus:
         """Return what the service waits for before it is ready, one sentence; None if it is ready."""
         return self._warmup.not_ready_reason
 
-    def own(self) -> dict[str, Any]:
+    def own_status(self) -> dict[str, Any]:
         """Return the part `ingress` of the status."""
         self._prefill_admission.discard_dead_queues()
         return {
@@ -74,7 +74,7 @@ class IngressStatus:
             "experts": self._fleets.decode.directory.experts,
         }
 
-    def public(self) -> dict[str, Any]:
+    def public_status(self) -> dict[str, Any]:
         """Return what anyone may read: readiness and size of the service."""
         settings = self._router.settings
         return {
@@ -98,4 +98,4 @@ class IngressStatus:
         except ACTOR_UNAVAILABLE as error:
             status = {"router": f"unreachable ({type(error).__name__})"}
         loops = status.get("loops", {}) | {self.watch.role: self.watch.status()}
-        return status | {"answered_by": self._router.name, "ingress": self.own(), "loops": loops}
+        return status | {"answered_by": self._router.name, "ingress": self.own_status(), "loops": loops}

@@ -126,7 +126,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     )
 
     @model_validator(mode="after")
-    def _queue_within_lease(self) -> PathOptions:
+    def _require_queue_within_lease(self) -> PathOptions:
         if self.queue_timeout_s >= _LEASE_SHARE * self.kv_lease_s:
             raise ValueError(
                 f"queue_timeout_s must be less than {_LEASE_SHARE:g} of kv_lease_s ({self.kv_lease_s:g} s), "

@@ -52,7 +52,7 @@ class PlacementStep:
         clock = asyncio.get_running_loop().time
         wait_s = self._options.prefill_wait_s
         until_s = clock() + wait_s
-        with self._fleet.waiters.turn() as wait_until:
+        with self._fleet.waiters.take_turn() as wait_until:
             while not self._fleet.live_names:
                 if clock() >= until_s:
                     raise OverloadedError(

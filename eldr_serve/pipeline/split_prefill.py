@@ -215,7 +215,7 @@ class SplitPrefill:
         until_s = clock() + self._options.prefill_wait_s
         turn_s = None
         try:
-            with self._fleet.waiters.turn() as wait_until:
+            with self._fleet.waiters.take_turn() as wait_until:
                 while not self._replicas_with_room():
                     now_s = clock()
                     is_reachable = bool(self._fleet.live_names)

@@ -50,7 +50,7 @@ def _read_placements(value: Any) -> Any:
     raise ValueError("must be a folder")
 
 
-def _not_from_yaml(value: Any) -> Any:
+def _refuse_in_yaml(value: Any) -> Any:
     if value is None or isinstance(value, PoolSettings):
         return value
     raise ValueError("`pool` is set automatically: write `signatures` beside `router`")
@@ -104,7 +104,7 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
         description="time for an ingress to connect again after its channel is lost, until its leases are "
         "dropped, s",
     )
-    pool: Annotated[PoolSettings | None, BeforeValidator(_not_from_yaml)] = Field(
+    pool: Annotated[PoolSettings | None, BeforeValidator(_refuse_in_yaml)] = Field(
         default=None, description="set automatically from `signatures`; null: no table of live traffic"
     )
     seed: int = Field(default=0, description="seed of random choices")

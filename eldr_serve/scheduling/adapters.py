@@ -33,6 +33,6 @@ class LoadedAdapters:
             others = (name for name in self._loaded.get(worker, self._first) if name != adapter)
             self._loaded[worker] = (*others, adapter)[-self._slots :]
 
-    def lacking(self, workers: Sequence[Hashable], adapter: str) -> NDArray[np.bool_]:
+    def lacks_adapter(self, workers: Sequence[Hashable], adapter: str) -> NDArray[np.bool_]:
         """Return whether each worker would have to load the adapter, bool[W]."""
         return np.array([adapter not in self._loaded.get(name, self._first) for name in workers], bool)

@@ -117,7 +117,7 @@ class StepCost:
         return {name: value for name, value in asdict(self).items() if value != {}}
 
 
-def non_negative_terms(gram: NDArray[np.float64], moment: NDArray[np.float64]) -> NDArray[np.float64]:
+def solve_non_negative(gram: NDArray[np.float64], moment: NDArray[np.float64]) -> NDArray[np.float64]:
     """Solve the normal equations of a least-squares fit for terms of 0 or more, float64[n].
 
     Args:
@@ -218,7 +218,7 @@ class StepSums:
         """
         if self.steps < 10 * len(_TERMS):
             return None
-        terms = non_negative_terms(self.gram, self.moment)
+        terms = solve_non_negative(self.gram, self.moment)
         if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MAX_S):  # also false for nan
             return None
         decode = StepCost(*terms.tolist())

@@ -192,7 +192,7 @@ class Placer:
         request = lease.request
         loads = self._loads_without(*self._excluded_for(lease))
         if request.adapter:
-            loads = replace(loads, lacks_adapter=self._adapters.lacking(self._workers, request.adapter))
+            loads = replace(loads, lacks_adapter=self._adapters.lacks_adapter(self._workers, request.adapter))
         if request.blocks is None:
             return loads
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))

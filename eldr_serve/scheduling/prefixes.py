@@ -163,7 +163,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._used)
 
-    def hit(self, hashes: Sequence[int]) -> int:
+    def count_hits(self, hashes: Sequence[int]) -> int:
         """Return the number of a prompt's blocks in the cache."""
         if not hashes or hashes[0] not in self._used:
             return 0
@@ -208,7 +208,7 @@ class ReportedCache:
         """Return the number of cached blocks by the engine's reports."""
         return len(self._cached)
 
-    def hit(self, hashes: Sequence[int]) -> int:
+    def count_hits(self, hashes: Sequence[int]) -> int:
         """Return the number of a prompt's blocks in the cache.
 
         The cached blocks of a prompt are its first ones, since engines evict the last ones first.
@@ -316,5 +316,5 @@ class PrefixMap:
         """Return the number of prompt tokens that each worker has cached, int64[W]."""
         hashes = blocks.hashes.tolist()
         caches = [self._cache(worker, blocks) for worker in workers]
-        hits = [0 if cache is None else cache.hit(hashes) for cache in caches]
+        hits = [0 if cache is None else cache.count_hits(hashes) for cache in caches]
         return np.array(hits, np.int64) * blocks.block_tokens

@@ -24,7 +24,7 @@ class SimulatedPrefill:
 
     def accept(self, request: int, tokens: int, blocks: Sequence[int]) -> int:
         """Add a prompt of that length with these full blocks. Return its cached tokens."""
-        hit = self._cache.hit(blocks) * self._config.block_tokens
+        hit = self._cache.count_hits(blocks) * self._config.block_tokens
         self._cache.use(blocks)
         self._prompts.append((request, tokens - hit))
         return hit

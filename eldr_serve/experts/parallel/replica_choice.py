@@ -131,7 +131,7 @@ class Metro(OnePerExpert):
     ) -> None:
         device = torch.device(device)
         plan = MetroPlan.as_written(slots >= 0) if as_written else MetroPlan.from_hosts(slots >= 0)
-        self._metro = _metro_on(device)(plan, device, stored=slots[None])
+        self._metro = _choose_metro(device)(plan, device, stored=slots[None])
         self._active = torch.zeros(1, len(slots) + 1, dtype=torch.int32, device=device)  # last: invalid ids
         self._gather = gather
         self.chosen = self._metro.chosen[0]
@@ -239,7 +239,7 @@ def _distance(topology: Topology) -> Ints:
     return np.where(np.eye(topology.ranks, dtype=bool), 0, np.where(node[:, None] == node, 1, 2))
 
 
-def _metro_on(device: torch.device) -> type[TorchMetro]:
+def _choose_metro(device: torch.device) -> type[TorchMetro]:
     """Return the implementation for the device."""
     if device.type != "cuda":
         return TorchMetro

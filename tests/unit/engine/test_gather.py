@@ -53,7 +53,7 @@ class ThreadBatches(RankBatches):
         return [torch.cat(rows) for rows in zip(*by_rank, strict=True)]
 
     def combine(self, partial: Tensor) -> Tensor:
-        return self.own(torch.stack(self._exchange(partial)).sum(dim=0))
+        return self.select_own(torch.stack(self._exchange(partial)).sum(dim=0))
 
 
 def tokens_of(rank: int, step: int, tokens: int) -> Tensor:

@@ -56,7 +56,7 @@ class Cache:
         self.running: list[Request] = []
         self.number = 0
 
-    def hit(self, ids: list[int], kind: str) -> int:
+    def count_hits(self, ids: list[int], kind: str) -> int:
         """Return the tokens that the manager finds in the cache."""
         return self.manager.get_computed_blocks(request("probe", ids, **KINDS[kind]))[1]
 
@@ -129,7 +129,8 @@ def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[li
         for ids in (*probes, *(list(one.all_token_ids) for one in cache.running)):
             for kind, salt in SALTS.items():
                 blocks = prompt_blocks(np.array(ids, np.uint32), SIZE, salt)
-                assert router.cached_tokens(["w"], blocks).tolist() == [cache.hit(ids, kind)], (kind, ids)
+                hits = cache.count_hits(ids, kind)
+                assert router.cached_tokens(["w"], blocks).tolist() == [hits], (kind, ids)
 
 
 def test_blocks_of_an_answer_are_cached_with_its_prompt() -> None:
@@ -150,7 +151,7 @@ def test_blocks_with_other_extra_keys_have_no_id(kind: str) -> None:
     cache = Cache()
     cache.start(list(range(13)), kind)
     changes = cache.changes()
-    assert cache.hit(list(range(13)), kind) == 12
+    assert cache.count_hits(list(range(13)), kind) == 12
     assert changes is None
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from eldr_serve.scheduling import Loads, MarginalCost, PlacementRequest, StepCost, StepSums, make_policy
 from eldr_serve.scheduling.activation import probability as probability_of
-from eldr_serve.scheduling.cost import non_negative_terms
+from eldr_serve.scheduling.cost import solve_non_negative
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
@@ -544,7 +544,7 @@ def test_a_cost_with_a_table_survives_json() -> None:
 
 def test_a_feature_that_is_always_0_gets_no_cost() -> None:
     features = np.column_stack([np.arange(1.0, 9), np.zeros(8)])
-    terms = non_negative_terms(features.T @ features, features.T @ (3 * features[:, 0]))
+    terms = solve_non_negative(features.T @ features, features.T @ (3 * features[:, 0]))
     assert terms == pytest.approx([3, 0])
 
 

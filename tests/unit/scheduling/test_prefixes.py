@@ -75,7 +75,7 @@ class Naive:
         first = hashes[: self.room]
         self.used = (first + [block for block in self.used if block not in first])[: self.room]
 
-    def hit(self, hashes: list[int]) -> int:
+    def count_hits(self, hashes: list[int]) -> int:
         return len(list(takewhile(self.used.__contains__, hashes)))
 
 
@@ -93,11 +93,11 @@ def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
         cache.use(chain)
         naive.use(chain)
         assert len(cache) <= cache.capacity
-        assert cache.hit(chain) == min(len(chain), cache.capacity)
+        assert cache.count_hits(chain) == min(len(chain), cache.capacity)
         for other in chains:
-            assert cache.hit(other) == naive.hit(other)
+            assert cache.count_hits(other) == naive.count_hits(other)
             # The known blocks of a prompt are its first ones, so that the search can be a bisection.
-            assert sum(cache.hit([block]) for block in other) == cache.hit(other)
+            assert sum(cache.count_hits([block]) for block in other) == cache.count_hits(other)
 
 
 def test_a_hash_covers_the_salt_and_all_tokens_up_to_the_end_of_its_block() -> None:

@@ -90,7 +90,7 @@ class _Weightless(TorchFunctionMode):
 
 
 @contextmanager
-def _selecting_for(capability: tuple[int, int] | None) -> Iterator[None]:
+def _select_kernels_for(capability: tuple[int, int] | None) -> Iterator[None]:
     """Make vLLM select kernels for a GPU of this compute capability; None: for this machine."""
     if capability is None:
         yield
@@ -172,7 +172,7 @@ class DescribedEngine:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.config.model_config.dtype)
         try:
-            with set_current_vllm_config(self.config), _Weightless(), _selecting_for(capability):
+            with set_current_vllm_config(self.config), _Weightless(), _select_kernels_for(capability):
                 avoid_kernels_that_hide_choices(self.config)  # as EldrWorker does
                 self._model = initialize_model(self.config)
         finally:

@@ -31,7 +31,7 @@ def check_engine(vllm_config: VllmConfig, device: str) -> None:
             parallel.pipeline_parallel_size > 1,
             "pipeline parallelism, where a stage sees only its own layers: set pipeline_parallel_size to 1",
         ),
-        *_data_parallel(vllm_config, device),
+        *_find_data_parallel_refusals(vllm_config, device),
         (
             parallel.decode_context_parallel_size > 1,
             "decode context parallelism, which spreads a block's tokens: "
@@ -59,7 +59,7 @@ def check_engine(vllm_config: VllmConfig, device: str) -> None:
     )
 
 
-def _data_parallel(vllm_config: VllmConfig, device: str) -> list[tuple[bool, str]]:
+def _find_data_parallel_refusals(vllm_config: VllmConfig, device: str) -> list[tuple[bool, str]]:
     """Return the reasons to refuse an engine for its data-parallel ranks, see `raise_first_refusal`."""
     parallel = vllm_config.parallel_config
     ranks = parallel.data_parallel_size
@@ -88,10 +88,10 @@ def _data_parallel(vllm_config: VllmConfig, device: str) -> list[tuple[bool, str
             "divides them",
         ),
     ]
-    return refusals if device == "cpu" else refusals + _data_parallel_on_gpus(parallel)
+    return refusals if device == "cpu" else refusals + _find_gpu_refusals(parallel)
 
 
-def _data_parallel_on_gpus(parallel: Any) -> list[tuple[bool, str]]:
+def _find_gpu_refusals(parallel: Any) -> list[tuple[bool, str]]:
     """Return the reasons to refuse data-parallel ranks that only engines on GPUs can have."""
     return [
         (

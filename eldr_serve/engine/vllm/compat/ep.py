@@ -104,7 +104,7 @@ class PlacedMoERunner(MoERunner):
         logits = others.pop() if others else gathered
         result: Any = super()._forward_impl(gathered, logits, shared_experts_input, ids)
         shared, routed = result if isinstance(result, tuple) else (None, result)
-        own = len(batches.own(gathered))
+        own = len(batches.select_own(gathered))
         output = torch.zeros_like(hidden_states)  # which may end with padding
         output[:own] = routed[:own]
         return output if shared is None else (shared, output)

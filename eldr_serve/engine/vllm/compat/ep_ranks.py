@@ -52,7 +52,7 @@ class OwnChoices:
         if capture_fn is None:
             self._router.set_capture_fn(None)
         else:
-            self._router.set_capture_fn(lambda experts: capture_fn(rank_batches().own(experts)))
+            self._router.set_capture_fn(lambda experts: capture_fn(rank_batches().select_own(experts)))
 
 
 class RankDispatch(FusedMoEPrepareAndFinalizeModular):

@@ -63,9 +63,9 @@ class RankBatches:
         """
         if len(partial):
             dist.all_reduce(partial, group=self._group)
-        return self.own(partial)
+        return self.select_own(partial)
 
-    def own(self, rows: Tensor) -> Tensor:
+    def select_own(self, rows: Tensor) -> Tensor:
         """Return this rank's rows of those of all ranks."""
         start = sum(self.sizes[: self._rank])
         return rows[start : start + self.sizes[self._rank]]
