@@ -146,7 +146,7 @@ def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[st
     }
 
 
-class _Engine:
+class _PrefillProcess:
     """A prefill engine in its own process."""
 
     def __init__(self, job: dict[str, Any], port: int, stack: ExitStack) -> None:
@@ -185,14 +185,14 @@ class _Engine:
         return seconds, counting
 
 
-def _engine(
+def _measure_engine(
     level: str, job: dict[str, Any], requests: int, port: int, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
     """Serve pairs of prompts, one with capture and one without, in random order, and return rows."""
     tokens = job["max_tokens"]
     seconds_of_pairs: list[tuple[float, float, float]] = []  # times without capture, with it, and of counting
     with ExitStack() as stack:
-        engine = _Engine(job, port, stack)
+        engine = _PrefillProcess(job, port, stack)
         for number in range(-_WARM_UP, requests):
             first, *rest = rng.integers(1, 4000, tokens).tolist()
             by_capture = {}
@@ -245,7 +245,7 @@ def capture_overhead(
     job: dict[str, Any] = {"model": str(model.resolve()), "device": device, "block_size": 32}
     job["max_tokens"] = engine_tokens
     if requests:
-        rows += _engine("engine", job, requests, port, np.random.default_rng(seed))
+        rows += _measure_engine("engine", job, requests, port, np.random.default_rng(seed))
     wide = {"layers": wide_layers, "vocabulary": wide_vocabulary}
     wide |= {"hidden": HIDDEN, "intermediate": INTERMEDIATE}
     if wide_requests:
@@ -254,7 +254,7 @@ def capture_overhead(
             cache_bytes = _PROMPTS_TIMES_LAYERS * engine_tokens * KV_BYTES
             room = {"kv_cache_memory_bytes": cache_bytes} if device == "cuda" else {}
             job |= {"model": str(model_folder), "arguments": DUMMY | room}
-            rows += _engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
+            rows += _measure_engine("wide engine", job, wide_requests, port, np.random.default_rng(seed))
     publish(
         "capture_overhead",
         rows,

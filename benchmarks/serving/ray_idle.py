@@ -24,7 +24,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
-from benchmarks.lib.fakes.service import fake_service, run_in_new_process
+from benchmarks.lib.fakes.service import run_in_new_process, serve_fake_application
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
@@ -47,7 +47,9 @@ _DECODE_REPLICAS = 2
 def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: int) -> dict[str, float]:
     """Return idle CPU time by part, % of a core. Needs its own process: Ray reads settings at import."""
     os.environ |= environment
-    with fake_service(port, use_ingress_port=True, decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0):
+    with serve_fake_application(
+        port, use_ingress_port=True, decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0
+    ):
         time.sleep(settle_s)
         before, start = cpu_s(), time.perf_counter()
         time.sleep(idle_s)

@@ -38,9 +38,9 @@ from benchmarks.lib.fakes.service import (
     HAPROXY,
     NO_DRAINING,
     check_text,
-    fake_service,
     request_body,
     run_in_new_process,
+    serve_fake_application,
 )
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
@@ -122,7 +122,7 @@ def _measure(
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way]
     is_own = way == "own"
-    with fake_service(
+    with serve_fake_application(
         port,
         use_ingress_port=is_own,
         decode_replicas=2,

@@ -38,7 +38,13 @@ from benchmarks.lib.client import (
     summarise_answers,
 )
 from benchmarks.lib.cpu_time import cpu_s
-from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, fake_service, request_body, run_in_new_process
+from benchmarks.lib.fakes.service import (
+    HAPROXY,
+    NO_DRAINING,
+    request_body,
+    run_in_new_process,
+    serve_fake_application,
+)
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
@@ -79,7 +85,7 @@ def _measure(
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
-    with fake_service(
+    with serve_fake_application(
         port,
         use_ingress_port=way.startswith("own"),
         decode_replicas=decode_replicas,

@@ -26,7 +26,7 @@ def run_in_new_process(work: Callable[..., T], *arguments: Any) -> T:
 
 
 @contextmanager
-def fake_service(port: int, *, use_ingress_port: bool, **options: Any) -> Iterator[str]:
+def serve_fake_application(port: int, *, use_ingress_port: bool, **options: Any) -> Iterator[str]:
     """Run `fake_application`, and yield its URL: Serve's `port` or the ingress's, `port` + 1."""
     with local_ray(http_port=port):
         from ray import serve
