@@ -164,11 +164,11 @@ class ScenarioInputs:
             if routes.fit_path is None:
                 cut = max(1, round(routes.fit_share * len(kinds)))
                 self.fitted_on, kinds = kinds[:cut], kinds[cut:]
-                fit = trace.subset_without_routes(self.fitted_on)
+                fit_trace = trace.subset_without_routes(self.fitted_on)
             else:
-                fit = _trace_to_fit(routes, routes.fit_path, trace)
-            self.mix = {name: float(n) for name, n in Counter(fit.domains).items()}
-            self.table = _fit_table(scenario, routes.centroids, fit, seed)
+                fit_trace = _trace_to_fit(routes, routes.fit_path, trace)
+            self.mix = {name: float(n) for name, n in Counter(fit_trace.domains).items()}
+            self.table = _fit_table(scenario, routes.centroids, fit_trace, seed)
             self.experts = _make_experts(routes, trace, seed)
             if routes.parts > 1:
                 self.experts = self.experts.mix(kinds, routes.parts, routes.mixtures, self.rng)
@@ -306,14 +306,14 @@ def _positions_of_domains(trace: CalibrationTrace, path: Path, domains: tuple[st
 
 
 def _fit_table(
-    scenario: Scenario, centroids: int | None, fit: CalibrationTrace, seed: int
+    scenario: Scenario, centroids: int | None, fit_trace: CalibrationTrace, seed: int
 ) -> RoutingTable | None:
     """Return a table fitted to the requests; None if by default there are too few of them (see `Routes`)."""
     workers = scenario.cluster.decode.workers
-    number = min(centroids or workers, len(fit.ids))
+    number = min(centroids or workers, len(fit_trace.ids))
     if not centroids and number < workers:
         return None
-    table, _ = fit_table(fit, number, band=scenario.band, seed=seed)
+    table, _ = fit_table(fit_trace, number, band=scenario.band, seed=seed)
     return table
 
 
@@ -333,15 +333,15 @@ def _make_experts(routes: Routes, trace: CalibrationTrace, seed: int) -> Experts
 
 def _trace_to_fit(experts: Routes, path: Path, simulated: CalibrationTrace) -> CalibrationTrace:
     """Return the requests of another trace that tables are fitted to, of the same domains."""
-    fit = read_calibration_trace(path)
-    shapes = [(trace.model, *trace.prefill_counts.shape[1:]) for trace in (fit, simulated)]
+    fit_trace = read_calibration_trace(path)
+    shapes = [(trace.model, *trace.prefill_counts.shape[1:]) for trace in (fit_trace, simulated)]
     if shapes[0] != shapes[1]:
         (model, *size), (own, *own_size) = shapes
         raise UserInputError(
             f"{path} is of {model} with {size[0]} x {size[1]} experts, but {experts.path} is of {own} with "
             f"{own_size[0]} x {own_size[1]}"
         )
-    return fit.subset_without_routes(_positions_of_domains(fit, path, experts.domains))
+    return fit_trace.subset_without_routes(_positions_of_domains(fit_trace, path, experts.domains))
 
 
 def routes_of(path: Path, *, domains: tuple[str, ...] = ()) -> Routes:

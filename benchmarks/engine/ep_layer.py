@@ -84,8 +84,8 @@ def ep_layer(
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
     source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte is as a near one"
-    fit = _fit(compute, many_ranks, times_alone, measurements=len(points), source=source)
-    cost = _add_messages(compute, message_rows).model_copy(update={"fit": fit})
+    layer_fit = _fit(compute, many_ranks, times_alone, measurements=len(points), source=source)
+    cost = _add_messages(compute, message_rows).model_copy(update={"fit": layer_fit})
     if cost_out is not None:
         cost.save(cost_out)
     inputs = {

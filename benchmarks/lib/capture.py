@@ -62,10 +62,10 @@ class CapturedRoutes:
         task = np.isin(self.trace.domains, TASKS)
         return np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[name])
 
-    def split(self, name: str, fit: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Split a workload's requests at random: one part to fit on, one to measure with."""
+    def split(self, name: str, share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Split a workload's requests at random: a share to fit on, one to measure with."""
         shuffled = np.random.default_rng(seed).permutation(self.group(name))
-        cut = round(fit * len(shuffled))
+        cut = round(share * len(shuffled))
         return shuffled[:cut], shuffled[cut:]
 
     def routes(self, request: int) -> NDArray[np.unsignedinteger]:

@@ -215,15 +215,15 @@ def objectives(
         asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
         idle = summarise_answers(asyncio.run(_send_closed_loop(client.url, requests, 1)))
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
-        fit = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
+        fitting = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
         by_count = start_application(
-            change_ports(arguments), port=port + 2, name="by-count", max_in_flight=fit.in_flight
+            change_ports(arguments), port=port + 2, name="by-count", max_in_flight=fitting.in_flight
         )
-        asyncio.run(_send_closed_loop(by_count.url, requests, fit.in_flight))  # warms up
+        asyncio.run(_send_closed_loop(by_count.url, requests, fitting.in_flight))  # warms up
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
         services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}
         answers = send_in_turn(
-            services, requests, per_s=_OVERLOAD * fit.per_s, rounds=rounds, seconds=seconds, seed=seed
+            services, requests, per_s=_OVERLOAD * fitting.per_s, rounds=rounds, seconds=seconds, seed=seed
         )
         predictions = client.status()["ingress"]["objectives"]
     publish(
@@ -233,7 +233,7 @@ def objectives(
         out=out,
         inputs={
             "objective_ms": {"ttft": objective.ttft_ms, "tpot": objective.tpot_ms},
-            "fits": {"in_flight": fit.in_flight, "requests_per_s": fit.per_s},
+            "fits": {"in_flight": fitting.in_flight, "requests_per_s": fitting.per_s},
             "overload": _OVERLOAD,
             "rounds": rounds,
             "seconds": seconds,

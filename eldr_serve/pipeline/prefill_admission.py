@@ -63,7 +63,7 @@ class PrefillAdmission:
         self._sizes.learn(fields.prompt, conversation(fields), prompt_tokens)
 
     async def admit(
-        self, context: RequestContext, num_tokens: float, workers: Callable[[], list[str]]
+        self, context: RequestContext, num_tokens: float, list_workers: Callable[[], list[str]]
     ) -> list[str]:
         """Return the workers whose queue the prompt may join.
 
@@ -73,21 +73,21 @@ class PrefillAdmission:
         Raises:
             OverloadedError: there are workers, but none of their queues is short enough.
         """
-        names = workers()
-        admitting = self.queues.workers_with_room(names, context.retry_key)
-        if names and not admitting and not self.queues.is_measured(names):
+        workers = list_workers()
+        admitting = self.queues.workers_with_room(workers, context.retry_key)
+        if workers and not admitting and not self.queues.is_measured(workers):
             try:
                 async with asyncio.timeout(_MEASURE_S):
                     await self._measured.wait()
             except TimeoutError:
                 pass
-            names = workers()
-            admitting = self.queues.workers_with_room(names, context.retry_key)
-        if names and not admitting:
+            workers = list_workers()
+            admitting = self.queues.workers_with_room(workers, context.retry_key)
+        if workers and not admitting:
             self._counters.count(IngressEvent.REFUSED_PREFILL_BACKLOG)
-            wait_s = min(map(self.queues.estimate_wait_s, names))
+            wait_s = min(map(self.queues.estimate_wait_s, workers))
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {self._bound_s:g} s are allowed"
-            raise self.make_refusal(why, names, num_tokens, context.retry_key)
+            raise self.make_refusal(why, workers, num_tokens, context.retry_key)
         return admitting
 
     def make_refusal(self, why: str, workers: list[str], num_tokens: float, key: bytes) -> OverloadedError:

@@ -47,7 +47,7 @@ class LiveView:
         self._spanned_by = 0  # number of requests whose counts define `_plane`; 0 if a table defines it
         self._table: tuple[CentroidTable, int] | None = None
         self._answers: deque[tuple[float, StreamLatencies]] = deque(maxlen=_ANSWERS)
-        self._steps: dict[str, deque[tuple[float, StepSums]]] = {}
+        self._reports: dict[str, deque[tuple[float, StepSums]]] = {}
         self._changes: deque[tuple[float, str]] = deque(maxlen=20)
 
     # -- events of the router ------------------------------------------------------------------------
@@ -66,11 +66,11 @@ class LiveView:
     def observe_steps(self, worker: str, steps: StepSums) -> None:
         """Add the decode steps of a worker since its last report, if there were any."""
         if steps.steps:
-            self._steps.setdefault(worker, deque(maxlen=_STEPS)).append((self._clock(), steps))
+            self._reports.setdefault(worker, deque(maxlen=_STEPS)).append((self._clock(), steps))
 
     def keep_workers(self, workers: Collection[str]) -> None:
         """Discard the steps of other workers."""
-        self._steps = {name: reports for name, reports in self._steps.items() if name in workers}
+        self._reports = {name: reports for name, reports in self._reports.items() if name in workers}
 
     def record_change(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
         """Record new settings."""
@@ -90,7 +90,7 @@ class LiveView:
         return {
             "requests": self._requests(placer),
             "space": self._space(),
-            "steps": {name: self._series(reports, now_s, layers) for name, reports in self._steps.items()},
+            "steps": {name: self._series(reports, now_s, layers) for name, reports in self._reports.items()},
             "latency": self._latencies(now_s),
             "changes": [{"ago_s": round(now_s - at, 1), "policy": name} for at, name in self._changes],
         }

@@ -51,14 +51,14 @@ class StepBarrier:
     def added_seconds(
         self,
         cost: StepCost,
-        workers: NDArray[np.int64],
+        positions: NDArray[np.int64],
         loads: Loads,
         active_experts: Any,
         *,
         more_tokens: int,
         more_experts: Any,
     ) -> tuple[Any, Any]:
-        """Return the time that a request on each worker adds over all requests of its replica, s.
+        """Return the time that a request at each position adds over all requests of its replica, s.
 
         Also return the time of a step of the replica with the request, s.
 
@@ -67,26 +67,25 @@ class StepBarrier:
             more_tokens: KV tokens of the new request.
             more_experts: active experts that it adds to the replica's.
         """
-        slowest_s = self.reduce_over_ranks(np.maximum, cost.seconds(loads.in_flight, loads.kv_tokens, 0))[
-            workers
-        ]
-        requests = self.reduce_over_ranks(np.add, loads.in_flight)[workers]
-        own_s = cost.seconds(loads.in_flight[workers] + 1, loads.kv_tokens[workers] + more_tokens, 0)
-        expert_s = cost.per_expert_s / self._num_ranks[workers]
+        rank_s = cost.seconds(loads.in_flight, loads.kv_tokens, 0)
+        slowest_s = self.reduce_over_ranks(np.maximum, rank_s)[positions]
+        requests = self.reduce_over_ranks(np.add, loads.in_flight)[positions]
+        own_s = cost.seconds(loads.in_flight[positions] + 1, loads.kv_tokens[positions] + more_tokens, 0)
+        expert_s = cost.per_expert_s / self._num_ranks[positions]
         before_s = slowest_s + expert_s * active_experts
         after_s = np.maximum(slowest_s, own_s) + expert_s * (active_experts + more_experts)
         return (requests + 1) * after_s - requests * before_s, after_s
 
     def least_loaded_ranks(
-        self, workers: NDArray[np.int64], loads: Loads, cost: StepCost, added_s: NDArray[np.float64]
+        self, positions: NDArray[np.int64], loads: Loads, cost: StepCost, added_s: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Return a worker of each replica: where `added_s` is least, in case of a tie the least loaded one.
+        """Return a position of each replica: where `added_s` is least, in case of a tie the least loaded one.
 
         Args:
-            added_s: float64[n], time that a request would add at each of `workers`.
+            added_s: float64[n], time that a request would add at each of `positions`.
         """
-        in_flight, kv_tokens = loads.in_flight[workers], loads.kv_tokens[workers]
+        in_flight, kv_tokens = loads.in_flight[positions], loads.kv_tokens[positions]
         order = np.lexsort((kv_tokens, in_flight, cost.seconds(in_flight, kv_tokens, 0), added_s))
-        by_cost = workers[order]
+        by_cost = positions[order]
         _, best = np.unique(self.first[by_cost], return_index=True)
         return np.asarray(by_cost[best])

@@ -61,7 +61,7 @@ class Coordinator:
     Args:
         settings: start settings of the pool; the router sends newer ones.
         router: the router that uses the tables.
-        trace: returns all samples of the pool.
+        read_trace: returns all samples of the pool.
 
     Attributes:
         settings: current settings of the pool.
@@ -73,7 +73,7 @@ class Coordinator:
         self,
         settings: PoolSettings,
         router: TableTarget,
-        trace: Callable[[], Awaitable[CalibrationTrace]],
+        read_trace: Callable[[], Awaitable[CalibrationTrace]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,7 +81,7 @@ class Coordinator:
         self.samples = 0
         self.view: RouterView | None = None
         self._router = router
-        self._trace = trace
+        self._read_trace = read_trace
         self._clock = clock
         self._fit_lock = asyncio.Lock()
         self._last_workers: int | None = None  # number of decode workers at the last poll
@@ -174,7 +174,7 @@ class Coordinator:
     async def _fit_and_swap(self, view: RouterView, *, requested: bool) -> None:
         async with self._fit_lock:
             live = await self._router.table() if view.has_table else None
-            trace = await self._trace()
+            trace = await self._read_trace()
             try:
                 # Fit in a thread: the actor stays responsive, also while scikit-learn is imported.
                 fitted = await asyncio.to_thread(

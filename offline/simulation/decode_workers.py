@@ -90,7 +90,7 @@ class DecodeWorkers:
         self._requests, self._decode, self._experts, self._recorder = requests, decode, experts, recorder
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._workers = [_Worker(decode.whole) for _ in range(decode.workers)]
-        self._ranks = decode.ranks_per_replica
+        self._ranks_per_replica = decode.ranks_per_replica
         self._masks = None if ranks is None else [rank_masks(r) for r in ranks.reshape(-1, *ranks.shape[-2:])]
         self._done = [0] * len(requests)  # tokens before the request last left a worker
         self._start = np.zeros(len(requests), np.int64)
@@ -132,7 +132,7 @@ class DecodeWorkers:
 
     def ranks_of(self, replica: int) -> range:
         """Return the workers of a replica."""
-        return range(replica * self._ranks, (replica + 1) * self._ranks)
+        return range(replica * self._ranks_per_replica, (replica + 1) * self._ranks_per_replica)
 
     def begin_round(self, replica: int) -> float:
         """Admit and preempt requests, and begin a step of all ranks of a replica.
@@ -208,27 +208,27 @@ class DecodeWorkers:
 
     def _active_experts(self, replica: int) -> float:
         """Return the active experts of a rank in the next step. Compute the ones of several steps at once."""
-        ranks = [self._workers[w] for w in self.ranks_of(replica)]
-        if self._experts is None or not any(worker.jobs for worker in ranks):
+        workers = [self._workers[w] for w in self.ranks_of(replica)]
+        if self._experts is None or not any(worker.jobs for worker in workers):
             return 0
-        first = ranks[0]
-        if not all(worker.same_jobs for worker in ranks):
+        first = workers[0]
+        if not all(worker.same_jobs for worker in workers):
             first.ahead = []
-            for worker in ranks:
+            for worker in workers:
                 worker.same_jobs = True
         if not first.ahead:
-            first.ahead = self._active_ahead(replica, ranks)
+            first.ahead = self._active_ahead(replica, workers)
         return first.ahead.pop()
 
-    def _active_ahead(self, replica: int, ranks: list[_Worker]) -> list[float]:
+    def _active_ahead(self, replica: int, workers: list[_Worker]) -> list[float]:
         """Return the active experts of the next steps with the present requests, the last step first.
 
         They are those of the fullest rank, or without a placement those of all ranks divided by the ranks.
         """
         experts = self._experts
         assert experts is not None
-        jobs = np.array([j for worker in ranks for j in worker.jobs])
-        num_tokens = np.repeat([worker.steps for worker in ranks], [len(worker.jobs) for worker in ranks])
+        jobs = np.array([j for worker in workers for j in worker.jobs])
+        num_tokens = np.repeat([worker.steps for worker in workers], [len(worker.jobs) for worker in workers])
         num_tokens -= self._start[jobs]
         kinds = self._requests.kind[jobs]
         first = experts.offset[kinds]
@@ -237,7 +237,7 @@ class DecodeWorkers:
         union = np.bitwise_or.reduce(experts.bits[rows], axis=1)
         if self._masks is None:
             active = np.bitwise_count(union).sum(axis=1, dtype=np.int64)
-            on_mean_rank: list[float] = (active / len(ranks)).tolist()
+            on_mean_rank: list[float] = (active / len(workers)).tolist()
             return on_mean_rank
         mask = self._masks[replica % len(self._masks)]  # [G, L, words]
         on_rank = np.bitwise_count(union.reshape(_AHEAD, 1, *mask.shape[1:]) & mask).sum(axis=3)  # [.., G, L]

@@ -235,12 +235,12 @@ class MarginalCost(Policy):
 
 
 def _dot_products(
-    rows: NDArray[np.float32], positions: NDArray[np.int64], vector: NDArray[np.float32], num_cells: int
+    matrix: NDArray[np.float32], rows: NDArray[np.int64], vector: NDArray[np.float32], num_cells: int
 ) -> NDArray[np.float32]:
-    """Estimate rows[positions] @ vector, float32[n], from the first `num_cells` columns."""
-    selects_first = 2 * len(positions) < len(rows)
-    products = (rows[positions] if selects_first else rows)[:, :num_cells] @ vector[:num_cells]
+    """Estimate matrix[rows] @ vector, float32[n], from the first `num_cells` columns."""
+    selects_first = 2 * len(rows) < len(matrix)
+    products = (matrix[rows] if selects_first else matrix)[:, :num_cells] @ vector[:num_cells]
     if not selects_first:
-        products = products[positions]
+        products = products[rows]
     scaled: NDArray[np.float32] = products * np.float32(len(vector) / num_cells)
     return scaled

@@ -93,7 +93,7 @@ def test_the_steps_of_lost_replicas_are_not_kept() -> None:
     state.ingresses.set_reachable_workers("c", ["r1"])
     state.observe_steps(steps, "r0")  # a late report
     state.observe_steps(StepSums.from_prompts([2], [90], [500], [0.1]), "r1")
-    assert {name: len(reports) for name, reports in state.view._steps.items()} == {"r1": 1}
+    assert {name: len(reports) for name, reports in state.view._reports.items()} == {"r1": 1}
 
 
 def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:

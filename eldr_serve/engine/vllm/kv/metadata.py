@@ -54,18 +54,18 @@ class StepRoutes:
 
     Attributes:
         num_experts: number of experts in a layer.
-        tokens: request id -> position of its first token, and number of its tokens in `chosen`.
-        chosen: int16[tokens,L,k], request after request in the order of `tokens`.
+        spans: request id -> position of its first token, and number of its tokens in `chosen`.
+        chosen: int16[tokens,L,k], request after request in the order of `spans`.
     """
 
     num_experts: int
-    tokens: dict[str, tuple[int, int]]
+    spans: dict[str, tuple[int, int]]
     chosen: HostCopy
 
     def split_by_request(self) -> Iterator[tuple[str, int, NDArray[np.int16]]]:
         """Yield each request's id, the position of its first token, and its part of `chosen`."""
         chosen, start = self.chosen.wait(), 0
-        for request, (first, tokens) in self.tokens.items():
+        for request, (first, tokens) in self.spans.items():
             yield request, first, chosen[start : start + tokens]
             start += tokens
 

@@ -117,7 +117,7 @@ class BalanceBand(BalanceRouteHorizon):
 
 
 class _Batches:
-    """The batches of the available workers, one row each, and n requests that may join the batches.
+    """The batches of the available workers, one row each, and n requests that may join, one column each.
 
     Args:
         waiting_tokens: tokens of the requests.
@@ -145,36 +145,36 @@ class _Batches:
         self._p_idle, self._expected_active = p_idle, expected_active
         self._added = p_idle @ p.T  # experts that each request would add to each worker, [W, n]
 
-    def cheapest_row(self, request: int, cost: StepCost) -> int:
-        """Return the row of the free worker where the request adds the least decode time to all requests."""
+    def cheapest_row(self, column: int, cost: StepCost) -> int:
+        """Return the row of the free worker where the column's request adds the least decode time to all requests."""
         added_s, _ = cost.added_seconds(
             self._in_flight,
             self._kv_tokens[:, 0],
             self._expected_active,
-            more_tokens=self._tokens[request],
-            more_experts=self._added[:, request],
+            more_tokens=self._tokens[column],
+            more_experts=self._added[:, column],
         )
         return int(np.where(self._free > 0, added_s, np.inf).argmin())
 
-    def best_pair(self, requests: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
-        """Return the (row, request) with the fewest excess experts, if F is within `band` of the best.
+    def best_pair(self, columns: NDArray[np.int64], score: FScore, band: float) -> tuple[int, int]:
+        """Return the (row, column) with the fewest excess experts, if F is within `band` of the best.
 
         Excess experts are those added beyond the minimum over all workers.
         """
         free_rows = np.flatnonzero(self._free)
         margins = self._kv_tokens.max(axis=0) - self._kv_tokens[free_rows]
-        value = score(self._waiting_tokens.counted_tokens[requests], margins[:, None])
-        added = self._added[:, requests]
+        value = score(self._waiting_tokens.counted_tokens[columns], margins[:, None])
+        added = self._added[:, columns]
         excess = (added - added.min(axis=0))[free_rows]
         excess[value < value.max() - band] = np.inf
-        index, column = np.unravel_index(int(excess.argmin()), excess.shape)
-        return int(free_rows[index]), int(requests[column])
+        row, chosen = np.unravel_index(int(excess.argmin()), excess.shape)
+        return int(free_rows[row]), int(columns[chosen])
 
-    def admit(self, row: int, request: int) -> None:
-        """Add the request to the worker's batch."""
+    def admit(self, row: int, column: int) -> None:
+        """Add the column's request to the worker's batch."""
         self._free[row] -= 1
         self._in_flight[row] += 1
-        self._kv_tokens[row] += self._waiting_tokens.kv_tokens[request]
-        self._expected_active[row] += self._added[row, request]
-        self._p_idle[row] *= 1 - self._p[request]
+        self._kv_tokens[row] += self._waiting_tokens.kv_tokens[column]
+        self._expected_active[row] += self._added[row, column]
+        self._p_idle[row] *= 1 - self._p[column]
         self._added[row] = self._p_idle[row] @ self._p.T
