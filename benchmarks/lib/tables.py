@@ -43,14 +43,20 @@ Rows = list[dict[str, Any]]
 # Words of a key -> words of its heading
 _HEADINGS = {
     "arm": "policy or variant",
+    "blocks moved, %": "other ranks change to blocks, %",
+    "clock": "times",
     "engine time per token": "engine time per token, ms",
     "imbalance below JSQ": "imbalance, times below shortest-queue",
     "intermediate": "neurons per expert",
     "left": "disconnected",
+    "moved per token": "other ranks per token",
+    "none moved, %": "other ranks change, %",
     "ok": "answered",
+    "paper moved, %": "paper other ranks change, %",
     "rate/s": "arrivals/s",
     "way": "way in",
 }
+_VALUES = {"clock": {"wall": "as measured", "even": "normalised"}}  # key -> value -> words of its cell
 _UNITS = {"pct": "%", "ms": "ms", "us": "us", "s": "s", "mib": "MiB"}
 _NAMES = {
     name.lower(): name for name in ("TPOT", "TTFT", "CPU", "GPUs", "KV", "EP", "TP", "EPLB", "JSQ", "vLLM")
@@ -85,10 +91,12 @@ def _keys(column: str) -> list[str]:
 
 
 def _value(row: dict[str, Any], key: str, *interval: str) -> str:
-    bounds = [row.get(bound) for bound in interval]
+    bounds, value = [row.get(bound) for bound in interval], row.get(key)
+    if key in _VALUES:
+        return _VALUES[key][value]
     if not interval or None in bounds:
-        return _number(row.get(key))
-    return f"{_number(row.get(key))} [{', '.join(map(_number, bounds))}]"
+        return _number(value)
+    return f"{_number(value)} [{', '.join(map(_number, bounds))}]"
 
 
 def heading(key: str) -> str:
@@ -99,7 +107,8 @@ def heading(key: str) -> str:
     text = " ".join(_NAMES.get(word, word) for word in (name if has_unit else [*name, last]))
     text = text.removesuffix(" per s") + "/s" if text.endswith(" per s") else text.replace(" per s ", "/s ")
     text = text.replace("pooled change", "change to all balancers").replace("ms per token", "time per token")
-    return f"{text}, {_UNITS[last]}" if has_unit else _HEADINGS.get(text, text)
+    text = f"{text}, {_UNITS[last]}" if has_unit else text
+    return _HEADINGS.get(text, text)
 
 
 def has_result(name: str) -> bool:

@@ -214,7 +214,8 @@ def test_the_tables_in_the_pages_equal_the_results() -> None:
         ("requests_per_s_over_peer_pct", "requests/s over peer, %"),
         ("rate_per_s", "arrivals/s"),
         ("silent_over_15_s", "silent over 15 s"),
-        ("moved_a_token", "moved per token"),
+        ("moved_a_token", "other ranks per token"),
+        ("none_moved_pct", "other ranks change, %"),
     ],
 )
 def test_a_heading_has_the_unit_of_its_column(key: str, heading: str) -> None:
@@ -234,6 +235,12 @@ def test_a_column_shows_a_value_with_its_interval(monkeypatch: pytest.MonkeyPatc
     ]
     with pytest.raises(KeyError, match="no row of x has b_ms_low"):
         tables.fill_blocks(page.replace("low_ms", "_low"))
+
+
+def test_a_table_says_whether_its_times_are_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "read_rows", lambda name: [{"clock": "wall"}, {"clock": "even"}])
+    page = tables.fill_blocks("<!-- table x clock -->\n<!-- end -->")
+    assert page.splitlines()[1:-1] == ["| times |", "| --- |", "| as measured |", "| normalised |"]
 
 
 def test_a_value_that_is_rounded_to_zero_has_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:

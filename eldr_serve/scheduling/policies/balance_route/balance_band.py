@@ -146,7 +146,7 @@ class _Batches:
         self._added = p_idle @ p.T  # experts that each request would add to each worker, [W, n]
 
     def cheapest_row(self, column: int, cost: StepCost) -> int:
-        """Return the row of the free worker where the column's request adds the least decode time to all requests."""
+        """Return the row of the free worker where the request adds the least decode time to all requests."""
         added_s, _ = cost.added_seconds(
             self._in_flight,
             self._kv_tokens[:, 0],
