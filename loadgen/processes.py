@@ -24,7 +24,7 @@ _MAX_EXIT_S = 5.0  # maximum time until a large process has ended
 _UNACCEPTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of connections not yet accepted
 
 
-def find_role_processes(role: str) -> list[psutil.Process]:
+def find_role(role: str) -> list[psutil.Process]:
     """Return the live processes of a role of the application `eldr`, oldest first."""
     return find_processes(_TITLES[role])
 
@@ -89,7 +89,7 @@ def resume(process: psutil.Process) -> None:
 def resources(role: str) -> list[tuple[int, float, int]]:
     """Return (pid, MiB of memory, file descriptors) of each process of a role."""
     usage = []
-    for process in find_role_processes(role):
+    for process in find_role(role):
         try:
             usage.append((process.pid, process.memory_info().rss / 2**20, process.num_fds()))
         except psutil.NoSuchProcess:

@@ -9,7 +9,7 @@ gets the decode activations that the request will really have, which shows the g
 
 from __future__ import annotations
 
-from benchmarks.lib.replay.command import Replayed, Rows, replay_command, report_changes_against
+from benchmarks.lib.replay.command import Replayed, Rows, replay_command, report_changes
 from benchmarks.lib.replay.rows import experts_by_batch
 from benchmarks.lib.replay.schedule import Arm
 from eldr_serve.commands.errors import run
@@ -51,7 +51,7 @@ def _share(rows: Rows) -> str:
 
 def _report_with_active_experts(replay: Replayed) -> None:
     """Report the policies against the load balancers, and active experts by batch size (Figure 13)."""
-    report_changes_against(BASELINES, _share)(replay)
+    report_changes(BASELINES, _share)(replay)
     labels = [
         label
         for label in ("round-robin", "shortest-queue", "locality-band", "marginal-cost")
@@ -89,7 +89,7 @@ rates = replay_command(
     "rates",
     POLICIES,
     default_batch="4,8,16,24",
-    report=report_changes_against(
+    report=report_changes(
         BASELINES,
         draw=lambda rows, path: lines(
             rows, "rate_per_s", ["tpot_p50_ms"], path, by="arm", xlabel="requests/s"
@@ -120,7 +120,7 @@ tail_replay = replay_command(
             for tail_power in (1, 16)
         ),
     ],
-    report_changes_against(BASELINES),
+    report_changes(BASELINES),
     default_groups="all,language,task",
     default_per_worker=48,
     default_intermediate=1536,

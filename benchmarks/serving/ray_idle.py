@@ -24,7 +24,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
-from benchmarks.lib.fakes.service import run_in_new_process, serve_fake_application
+from benchmarks.lib.fakes.service import run_in_process, serve_fake
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
@@ -47,9 +47,7 @@ _DECODE_REPLICAS = 2
 def _measure(environment: dict[str, str], idle_s: float, settle_s: float, port: int) -> dict[str, float]:
     """Return idle CPU time by part, % of a core. Needs its own process: Ray reads settings at import."""
     os.environ |= environment
-    with serve_fake_application(
-        port, use_ingress_port=True, decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0
-    ):
+    with serve_fake(port, use_ingress_port=True, decode_replicas=_DECODE_REPLICAS, prefill_s=0.0, seed=0):
         time.sleep(settle_s)
         before, start = cpu_s(), time.perf_counter()
         time.sleep(idle_s)
@@ -99,7 +97,7 @@ def ray_idle(
     starts: list[dict[str, Any]] = list(journal.entries.values()) if journal else []
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            parts = run_in_new_process(_measure, SETTINGS[name], idle_s, settle_s, port)
+            parts = run_in_process(_measure, SETTINGS[name], idle_s, settle_s, port)
             starts.append({"setting": name, "parts": parts})
             typer.echo(f"{name}: {sum(parts.values()):.1f} % of a core", err=True)
             if journal:

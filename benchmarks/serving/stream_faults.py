@@ -39,8 +39,8 @@ from benchmarks.lib.fakes.service import (
     NO_DRAINING,
     check_text,
     request_body,
-    run_in_new_process,
-    serve_fake_application,
+    run_in_process,
+    serve_fake,
 )
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
@@ -122,7 +122,7 @@ def _measure(
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way]
     is_own = way == "own"
-    with serve_fake_application(
+    with serve_fake(
         port,
         use_ingress_port=is_own,
         decode_replicas=2,
@@ -188,7 +188,7 @@ def stream_faults(
         raise UserInputError(f"there is no {min(unknown)!r}")
     for way in ways.split(","):
         load = (streams, 100, 400.0, ramp_s, roles) if way == "own" else (whole, 100, 60.0, 2.0, ["ingress"])
-        rows.append(run_in_new_process(_measure, way, *load, port, seed))
+        rows.append(run_in_process(_measure, way, *load, port, seed))
     publish("stream_faults", rows, inputs={"ramp_s": ramp_s}, seed=seed, out=out, notes=NOTES)
     if any(row["failures"] for row in rows if row["way"] == "own"):
         raise typer.Exit(1)

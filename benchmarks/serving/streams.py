@@ -38,13 +38,7 @@ from benchmarks.lib.client import (
     summarise_answers,
 )
 from benchmarks.lib.cpu_time import cpu_s
-from benchmarks.lib.fakes.service import (
-    HAPROXY,
-    NO_DRAINING,
-    request_body,
-    run_in_new_process,
-    serve_fake_application,
-)
+from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, request_body, run_in_process, serve_fake
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
@@ -85,7 +79,7 @@ def _measure(
     allow_open_files(65536)
     os.environ |= NO_DRAINING | _WAYS[way.removesuffix("-quiet")] | (QUIET if way.endswith("-quiet") else {})
     rows: list[dict[str, Any]] = []
-    with serve_fake_application(
+    with serve_fake(
         port,
         use_ingress_port=way.startswith("own"),
         decode_replicas=decode_replicas,
@@ -167,7 +161,7 @@ def streams(
         if way.removesuffix("-quiet") not in _WAYS:
             raise UserInputError(f"there is no way {way!r}; choose from {', '.join(_WAYS)}")
     for way in chosen_ways * rounds:
-        rows += run_in_new_process(
+        rows += run_in_process(
             _measure,
             way,
             options.numbers("--counts", counts),

@@ -61,7 +61,7 @@ from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.normalised_time import NORMALISED, NormalisedTime
 from benchmarks.lib.prompts import no_longer_than
 from benchmarks.lib.replay.schedule import widen_model
-from benchmarks.lib.whole.report import means, normalise_to_mean_speed, rows
+from benchmarks.lib.whole.report import means, normalise_speed, rows
 from benchmarks.lib.whole.systems import POLICIES, Engines
 from benchmarks.lib.whole.workloads import Chains, many_domains, sessions, system_prompts
 from eldr_serve.commands.errors import run
@@ -362,7 +362,7 @@ def _publish(
     settings: ComparisonSettings,
 ) -> None:
     """Publish the rows by wall clock and at the cores' mean speed."""
-    normalised = normalise_to_mean_speed(trials, clock)
+    normalised = normalise_speed(trials, clock)
     table = [
         {"clock": name, **row}
         for name, by_clock in (("wall", trials), (NORMALISED, normalised))

@@ -28,7 +28,7 @@ class Call:
 
     Attributes:
         method: name of the called method.
-        group: the group in which the caller counts the call; see Channel.count_in_flight.
+        group: the group in which the caller counts the call; see Channel.count_calls.
         engine_report: the engine's report on its part of the call, received with the end of the reply.
         started_at_s: start time in seconds on the event loop's clock.
         on_overflow: callback, called once if the call is cancelled because its client reads too slowly.

@@ -75,7 +75,7 @@ class Channel(Peer):
         """Return the number of open calls."""
         return len(self._calls)
 
-    def count_in_flight(self, methods: Iterable[str], group: Hashable = None) -> int:
+    def count_calls(self, methods: Iterable[str], group: Hashable = None) -> int:
         """Return the number of open calls of these methods in a group."""
         return sum(self._num_calls[method, group] for method in methods)
 

@@ -158,7 +158,7 @@ class ChannelServer:
         """Return the number of calls that are being handled."""
         return self._in_flight.total()
 
-    def count_in_flight(self, methods: Iterable[str]) -> int:
+    def count_calls(self, methods: Iterable[str]) -> int:
         """Return the number of calls of these methods that are being handled."""
         return sum(self._in_flight[method] for method in methods)
 
@@ -235,9 +235,7 @@ class ChannelServer:
     def _is_full_for(self, method: str) -> bool:
         if self._limited_methods is None:
             return self.in_flight >= self._max_calls
-        return (
-            method in self._limited_methods and self.count_in_flight(self._limited_methods) >= self._max_calls
-        )
+        return method in self._limited_methods and self.count_calls(self._limited_methods) >= self._max_calls
 
     def failure(self, call: int, method: str, error: Exception) -> bytes:
         """Return the last frame of a call that has failed."""

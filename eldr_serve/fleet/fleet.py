@@ -82,7 +82,7 @@ class Fleet:
         channel = self._channels.get(replica_of(worker))
         if channel is None or not channel.is_open:
             return 0
-        return channel.count_in_flight(SLOT_METHODS, rank_of(worker))
+        return channel.count_calls(SLOT_METHODS, rank_of(worker))
 
     @property
     def oldest_call_ages_s(self) -> dict[str, float]:

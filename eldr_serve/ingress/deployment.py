@@ -31,7 +31,7 @@ from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
-from eldr_serve.monitoring.supervision import run_supervised
+from eldr_serve.monitoring.supervision import supervise
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
@@ -188,10 +188,7 @@ class EldrIngress:
         await asyncio.gather(
             self._warmup.run(),
             self._serve_port(),
-            *(
-                run_supervised(what, work, count=self._counters.count_failed_work)
-                for what, work in works.items()
-            ),
+            *(supervise(what, work, count=self._counters.count_failed_work) for what, work in works.items()),
         )
 
     def _start_tokenizer(self) -> None:

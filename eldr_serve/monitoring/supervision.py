@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 def start_supervised(name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
     """Start background work in the current event loop, and again after each failure."""
-    return asyncio.get_event_loop().create_task(run_supervised(name, work))
+    return asyncio.get_event_loop().create_task(supervise(name, work))
 
 
-async def run_supervised(
+async def supervise(
     name: str,
     work: Callable[[], Awaitable[None]],
     *,

@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.preflight.machine import (
-    GIB,
-    GPUS,
-    NodePool,
-    gpu_of,
-    identical_nodes,
-    read_cluster,
-    replace_gpu,
-)
+from eldr_serve.preflight.machine import GIB, GPUS, NodePool, gpu_of, identical_nodes, read_cluster, set_gpu
 
 if TYPE_CHECKING:
     from eldr_serve.preflight.check import CheckOutcome
@@ -93,7 +85,7 @@ def check(
             pools = identical_nodes(None, **_node_sizes(1, cpus_per_node, memory_gib))
             return [replace(pool, is_this_machine=True) for pool in pools]
         pools = read_cluster(cluster or _find_cluster_file(path))
-        return replace_gpu(pools, gpu_of(gpu, gpu_memory_gib)) if gpu else pools
+        return set_gpu(pools, gpu_of(gpu, gpu_memory_gib)) if gpu else pools
 
     if sys.stderr.isatty():
         typer.echo("probing vLLM, which takes a minute on slow cores", err=True)

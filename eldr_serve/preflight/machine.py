@@ -106,7 +106,7 @@ def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
     return gpu_of(kinds[0])
 
 
-def replace_gpu(node_pools: list[NodePool], gpu: Gpu) -> list[NodePool]:
+def set_gpu(node_pools: list[NodePool], gpu: Gpu) -> list[NodePool]:
     """Return the node pools with another kind of GPU in the nodes that have GPUs."""
     return [
         replace(pool, gpu=gpu, resources=_replace_accelerator(pool.resources, gpu)) if pool.gpu else pool

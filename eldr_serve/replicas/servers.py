@@ -124,7 +124,7 @@ class EngineServer:
         Serve's routing stats are not used: the controller would poll a dead replica every period until the
         next health check and log a traceback for each failure.
         """
-        calls, number = self._channel_server.count_in_flight(methods.SLOT_METHODS), next(self._report_numbers)
+        calls, number = self._channel_server.count_calls(methods.SLOT_METHODS), next(self._report_numbers)
         values = self._report_load(number, self._meter, calls, self._engine.kv_usage())
         experts = self._engine.expert_status()
         return values if experts is None else values | {EXPERTS: experts}
@@ -135,7 +135,7 @@ class EngineServer:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return loads that Serve cannot count itself; called by Serve."""
-        in_flight = float(self._channel_server.count_in_flight(methods.SLOT_METHODS))
+        in_flight = float(self._channel_server.count_calls(methods.SLOT_METHODS))
         return {IN_FLIGHT: in_flight, KV_IN_USE: self._engine.kv_usage()}
 
     async def check_health(self) -> None:
@@ -266,7 +266,7 @@ class DecodeServer(EngineServer):
             reply.send(await place_experts(self._engine, request.body), 0)
         elif method == methods.DRAIN:
             self._channel_server.leave()
-            reply.send(msgspec.msgpack.encode(self._channel_server.count_in_flight(methods.SLOT_METHODS)))
+            reply.send(msgspec.msgpack.encode(self._channel_server.count_calls(methods.SLOT_METHODS)))
         else:
             await super().handle_call(method, request, reply)
 

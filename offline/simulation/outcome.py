@@ -75,9 +75,9 @@ class Outcome:
     @property
     def output_tokens_per_s(self) -> float:
         """Return the rate of finished requests' tokens from the first arrival to the last token."""
-        return self._divide_by_duration(self.tokens[self.finished].sum())
+        return self._compute_rate(self.tokens[self.finished].sum())
 
-    def _divide_by_duration(self, number: float) -> float:
+    def _compute_rate(self, number: float) -> float:
         """Return the number divided by the seconds from the first arrival to the last token."""
         done = self.finished
         return float(number / (self.last_s[done].max() - self.arrival_s.min())) if done.any() else 0.0
@@ -104,10 +104,7 @@ class Outcome:
         row = _percentiles("tpot", self.tpot_s, (50, 95, 99)) | _percentiles("ttft", self.ttft_s, (50, 99))
         if objective is not None:
             good = self.good(objective)
-            row |= {
-                "good_pct": 100 * float(good.mean()),
-                "goodput_per_s": self._divide_by_duration(good.sum()),
-            }
+            row |= {"good_pct": 100 * float(good.mean()), "goodput_per_s": self._compute_rate(good.sum())}
         return row | {
             "output_tokens_per_s": self.output_tokens_per_s,
             "imbalance_tokens": _mean(self.select_steady(self.imbalance)),

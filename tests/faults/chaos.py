@@ -285,6 +285,6 @@ def run_chaos(deployment: Path, prompts: list[WorkloadPrompt], record: Record, o
             asyncio.run(drive(service, proxy_url, arguments, requests, record, options, log))
         finally:
             for role in processes.ROLES:
-                for process in processes.find_role_processes(role):
+                for process in processes.find_role(role):
                     processes.resume(process)
             application.stop()

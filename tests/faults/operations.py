@@ -219,12 +219,8 @@ class FaultInjector:
         self._run.faults.append(injected)
         self._log(fault)
         verb, _, what = fault.partition(" ")
-        before = (
-            {process.pid for process in processes.find_role_processes(what)}
-            if what in processes.ROLES
-            else set()
-        )
-        victims = processes.find_role_processes(what) if verb in ("kill", "stop") else []
+        before = {process.pid for process in processes.find_role(what)} if what in processes.ROLES else set()
+        victims = processes.find_role(what) if verb in ("kill", "stop") else []
         if verb in ("kill", "stop") and not victims:
             self._log(f"{fault}: there is no such process")
             self._run.counters[f"no process to {fault}"] += 1
@@ -281,7 +277,7 @@ class FaultInjector:
         role = injected.fault.split()[-1]
         while time.monotonic() - injected.at_s < _RECOVERY_S:
             await asyncio.sleep(0.25)
-            if role in processes.ROLES and len(processes.find_role_processes(role)) < number:
+            if role in processes.ROLES and len(processes.find_role(role)) < number:
                 continue
             if await asyncio.to_thread(self._is_complete):
                 injected.recovery_s = time.monotonic() - injected.at_s

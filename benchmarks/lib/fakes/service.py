@@ -19,14 +19,14 @@ _WORD = " token"  # an engine's output at each step
 T = TypeVar("T")
 
 
-def run_in_new_process(work: Callable[..., T], *arguments: Any) -> T:
+def run_in_process(work: Callable[..., T], *arguments: Any) -> T:
     """Run work(*arguments) in a new process, since Ray and Serve read their settings at import."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(work, *arguments).result()
 
 
 @contextmanager
-def serve_fake_application(port: int, *, use_ingress_port: bool, **options: Any) -> Iterator[str]:
+def serve_fake(port: int, *, use_ingress_port: bool, **options: Any) -> Iterator[str]:
     """Run `fake_application`, and yield its URL: Serve's `port` or the ingress's, `port` + 1."""
     with local_ray(http_port=port):
         from ray import serve

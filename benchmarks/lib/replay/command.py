@@ -57,7 +57,7 @@ def select_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
     return [by_label[label] for label in labels]
 
 
-def report_changes_against(
+def report_changes(
     baselines: Sequence[str],
     note: Callable[[Rows], str] | None = None,
     draw: Callable[[Rows, Path], None] = _changes,
@@ -133,9 +133,7 @@ def replay_command(
         inputs = experiment.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
         inputs |= {"engines": engines}
         inputs["core_slowdown_p1_p50_p99"] = np.percentile(slowdown, [1, 50, 99]).tolist()
-        (report or report_changes_against(["round-robin"]))(
-            Replayed(name, experiment, cases, inputs, seed, out)
-        )
+        (report or report_changes(["round-robin"]))(Replayed(name, experiment, cases, inputs, seed, out))
         if steps_out is not None:
             write_atomically(steps_out, experiment.step_lines())
         journal.remove()

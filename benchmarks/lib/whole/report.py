@@ -35,9 +35,7 @@ def means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     return figures
 
 
-def normalise_to_mean_speed(
-    trials: dict[str, dict[str, Any]], clock: NormalisedTime
-) -> dict[str, dict[str, Any]]:
+def normalise_speed(trials: dict[str, dict[str, Any]], clock: NormalisedTime) -> dict[str, dict[str, Any]]:
     """Return the trials with METRICS and CPU times normalised to the cores' mean speed.
 
     Each trial also has the divisors: `slow`, and `slow_cpu` for CPU times, which exclude the time that the

@@ -71,10 +71,8 @@ def test_each_change_is_found_in_its_batch(report: dict[str, Any]) -> None:
     record["eldr_routes"] = pack_routes(np.zeros((TOKENS, LAYERS, TOP_K), int))  # one token too many
     report["steps"][-1]["kv_tokens"] += 1
     routes = TOKENS * LAYERS * TOP_K
-    assert differ(compare_with_reference(report, choices)) == [
-        {},
-        {"signature": 1, "route": routes, "step": 1},
-    ]
+    cells = compare_with_reference(report, choices)
+    assert differ(cells) == [{}, {"signature": 1, "route": routes, "step": 1}]
     record["output"][0] += 1
     assert differ(compare_with_report(report, right))[1]["token"] == 1
 

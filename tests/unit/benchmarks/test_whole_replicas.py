@@ -162,7 +162,7 @@ def test_a_system_is_not_charged_for_slow_cores() -> None:
         cpu = {"engines": 2 * ms, "proxy": ms}
         span = [100.0 * n + 10.0, 100.0 * n + 90.0]
         trials[f"{n // 3}/sessions/{system}"] = times | {"span": span, "cpu_ms": cpu}
-    even = whole_report.normalise_to_mean_speed(trials, NormalisedTime([of_core]))
+    even = whole_report.normalise_speed(trials, NormalisedTime([of_core]))
     ratio = {k: figures["tpot_p50_ms"] / 10.0 for k, figures in even.items()}
     same = next(iter(ratio.values()))
     for key, figures in even.items():

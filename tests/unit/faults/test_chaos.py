@@ -150,7 +150,7 @@ def injector() -> FaultInjector:
 async def test_a_role_without_a_process_does_not_end_the_run(
     role: str, injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "find_role_processes", lambda role: [])
+    monkeypatch.setattr(processes, "find_role", lambda role: [])
     await injector._inject(f"kill {role}")
     assert injector._run.counters == {f"no process to kill {role}": 1}
     assert not injector._run.faults
@@ -167,7 +167,7 @@ async def test_proxies_are_killed_in_turn(injector: FaultInjector, monkeypatch: 
         alive.append(SimpleNamespace(pid=process.pid + 2))  # its successor is the youngest
         return {77}
 
-    monkeypatch.setattr(processes, "find_role_processes", lambda role: list(alive))
+    monkeypatch.setattr(processes, "find_role", lambda role: list(alive))
     monkeypatch.setattr(processes, "kill", kill)
     for _ in range(4):
         await injector._inject("kill proxy")

@@ -45,6 +45,6 @@ async def test_a_replica_that_refuses_connections_is_logged_once_and_tried_less_
         "connected to replica r0",
     ]
     assert fleet.open_calls == {"r0": 5}
-    channel.count_in_flight = {SLOT_METHODS: 3}.get
+    channel.count_calls = {SLOT_METHODS: 3}.get
     assert [fleet.slot_calls_of(name) for name in ("r0", "unknown")] == [3, 0]
     await fleet.stop()

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from eldr_serve.monitoring.supervision import run_supervised
+from eldr_serve.monitoring.supervision import supervise
 
 
 async def test_failed_work_is_logged_counted_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,9 +19,7 @@ async def test_failed_work_is_logged_counted_and_started_again(caplog: pytest.Lo
             raise ValueError(f"failure {starts}")
 
     with caplog.at_level(logging.ERROR):
-        await run_supervised(
-            "the export", fail_twice, delay_s=0.0, count=lambda name: failures.update([name])
-        )
+        await supervise("the export", fail_twice, delay_s=0.0, count=lambda name: failures.update([name]))
     assert (starts, failures) == (3, {"the export": 2})
     assert caplog.messages == ["the export failed; it starts again in 0 s"] * 2
     assert "ValueError: failure 1" in caplog.text
@@ -35,7 +33,7 @@ async def test_cancelled_work_is_not_started_again() -> None:
         started.set()
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(run_supervised("the export", run, delay_s=0.0))
+    task = asyncio.create_task(supervise("the export", run, delay_s=0.0))
     await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from eldr_serve.cli import app
 from eldr_serve.preflight.check import CheckOutcome, FindNodePools, check_deployments
-from eldr_serve.preflight.machine import GIB, NodePool, gpu_of, read_cluster, replace_gpu
+from eldr_serve.preflight.machine import GIB, NodePool, gpu_of, read_cluster, set_gpu
 from eldr_serve.preflight.report import as_json
 from tests.support.shipped import ROOT
 from tests.unit.preflight.document_edits import MISSING, edit
@@ -158,7 +158,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_oss_by_itself": ("gpt_oss_120b_8p16d", both("engine_kwargs.moe_backend", MISSING), ""),
     "on_l40s": (QWEN, {}, ""),
 }
-ON_L40S = replace_gpu(CLUSTER, gpu_of("L40S"))
+ON_L40S = set_gpu(CLUSTER, gpu_of("L40S"))
 
 
 def edited_document(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
-from eldr_serve.preflight.machine import gpu_of, identical_nodes, read_cluster, replace_gpu
+from eldr_serve.preflight.machine import gpu_of, identical_nodes, read_cluster, set_gpu
 from tests.support.in_process import sentence
 from tests.support.shipped import ROOT
 
@@ -43,7 +43,7 @@ def test_another_gpu_changes_only_the_type() -> None:
     (before,) = identical_nodes(
         gpu_of("H100"), nodes=2, gpus_per_node=4, cpus_per_node=8, memory_gib=9, resources={"decode": 4}
     )
-    (after,) = replace_gpu([before], gpu_of("H200", 100))
+    (after,) = set_gpu([before], gpu_of("H200", 100))
     assert after.gpu.memory_gib == 100
     assert dict(after.resources) == {"CPU": 8, "GPU": 4, "decode": 4, "accelerator_type:H200": 1}
 

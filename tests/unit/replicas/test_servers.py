@@ -155,7 +155,7 @@ async def test_only_calls_that_need_a_slot_count_as_load(monkeypatch: pytest.Mon
         answers = [generate(channel, name, tokens=10**6) for name in ("a", "b")]
         await asyncio.gather(*(answer.read() for answer in answers))  # neither is refused
         assert (server._channel_server.in_flight, channel.in_flight) == (4, 4)
-        assert channel.count_in_flight(SLOT_METHODS) == 2
+        assert channel.count_calls(SLOT_METHODS) == 2
         assert (await server.record_autoscaling_stats())["in_flight"] == 2.0
         assert server.report()[QUEUE]["calls"] == 2
         with pytest.raises(CallFailedError, match="2 requests are in flight"):
@@ -163,7 +163,7 @@ async def test_only_calls_that_need_a_slot_count_as_load(monkeypatch: pytest.Mon
         for call in (*counts, *answers):
             call.cancel()
             await call.wait_until_ended()
-        assert channel.count_in_flight(SLOT_METHODS) == server._channel_server.in_flight == 0
+        assert channel.count_calls(SLOT_METHODS) == server._channel_server.in_flight == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -41,7 +41,7 @@ async def test_a_changed_deployment_replaces_an_earlier_put(caplog: pytest.LogCa
 
 async def test_metrics_are_exported_again_after_an_export_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     export = Mock(side_effect=[RuntimeError, *[None] * 1000])
-    monkeypatch.setattr(supervision, "run_supervised", partial(supervision.run_supervised, delay_s=0.0))
+    monkeypatch.setattr(supervision, "supervise", partial(supervision.supervise, delay_s=0.0))
     monkeypatch.setattr(actor, "PERIOD_S", 0.001)
     router = DecodeRouter(FIRST)
     monkeypatch.setattr(router._metrics, "export", export)
