@@ -18,6 +18,7 @@ from tests.e2e.service import (
     PROMPTS,
     QUEUE_TIMEOUT_S,
     ROOT,
+    STOP_WAIT_S,
     STRANGER,
     Background,
     Demo,
@@ -85,8 +86,12 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         arguments[role]["deployment_config"] |= {
             "health_check_period_s": 1,  # Serve replaces a dead replica at its next health check
             "graceful_shutdown_timeout_s": 3,  # a replica that is still starting ignores the request
+            "graceful_shutdown_wait_loop_s": STOP_WAIT_S,
         }
-    arguments["ingress_deployment_config"] |= {"graceful_shutdown_timeout_s": 20}
+    arguments["ingress_deployment_config"] |= {
+        "graceful_shutdown_timeout_s": 20,
+        "graceful_shutdown_wait_loop_s": STOP_WAIT_S,
+    }
     # Only requests whose clients ask for it are traced; vLLM exports spans in both its ways.
     arguments["ingress"] |= {"tracing": {"endpoint": collector.http_url, "sample": 0}}
     over_http = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}

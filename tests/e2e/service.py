@@ -35,6 +35,7 @@ HTTP = httpx.Client(verify=False, timeout=60, limits=ONE_CONNECTION_EACH)
 QUEUE_TIMEOUT_S = 12.0  # longer than a busy machine needs for a queue of short answers
 # The file of a third-party policy, outside the repository; the demo starts with its folder on PYTHONPATH.
 STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
+STOP_WAIT_S = 0.1  # wait of an idle replica that is to stop; by default Serve's replicas wait for 2 s
 # For plain engines of vLLM, which the demo's answers are compared with.
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
