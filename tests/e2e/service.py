@@ -133,14 +133,22 @@ class Service:
     def counter(self, name: str) -> int:
         return self.status()["counters"].get(name, 0)
 
-    def settled_counter(self, name: str) -> int:
-        """Return a counter once it is constant for 3 s, as a restarted router gets older counts late."""
-        value, since = self.counter(name), time.monotonic()
-        while time.monotonic() < since + 3.0:
-            time.sleep(0.5)
-            if (now := self.counter(name)) != value:
-                value, since = now, time.monotonic()
-        return value
+    def settled_counters(self, *names: str, constant_s: float = 1.0) -> list[int]:
+        """Return counters once all are constant for so long; ingresses report theirs every 0.25 s.
+
+        A restarted router gets older counts late: then wait for 3 s.
+        """
+
+        def read() -> list[int]:
+            counters = self.status()["counters"]
+            return [counters.get(name, 0) for name in names]
+
+        values, since = read(), time.monotonic()
+        while time.monotonic() < since + constant_s:
+            time.sleep(0.2)
+            if (now := read()) != values:
+                values, since = now, time.monotonic()
+        return values
 
     def decodes(self) -> set[str]:
         """Return the ids of the decode replicas that get requests."""

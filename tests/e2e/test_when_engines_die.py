@@ -88,7 +88,7 @@ async def test_a_decode_engine_that_dies_before_its_first_token_loses_no_answer(
     from ray.util.state import list_actors
 
     service.set_policy("round-robin")
-    prefills_before, rerouted_before = service.settled_counter("prefills"), service.counter("rerouted")
+    prefills_before, rerouted_before = service.settled_counters("prefills", "rerouted", constant_s=3.0)
     victim = service.status()["workers"][0]["worker"]
     actor = next(a for a in list_actors(filters=[("state", "=", "ALIVE")]) if victim in (a.name or ""))
     # Stopped, the replica takes requests and never answers: none of them has a token yet.
