@@ -55,7 +55,9 @@ promtool: setup ## put promtool of Debian's prometheus into .venv if there is no
 	dpkg -x prometheus_*.deb prometheus && mv prometheus/usr/bin/promtool bin/ && rm -r prometheus prometheus_*.deb; } || \
 	echo 'no promtool: install it (Debian: prometheus), or tests/unit/monitoring/test_monitoring.py fails' >&2
 
-test: lint browser promtool ## lint, then run the whole suite, on real engines; the last lines list failures
+test: setup browser promtool ## run ruff, then mypy and the whole suite, on real engines; the last lines list failures
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/python tests/suite.py
 
 test-unit: setup browser promtool ## run the fast part, under 3 minutes: no engine, no Ray

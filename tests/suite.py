@@ -1,13 +1,16 @@
 """Run all parts of the suite, even if one fails, and list the failures. `make test` calls it.
 
 The parts run one after the other: each has all cores and the memory for its engines.
-The output of each part is also in out/suite.
+mypy runs beside the first: it uses one core, and tests wait for part of their time.
+The output of each part and of mypy is also in out/suite.
 """
 
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,15 +28,16 @@ PARTS = {
     "engine": [*PARALLEL, *ALONE, *_ENGINE, *sorted(_OTHERS)],
     "end-to-end": ["tests/e2e", *(f"--ignore={file}" for file in ALONE)],
 }
+BESIDE = {"types": [sys.executable, "-m", "mypy"]}  # commands that start with the first part
 SHOWN = 10  # maximum failed tests listed per part, so that every part is near the end
 
 
 @dataclass(frozen=True)
 class Result:
-    """The end of one part.
+    """The end of one part, or of a command beside the parts.
 
     Attributes:
-        lines: pytest's output.
+        lines: pytest's output, or the command's in the same form.
     """
 
     name: str
@@ -58,15 +62,19 @@ class Result:
         return next(counts, "no summary of pytest")
 
 
-def run(parts: dict[str, list[str]], folder: Path) -> int:
+def run(parts: Mapping[str, list[str]], folder: Path, beside: Mapping[str, list[str]] = {}) -> int:
     """Run the parts, print what failed, and return the exit status of all of them.
 
     Args:
         parts: pytest's arguments by the part's name.
         folder: for the output of each part.
+        beside: commands that run at the same time, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    results = [_run(name, arguments, folder / f"{name}.txt") for name, arguments in parts.items()]
+    with ThreadPoolExecutor(max(len(beside), 1)) as threads:
+        running = [threads.submit(_run_beside, name, beside[name], folder / f"{name}.txt") for name in beside]
+        results = [_run(name, arguments, folder / f"{name}.txt") for name, arguments in parts.items()]
+        results += [command.result() for command in running]
     print("\n##### all parts")
     for result in results:
         print(f"{result.name}: {'failed' if result.status else 'passed'} in {result.seconds:.0f} s")
@@ -91,5 +99,19 @@ def _run(name: str, arguments: list[str], output: Path) -> Result:
     return Result(name, process.returncode, lines, time.monotonic() - began)
 
 
+def _run_beside(name: str, command: list[str], output: Path) -> Result:
+    """Run a command that prints a line with ": error:" for each error, and last a line with their number."""
+    began = time.monotonic()
+    with output.open("w") as file:
+        status = subprocess.run(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    seconds = time.monotonic() - began
+    lines = output.read_text().strip().splitlines() or ["no output"]
+    errors = [line for line in lines if ": error:" in line] or lines[-SHOWN:]
+    summary = f"{lines[-1]} in {seconds:.1f}s"
+    return Result(name, status, [*(f"ERROR {line}" for line in errors), summary], seconds)
+
+
 if __name__ == "__main__":
-    sys.exit(run(PARTS, OUT))
+    sys.exit(run(PARTS, OUT, BESIDE))

@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 import typer
+from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import python_path, unwind_on_sigterm
@@ -47,10 +49,15 @@ from benchmarks.lib.synthetic import (
     write_config,
 )
 from eldr_serve.commands.errors import run
+from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, PrefillReply
+from eldr_serve.engine.methods import GENERATE
+from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
 from eldr_serve.errors import ServiceFailedError
 from eldr_serve.experts.signature import pack_counts, unpack_counts
-from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
+from eldr_serve.router_client.scorer import Scorer
+from eldr_serve.router_protocol.messages import LiveSettings, Place, decoder, encode
+from eldr_serve.scheduling import DEFAULT_POLICY, Loads, PlacementRequest, make_policy
 from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 
@@ -106,7 +113,6 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     counts = cache.total(ids).cpu().numpy().astype(np.uint32)
     packed = pack_counts(counts)
     narrow = chosen.to(torch.int16)  # the type in which the hooks store experts
-    answer = {"eldr_expert_counts": packed, "remote_block_ids": ids.tolist()}
 
     table = table_near(counts[None], WORKERS, rng, spec=random_spec(rng), noise=tokens // 4)
     policy = make_policy("locality-band").set_table(table)
@@ -118,7 +124,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         "of it row reset": lambda: cache.rows.__setitem__(ids, 0),
         "prompt sum": lambda: cache.total(ids).cpu().numpy().astype(np.uint32),
         "pack": lambda: pack_counts(counts),
-        "transport": lambda: pickle.loads(pickle.dumps(json.loads(json.dumps(answer)))),
+        "messages": messages_with(counts),
         "unpack": lambda: unpack_counts(packed),
         "encode and route": lambda: policy.select(
             PlacementRequest("r", tokens, 64, expert_counts=counts), loads, rng
@@ -129,6 +135,31 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
         name: time_calls(lambda _, part=part: part(), calls=calls, warm_up=5, settle=settle)  # type: ignore[misc]
         for name, part in measured.items()
     }
+
+
+def messages_with(
+    counts: NDArray[np.uint32],
+) -> Callable[[], tuple[dict[str, Any], PrefillReply, Place, EngineRequest]]:
+    """Return a function that encodes and decodes each message of a request that carries its prompt's counts.
+
+    Each holds little else. They are the output of vLLM's core, the reply to the prefill call, the call for a
+    lease under the default policy, which reads counts, and the decode call.
+    """
+    packed = pack_counts(counts)
+    params = {EXPERT_COUNTS_KEY: packed}
+    scorer = Scorer(lambda: None)
+    scorer.settings = LiveSettings(1, DEFAULT_POLICY, {}, table=None, table_version=0)
+    request = PlacementRequest("r", int(counts[0].sum()) // TOP_K, 64)
+    to_bytes, from_bytes, read_place = msgspec.msgpack.encode, msgspec.msgpack.decode, decoder(Place)
+
+    def send() -> tuple[dict[str, Any], PrefillReply, Place, EngineRequest]:
+        of_core = from_bytes(to_bytes(params))
+        reply = from_bytes(to_bytes(PrefillReply(b"", params)), type=PrefillReply)
+        place = read_place(encode(Place(replace(request, expert_counts=scorer.counts_for_policy(counts)))))
+        _, header, _ = from_bytes(to_bytes((GENERATE, EngineRequest(expert_counts=packed), b"")))
+        return of_core, reply, place, msgspec.convert(header, EngineRequest)
+
+    return send
 
 
 def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:

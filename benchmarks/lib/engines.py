@@ -214,6 +214,8 @@ def _server_command(config: dict[str, Any], kwargs: dict[str, Any], port: int) -
     ]
     for name, value in kwargs.items():
         flag = "--" + name.replace("_", "-")
+        if value is None:
+            continue  # vLLM's default
         if isinstance(value, bool):
             command.append(flag if value else f"--no-{flag[2:]}")
         else:

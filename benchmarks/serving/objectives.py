@@ -158,10 +158,12 @@ def send_in_turn(
 
 def change_ports(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a deployment's `args` whose engines can run beside those of the same deployment."""
-    return arguments | {
-        role: arguments[role] | {"experimental_configs": {"NIXL_SIDE_CHANNEL_PORT_BASE": base}}
-        for role, base in _OTHER_PORTS.items()
-    }
+    other = dict(arguments)
+    for role, base in _OTHER_PORTS.items():
+        own = arguments[role].get("experimental_configs") or {}
+        ports = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}
+        other[role] = arguments[role] | {"experimental_configs": own | ports}
+    return other
 
 
 def row(admission: str, answers: list[Answer], objective: LatencyObjective, seconds: float) -> dict[str, Any]:

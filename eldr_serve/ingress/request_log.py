@@ -28,6 +28,7 @@ class RequestLog:
     def __init__(self, *, every: bool, tracing: Tracing | None = None) -> None:
         self._every = every
         self._tracing = tracing
+        _show_lines()
 
     def begin(self, url_path: str, request: Request, on_overflow: Callable[[], None]) -> RequestContext:
         """Return the context of a new request, which is logged when the request has ended.
@@ -45,8 +46,8 @@ class RequestLog:
         return RequestContext(request, url_path, on_end, on_overflow, trace_id=trace.id)
 
     def _ended(self, context: RequestContext, trace: Trace | None = None) -> None:
-        if self._every or context.failures.messages:  # a warning, since deployments hide lower levels
-            logger.warning("request %s", json.dumps(context.line()))
+        if self._every or context.failures.messages:
+            logger.info("request %s", json.dumps(context.line()))
         if trace is not None:
             trace.end(context)
 
@@ -54,3 +55,15 @@ class RequestLog:
         """Export the remaining spans."""
         if self._tracing is not None:
             await self._tracing.stop()
+
+
+def _show_lines() -> None:
+    """Write this logger's lines of level INFO to stderr, unless the process has configured logging itself.
+
+    Ray Serve adds handlers only to its own logger, whose level deployments set to WARNING. Of loggers without
+    handlers, Python shows only warnings.
+    """
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())

@@ -6,19 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.cluster import wait_ready
-from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.engines import engine_roles, our_arguments
 from benchmarks.lib.ports import free_port
 from examples.demo_model import WEIGHTS
-from tests.e2e.service import ADMIN_KEY, ROOT, Service
+from tests.e2e.service import ADMIN_KEY, ROOT, STOP_WAIT_S, Service
 
 _NIXL_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # not the demo's
 _CACHE_BYTES = 2**28  # KV cache per engine, since several applications share the memory
 
 
-def arguments_of(file: str, model: Path = Path(WEIGHTS)) -> dict[str, Any]:
-    """Return the arguments in a deployment file, for engines that run beside the demo's."""
+def arguments_of(
+    file: str, model: Path = Path(WEIGHTS), *, stop_wait_s: float = STOP_WAIT_S
+) -> dict[str, Any]:
+    """Return the arguments in a deployment file, for engines that run beside the demo's.
+
+    Args:
+        stop_wait_s: wait of a replica that is to stop, before it looks for open requests.
+    """
     arguments = our_arguments(ROOT / "deployments" / file, model)
     beside_the_demo(arguments)
+    deployments = [arguments[role]["deployment_config"] for role in engine_roles(arguments)]
+    for options in (*deployments, arguments["ingress_deployment_config"]):
+        options["graceful_shutdown_wait_loop_s"] = stop_wait_s
     return arguments | {"ingress": {"port": free_port()}, "admin_key": ADMIN_KEY}
 
 

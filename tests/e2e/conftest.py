@@ -18,6 +18,7 @@ from tests.e2e.service import (
     PROMPTS,
     QUEUE_TIMEOUT_S,
     ROOT,
+    STOP_WAIT_S,
     STRANGER,
     Background,
     Demo,
@@ -29,6 +30,17 @@ from tests.e2e.service import (
 )
 
 PORT = 8231
+# Files that run last, in this order. Some end with a test that kills an engine of the demo. It starts again
+# while the application of the next file starts. The last file drains an engine for good.
+LAST = (
+    "test_when_engines_die.py",  # kills one
+    "test_signature_pool.py",
+    "test_resumed_answers.py",  # kills one
+    "test_whole_replicas.py",
+    "test_dead_core.py",  # kills one
+    "test_wide_expert_parallel.py",
+    "test_when_workers_leave.py",
+)
 _POLICY = """
 from eldr_serve.scheduling import Decision, Policy
 from pydantic import Field
@@ -47,8 +59,19 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hi
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests. Run those first whose engines use the NIXL ports of the suite's application."""
-    items.sort(key=lambda item: item.path.name != "test_benchmarks_of_serving.py")
+    """Mark the tests and order their files.
+
+    First come those whose engines use the NIXL ports of the suite's application.
+    """
+
+    def place(item: pytest.Item) -> int:
+        if item.path.parent != Path(__file__).parent:
+            return 0
+        if item.path.name == "test_benchmarks_of_serving.py":
+            return -1
+        return 1 + LAST.index(item.path.name) if item.path.name in LAST else 0
+
+    items.sort(key=place)
     for item in items:
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)
@@ -85,8 +108,12 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         arguments[role]["deployment_config"] |= {
             "health_check_period_s": 1,  # Serve replaces a dead replica at its next health check
             "graceful_shutdown_timeout_s": 3,  # a replica that is still starting ignores the request
+            "graceful_shutdown_wait_loop_s": STOP_WAIT_S,
         }
-    arguments["ingress_deployment_config"] |= {"graceful_shutdown_timeout_s": 20}
+    arguments["ingress_deployment_config"] |= {
+        "graceful_shutdown_timeout_s": 20,
+        "graceful_shutdown_wait_loop_s": STOP_WAIT_S,
+    }
     # Only requests whose clients ask for it are traced; vLLM exports spans in both its ways.
     arguments["ingress"] |= {"tracing": {"endpoint": collector.http_url, "sample": 0}}
     over_http = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}

@@ -35,6 +35,7 @@ HTTP = httpx.Client(verify=False, timeout=60, limits=ONE_CONNECTION_EACH)
 QUEUE_TIMEOUT_S = 12.0  # longer than a busy machine needs for a queue of short answers
 # The file of a third-party policy, outside the repository; the demo starts with its folder on PYTHONPATH.
 STRANGER = Path(tempfile.gettempdir()) / f"eldr_stranger_{os.getpid()}" / "stranger_policy.py"
+STOP_WAIT_S = 0.1  # wait of an idle replica that is to stop; by default Serve's replicas wait for 2 s
 # For plain engines of vLLM, which the demo's answers are compared with.
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -132,14 +133,22 @@ class Service:
     def counter(self, name: str) -> int:
         return self.status()["counters"].get(name, 0)
 
-    def settled_counter(self, name: str) -> int:
-        """Return a counter once it is constant for 3 s, as a restarted router gets older counts late."""
-        value, since = self.counter(name), time.monotonic()
-        while time.monotonic() < since + 3.0:
-            time.sleep(0.5)
-            if (now := self.counter(name)) != value:
-                value, since = now, time.monotonic()
-        return value
+    def settled_counters(self, *names: str, constant_s: float = 1.0) -> list[int]:
+        """Return counters once all are constant for so long; ingresses report theirs every 0.25 s.
+
+        A restarted router gets older counts late: then wait for 3 s.
+        """
+
+        def read() -> list[int]:
+            counters = self.status()["counters"]
+            return [counters.get(name, 0) for name in names]
+
+        values, since = read(), time.monotonic()
+        while time.monotonic() < since + constant_s:
+            time.sleep(0.2)
+            if (now := read()) != values:
+                values, since = now, time.monotonic()
+        return values
 
     def decodes(self) -> set[str]:
         """Return the ids of the decode replicas that get requests."""
@@ -221,7 +230,8 @@ def session_logs() -> Path:
 
 
 def controller_log() -> str:
-    files = sorted(session_logs().glob("serve/controller*.log"))
+    """Return the logs of all controllers of Serve, that of the running one last."""
+    files = sorted(session_logs().glob("serve/controller*.log"), key=lambda file: file.stat().st_mtime)
     return "".join(file.read_text(errors="replace") for file in files)
 
 

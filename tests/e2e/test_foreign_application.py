@@ -11,7 +11,7 @@ from eldr_serve.experts.signature import pack_counts
 from eldr_serve.router.actor import actor_name
 from offline.scenario import Scenario, ScenarioInputs
 from offline.simulate import simulate_all
-from tests.e2e.service import wait_for
+from tests.e2e.service import STOP_WAIT_S, wait_for
 from tests.support.tables import counts_for, unit_table
 
 
@@ -34,7 +34,11 @@ def other(ray_cluster: str) -> Any:
         },
     )
     deployment = serve.deployment(
-        Other, num_replicas=2, ray_actor_options={"num_cpus": 0.1}, request_router_config=router
+        Other,
+        num_replicas=2,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_wait_loop_s=STOP_WAIT_S,
+        request_router_config=router,
     )
     yield serve.run(deployment.bind(), name="other", route_prefix=None)
     serve.delete("other")

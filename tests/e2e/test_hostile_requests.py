@@ -52,7 +52,7 @@ REFUSED: tuple[dict[str, object], ...] = (
 
 
 def test_requests_that_decode_refuses_cost_no_prefill(service: Service) -> None:
-    before = service.settled_counter("prefills")
+    (before,) = service.settled_counters("prefills")
     for fields, stream in itertools.product(REFUSED, (False, True)):
         body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4, "stream": stream} | fields
         answer = HTTP.post(f"{service.url}/v1/completions", json=body, timeout=30)

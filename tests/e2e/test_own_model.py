@@ -25,7 +25,7 @@ FEW = ["--warm-up-seconds", "2", "--in-flight", "4", "--max-tokens", "8"]
 # Settings that no user changes: small sizes, and ports that differ from the suite's service.
 SHORTER = {
     "check": [],
-    "compare": ["--host", URL, "--rounds", "1", "--trial-seconds", "10", *FEW],
+    "compare": ["--host", URL, "--rounds", "1", "--trial-seconds", "6", *FEW],
     "status": ["--url", URL],
 }
 

@@ -33,18 +33,20 @@ async def test_greedy_answers_equal_a_single_engine_wherever_their_prompts_are_c
             split.complete(prompt, n=2, max_tokens=16)
         return split.status()["step_cost"]["steps"] > 100
 
-    async def send_all(repeats: int) -> tuple[int, int]:
-        """Send all prompts at once; return how many were prefilled by decode and by prefill engines."""
-        names = ("prefilled_locally", "prefills")
-        before = [split.settled_counter(name) for name in names]
+    def num_prefilled() -> list[int]:
+        """Return how many prompts have been prefilled by decode and by prefill engines."""
+        return split.settled_counters("prefilled_locally", "prefills")
+
+    async def send_all(repeats: int) -> list[int]:
+        """Send all prompts at once; return by how many the two numbers have risen since the last call."""
+        nonlocal before
         answers = await asyncio.gather(*(split.greedy_async(prompt) for prompt in prompts * repeats))
         assert answers == single_engine["completions"] * repeats
-        num_local, num_split = (
-            split.settled_counter(name) - count for name, count in zip(names, before, strict=True)
-        )
-        return num_local, num_split
+        earlier, before = before, num_prefilled()
+        return [now - then for now, then in zip(before, earlier, strict=True)]
 
     wait_for(decode_engines_are_measured, "the cost of prompts on decode engines is measured")
+    before = num_prefilled()
     await send_all(REPEATS[0])  # measures the prefill engine and the hand-over
     for repeats in REPEATS:
         num_local, num_split = await send_all(repeats)

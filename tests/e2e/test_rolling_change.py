@@ -64,7 +64,7 @@ class Rolling:
 @pytest.fixture(scope="module")
 def rolling(ray_cluster: str) -> Iterator[Rolling]:
     """Yield the application of deployments/cpu_demo.yaml with two ingresses and one or two decode engines."""
-    arguments = arguments_of("cpu_demo.yaml")
+    arguments = arguments_of("cpu_demo.yaml", stop_wait_s=2.0)  # Serve's default
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]
     engines["autoscaling_config"] = _SCALING

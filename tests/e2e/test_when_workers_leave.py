@@ -39,7 +39,8 @@ async def test_a_drained_worker_is_soon_empty_and_no_answer_changes(
 ) -> None:
     service.set_policy("round-robin")
     prompts_of_streams = [prompts[number % len(prompts)] for number in range(STREAMS)]
-    expected = {prompt: await read_stream(service, prompt, []) for prompt in set(prompts_of_streams)}
+    undisturbed = await asyncio.gather(*(read_stream(service, prompt, []) for prompt in prompts))
+    expected = dict(zip(prompts, undisturbed, strict=True))
     before = service.status()["counters"]
     victim = service.status()["workers"][0]["worker"]
     received: list[list[str]] = [[] for _ in prompts_of_streams]

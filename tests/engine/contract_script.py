@@ -57,10 +57,10 @@ async def start(role: EngineRole, model: str, **arguments: Any) -> Engine:
 
 
 def end(engine: Any) -> None:
-    """End the engine and vLLM's process, which otherwise ends with the replica's process."""
+    """End the engine and vLLM's process, by force after 1 s; it otherwise ends with the replica's process."""
     from eldr_serve.engine.vllm.compat.serve_llm import engine_client
 
-    engine_client(engine.server.engine).shutdown()
+    engine_client(engine.server.engine).shutdown(timeout=1.0)
 
 
 async def serve(model: str, pipe: Connection, **arguments: Any) -> None:

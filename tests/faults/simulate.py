@@ -1,8 +1,9 @@
 """Runs of the serving code on virtual time: one seed is one run, from its start to the last check.
 
 The seed decides the settings of the world, the requests, the faults, all delays, and which process runs
-next. So a failing seed fails again, in any process and on any machine. The docstring of `world` lists what is
-real and what is fake.
+next. So a failing seed fails again, in any process and on any machine, unless it fails only because a
+callback used too much CPU time (see `virtual_time`). The docstring of `world` lists what is real and what is
+fake.
 
 A run has these phases (`_Simulation.run_phases`):
 

@@ -6,6 +6,10 @@ again, not even a `finally`. While a process is stopped, its callbacks that are 
 Time advances only when all processes wait: then it jumps to the next timer, so minutes of leases and silence
 cost milliseconds. A random generator chooses which of the ready processes runs next, so one seed gives one
 run.
+
+One thing is real: the CPU time of each callback. A callback that computes for more than STALL_S is an error,
+since it blocks the event loop of its process, so on a slow enough machine more callbacks are errors. The time
+changes neither the order of a run nor its virtual times.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import time
 import weakref
 from asyncio import events
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
@@ -59,7 +63,7 @@ class Process:
         self.steps = 0
         self.ready: deque[asyncio.Handle] = deque()
         self.tasks: dict[asyncio.Task[Any], None] = {}
-        self._traps: dict[int, Callable[[], None]] = {}
+        self._traps: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by step
         self.context = copy_context()
         self.context.run(_process.set, self)
 
@@ -76,15 +80,13 @@ class Process:
 
     def trap(self, after_steps: int, callback: Callable[[], None]) -> None:
         """Call `callback` after so many further steps of the process."""
-        self._traps[self.steps + max(after_steps, 1)] = callback
+        self._traps[self.steps + max(after_steps, 1)].append(callback)
 
     def count_step(self) -> None:
-        """Count a step, and call what was to be called after it."""
+        """Count a step, and call what was to be called after it, in the order of the calls of `trap`."""
         self.steps += 1
-        if self._traps:
-            callback = self._traps.pop(self.steps, None)
-            if callback is not None:
-                callback()
+        for callback in self._traps.pop(self.steps, ()):
+            callback()
 
     @property
     def pending(self) -> list[asyncio.Task[Any]]:

@@ -1,5 +1,6 @@
 """`make test` runs every part. Its last lines and exit status cover all parts."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,33 @@ def test_many_failures_are_counted_and_later_output_is_not_taken_for_a_summary()
 
 def test_the_exit_status_is_0_if_all_parts_pass(parts: dict[str, list[str]], tmp_path: Path) -> None:
     assert suite.run({"passes": parts["passes"]}, tmp_path / "out") == 0
+
+
+def test_a_command_beside_the_parts_runs_with_them_and_its_errors_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    begun, test = tmp_path / "begun", tmp_path / "test_waits.py"
+    test.write_text(
+        "import pathlib, time\ndef test_waits():\n    end = time.monotonic() + 30\n"
+        f"    while not pathlib.Path({str(begun)!r}).exists():\n"
+        "        assert time.monotonic() < end\n        time.sleep(0.05)\n"
+    )
+    prints = f"""
+import pathlib, sys
+pathlib.Path({str(begun)!r}).touch()
+print("a.py:1: error: wrong", "a.py:1: note: why", sep="\\n")
+print("Found 1 error in 1 file (checked 2 source files)")
+sys.exit(1)
+"""
+    parts = {"waits": ["-p", "no:cacheprovider", str(test)]}
+    assert suite.run(parts, tmp_path / "out", {"types": [sys.executable, "-c", prints]}) == 1
+    output = capsys.readouterr().out.partition("##### all parts\n")[2].splitlines()
+    assert output[0].startswith("waits: passed in ")
+    assert output[2].startswith("types: failed in ")
+    assert output[3] == "ERROR a.py:1: error: wrong"
+    assert output[4].startswith("Found 1 error in 1 file (checked 2 source files) in ")
+    assert len(output) == 5
 
 
 def test_the_parts_run_every_file_of_tests() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.lib.engines import start_process
+from benchmarks.lib.engines import _server_command, start_process
 
 
 def test_a_server_uses_our_core_share_and_ends_with_its_children(tmp_path: Path) -> None:
@@ -19,3 +19,21 @@ def test_a_server_uses_our_core_share_and_ends_with_its_children(tmp_path: Path)
     assert server.poll() is not None
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running()
+
+
+def test_a_plain_server_gets_no_flag_for_an_argument_that_is_none() -> None:
+    config = {"model_loading_config": {"model_source": "model"}}
+    kwargs = {
+        "seed": None,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "additional_config": {"a": 1},
+    }
+    command = _server_command(config, kwargs, 8000)
+    assert "None" not in command
+    assert command[-4:] == [
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--additional-config",
+        '{"a": 1}',
+    ]

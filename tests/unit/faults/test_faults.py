@@ -170,6 +170,22 @@ def test_a_killed_process_runs_nothing_and_a_stopped_one_waits() -> None:
     assert ("killed", "ended") not in events[:3]
 
 
+def test_all_that_is_due_after_the_same_step_of_a_process_is_called_in_order() -> None:
+    events: list[tuple[str, int]] = []
+
+    async def main(loop: VirtualLoop) -> None:
+        process = loop.process("busy")
+        process.trap(2, lambda: events.append(("first", process.steps)))
+        process.trap(2, lambda: events.append(("second", process.steps)))
+        process.trap(3, lambda: events.append(("last", process.steps)))
+        for _ in range(4):
+            process.soon(lambda: None)
+        await asyncio.sleep(1)
+
+    on_virtual_time(main)
+    assert events == [("first", 2), ("second", 2), ("last", 3)]
+
+
 def test_a_deadlock_is_reported() -> None:
     async def main(loop: VirtualLoop) -> None:
         await loop.create_future()

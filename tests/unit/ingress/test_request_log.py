@@ -19,16 +19,17 @@ from tests.support.ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_ap
 STREAMED = HELLO | {"stream": True}
 two_tokens = answer_with(TOKEN, TOKEN + b"data: [DONE]\n\n")
 GONE = ChannelLostError("it is gone")
+LOGGER = logging.getLogger("eldr_serve.ingress.request_log")
 
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Any:
     """Return a function that returns the logged records."""
-    caplog.set_level(logging.WARNING)
 
     def records() -> list[dict[str, Any]]:
-        lines = [line for line in caplog.messages if line.startswith("request ")]
-        return [json.loads(line.removeprefix("request ")) for line in lines]
+        logged = [record for record in caplog.records if record.name == LOGGER.name]
+        assert {record.levelno for record in logged} <= {logging.INFO}
+        return [json.loads(record.getMessage().removeprefix("request ")) for record in logged]
 
     return records
 
@@ -59,6 +60,19 @@ async def test_a_request_without_failures_is_logged_only_if_all_are(log: Any) ->
         "tokens": 2,
         "failures": [],
     }
+
+
+async def test_lines_reach_stderr_though_no_logger_above_has_a_handler_as_in_a_replica(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.root, "handlers", [])  # pytest's
+        patch.setattr(LOGGER, "handlers", [])
+        for _ in range(2):  # a second log in the process writes no line twice
+            async with running_app(log_requests="all") as app:
+                assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("request ")]
+    assert [json.loads(line.removeprefix("request "))["status"] for line in lines] == [200, 200]
 
 
 async def test_a_retried_request_is_logged_with_its_failures(log: Any) -> None:
