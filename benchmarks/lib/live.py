@@ -96,6 +96,13 @@ def start_application(
     return OperatorClient(f"http://127.0.0.1:{port}", KEY)
 
 
+def stop_application(name: str) -> None:
+    """Stop an application of the running cluster."""
+    from ray import serve
+
+    serve.delete(name)
+
+
 def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[OperatorClient]:
     """Run the application as `serve_application` does, but without a signature pool that fits tables."""
     return serve_application(

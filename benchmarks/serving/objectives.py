@@ -36,7 +36,7 @@ from benchmarks.lib.client import (
 )
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.live import serve_application, start_application
+from benchmarks.lib.live import serve_application, start_application, stop_application
 from benchmarks.lib.prompts import bodies
 from eldr_serve.commands.errors import run
 from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
@@ -214,13 +214,15 @@ def objectives(
     arguments = our_arguments(deployment, model)
     arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": False}
     with serve_application(arguments, port=port) as client:
+        # Idle engines take CPU time too, so the load that fits is measured beside the other application.
+        other: dict[str, Any] = {"arguments": change_ports(arguments), "port": port + 2, "name": COUNT}
+        start_application(**other)
         asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
         idle = summarise_answers(asyncio.run(_send_closed_loop(client.url, requests, 1)))
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fitting = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
-        by_count = start_application(
-            change_ports(arguments), port=port + 2, name="by-count", max_in_flight=fitting.in_flight
-        )
+        stop_application(COUNT)
+        by_count = start_application(**other, max_in_flight=fitting.in_flight)
         asyncio.run(_send_closed_loop(by_count.url, requests, fitting.in_flight))  # warms up
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
         services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}

@@ -18,6 +18,8 @@ from eldr_serve.queues.prediction import WINDOW_S, LatencyPrediction
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.router_client.client import RouterClient
 
+_TRIAL_S = 10.0  # time without a measured answer after which a hopeless request is admitted
+
 
 class LatencyAdmission:
     """Refuses requests whose predicted latency would miss their objective.
@@ -110,7 +112,7 @@ class LatencyAdmission:
         """Refuse the request, or return without an error if it is admitted as a trial.
 
         An objective that even an idle engine would miss, by what was measured before, cannot change the
-        prediction while all such requests are refused. So one is admitted if none was measured for WINDOW_S.
+        prediction while all such requests are refused. So one is admitted if none was measured for _TRIAL_S.
 
         Raises:
             OverloadedError: with the time after which the objective could be met.
@@ -120,10 +122,10 @@ class LatencyAdmission:
         if math.isinf(measured_at_s):
             measured_at_s = self._trial_at_s = now_s
         if math.isinf(delay_s):
-            if now_s - measured_at_s >= WINDOW_S:
+            if now_s - measured_at_s >= _TRIAL_S:
                 self._trial_at_s = now_s
                 return
-            retry_s = measured_at_s + WINDOW_S - now_s
+            retry_s = measured_at_s + _TRIAL_S - now_s
         else:
             retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
         self._counters.count(IngressEvent.REFUSED_OBJECTIVE)

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-WINDOW_S = 60.0  # older errors do not count, so that a disturbance is forgotten
+WINDOW_S = 60.0  # older errors count only as long as there are too few newer ones
 _MAX_ERRORS = 512
-_MIN_ERRORS = 8  # with fewer errors there is no margin
+_MIN_ERRORS = 8  # with fewer errors there is no margin; the newest ones count at any age
 _NEAREST = 64  # errors that a margin is taken from, those at the nearest loads
 _SHARE = 0.95  # share of requests whose latency is within prediction and margin
 
@@ -71,10 +71,11 @@ class PredictionAccuracy:
     def compute_margin_s(self, load: float) -> float:
         """Return what to add to a prediction at this load to cover 95 % of recent requests, s.
 
-        It is negative if nearly all predictions were too long, and 0 with few recent requests.
+        It is negative if nearly all predictions were too long, and 0 with few requests. After a pause it
+        is taken from the newest requests before it, so that a burst is not admitted whole.
         """
         since_s = self._clock() - WINDOW_S
-        while self._errors and self._errors[0][0] < since_s:
+        while len(self._errors) > _MIN_ERRORS and self._errors[0][0] < since_s:
             self._errors.popleft()
         self.last_margin_s = 0.0
         if len(self._errors) >= _MIN_ERRORS:

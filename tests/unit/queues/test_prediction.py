@@ -42,8 +42,11 @@ def test_old_errors_and_few_errors_do_not_count() -> None:
     accuracy.record(1.0, 9.0, 1.0, load=1.0)
     assert accuracy.compute_margin_s(1.0) == 8.0
     clock.now = WINDOW_S + 1
-    assert accuracy.compute_margin_s(1.0) == 0.0
-    assert accuracy.num_measured == 8
+    assert accuracy.compute_margin_s(1.0) == 8.0  # there are no newer ones
+    for _ in range(8):
+        accuracy.record(1.0, 2.0, 1.0, load=1.0)
+    assert accuracy.compute_margin_s(1.0) == 1.0
+    assert accuracy.num_measured == 16
 
 
 def test_errors_at_a_high_load_do_not_refuse_requests_at_a_low_one() -> None:
