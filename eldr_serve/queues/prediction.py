@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 WINDOW_S = 60.0  # older errors count only as long as there are too few newer ones
 _MAX_ERRORS = 512
 _MIN_ERRORS = 8  # with fewer errors there is no margin; the newest ones count at any age
-_NEAREST = 128  # errors that a margin is taken from, those at the nearest loads
+_NEAREST = 80  # errors that a margin is taken from, those at the nearest loads
 # Share of requests whose latency is within prediction and margin. 95 % are to meet both of their latencies.
 _SHARE = 0.975
 
