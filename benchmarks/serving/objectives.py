@@ -87,10 +87,12 @@ def largest_fitting_load(loads: Iterable[_Load]) -> _Load:
     return next((load for load in reversed(ordered) if load.share >= _NEEDED_SHARE), ordered[0])
 
 
-async def _send_closed_loop(url: str, requests: list[dict[str, Any]], in_flight: int) -> list[Answer]:
+async def _send_closed_loop(
+    url: str, requests: list[dict[str, Any]], in_flight: int, headers: dict[str, str] | None = None
+) -> list[Answer]:
     async with open_session(_TIMEOUT_S) as http:
         return await closed_loop(
-            lambda number: request_completion(http, url, requests[number % len(requests)]),
+            lambda number: request_completion(http, url, requests[number % len(requests)], headers=headers),
             requests=_REQUESTS_PER_CLIENT * in_flight,
             in_flight=in_flight,
         )
@@ -226,6 +228,8 @@ def objectives(
         asyncio.run(_send_closed_loop(by_count.url, requests, fitting.in_flight))  # warms up
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
         services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}
+        # The first margins come from these answers.
+        asyncio.run(_send_closed_loop(client.url, requests, fit.in_flight, headers))
         answers = send_in_turn(
             services, requests, per_s=_OVERLOAD * fitting.per_s, rounds=rounds, seconds=seconds, seed=seed
         )

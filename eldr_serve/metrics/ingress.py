@@ -108,7 +108,7 @@ _PREDICTED = {
         "eldr_prediction_margin_seconds",
         GAUGE,
         "s",
-        "safety margin added to predictions (95 % of recent answers)",
+        "safety margin added to predictions (97.5 % of recent answers)",
     ),
 }
 OBJECTIVES = {

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 WINDOW_S = 60.0  # older errors count only as long as there are too few newer ones
 _MAX_ERRORS = 512
 _MIN_ERRORS = 8  # with fewer errors there is no margin; the newest ones count at any age
-_NEAREST = 64  # errors that a margin is taken from, those at the nearest loads
-_SHARE = 0.95  # share of requests whose latency is within prediction and margin
+_NEAREST = 80  # errors that a margin is taken from, those at the nearest loads
+# Share of requests whose latency is within prediction and margin. 95 % are to meet both of their latencies.
+_SHARE = 0.975
 
 
 @dataclass
@@ -69,7 +70,7 @@ class PredictionAccuracy:
         self._errors.append((self._clock(), load, measured_s - predicted_s))
 
     def compute_margin_s(self, load: float) -> float:
-        """Return what to add to a prediction at this load to cover 95 % of recent requests, s.
+        """Return what to add to a prediction at this load to cover 97.5 % of recent requests, s.
 
         It is negative if nearly all predictions were too long, and 0 with few requests. After a pause it
         is taken from the newest requests before it, so that a burst is not admitted whole.
