@@ -230,8 +230,7 @@ def session_logs() -> Path:
 
 
 def controller_log() -> str:
-    """Return the logs of all controllers of Serve, that of the running one last."""
-    files = sorted(session_logs().glob("serve/controller*.log"), key=lambda file: file.stat().st_mtime)
+    files = sorted(session_logs().glob("serve/controller*.log"))
     return "".join(file.read_text(errors="replace") for file in files)
 
 
