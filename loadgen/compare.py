@@ -276,7 +276,7 @@ def _publish(
         "excludes other processes on the core); end is the time to the last token"
     )
     print_table(
-        "value [95 % interval], change against the best policy by load alone [its interval]",
+        "value [95 % interval], change against the best load balancer [its interval]",
         figures_table(rows),
         lines=True,
     )

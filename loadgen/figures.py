@@ -58,7 +58,7 @@ def policy_rows(
     """Return one row per policy, in the order of `policies`. Missing figures are None.
 
     Changes of STEPS are means over rounds. The trial of a policy is paired with the baseline's trial in that
-    round. The baseline of `*_change_pct` is the best of BASELINES in the run by that figure. The best of
+    round. The baseline of `*_change_pct` is the best in that figure of the BASELINES that ran. The best of
     several equivalent baselines is biased low. `*_pooled_change_pct` is relative to the requests of all
     baselines together, if there are several.
     """

@@ -39,7 +39,7 @@ def add_gpu_steps(rows: list[dict[str, Any]], experts: int) -> list[str]:
     if not clauses:
         return []
     return [
-        "Calculated, not run: with the layers of Qwen3-30B-A3B on an H100, by kernel times that NVIDIA "
+        "Calculated, not run: with the layers of Qwen3-30B-A3B on an H100, and kernel times that NVIDIA "
         f"measured, a step of this batch, this share of each layer's experts and {CONTEXT:,} KV tokens for "
         f"each request would take {', '.join(clauses)}."
     ]

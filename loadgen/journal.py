@@ -19,8 +19,8 @@ class Journal:
 
     Args:
         settings: everything that the measurements depend on. Any path in them is kept as text.
-        varying: settings that may differ between runs, since a measurement's key says all of them that it
-            depends on.
+        varying: settings that may differ between runs, since each measurement's key contains those on which
+            it depends.
 
     Raises:
         UserInputError: the file has measurements of another run, or is not a journal.

@@ -4,8 +4,8 @@
         --prompts prompts/ --rate 4 --users 64 --spawn-rate 64 --run-time 60s --record requests.jsonl
 
 In an open loop, `--rate R` sends R requests/s with exponential gaps, or `--trace FILE` replays a trace.
-Requests are sent by the clock, however slow the server is, as long as one of `--users` is free. The record
-says how late each request was sent. Without either option the loop is closed: each user sends its next
+Requests are sent when they are due, however slow the server is, as long as one of `--users` is free. The
+record says how late each request was sent. Without either option the loop is closed: each user sends its next
 request when its last one has ended.
 
 All requests that are due within `--run-time`, or the whole trace, are sent. The run ends with the last
@@ -149,7 +149,7 @@ def _begin(environment: Environment, **_: Any) -> None:
         runner.quit()
         return
     if not (options.rate or options.trace):
-        _session.load.begin()  # no request is due by the clock, so users may start one by one
+        _session.load.begin()  # requests have no due times, so users may start one by one
         if options.abandon and _session.horizon_s:
             gevent.spawn_later(_session.horizon_s, _end, environment)
 

@@ -149,9 +149,9 @@ def html_report(
     return render_page(
         "Policies compared",
         figures_table(rows),
-        "[low, high]: 95 % interval. Below it, the difference in % to the best policy by load alone "
-        "in that figure, with its own interval: one that contains 0 shows nothing. The best of several "
-        "equivalent policies is biased low; 'to all' is the difference to all their requests. " + notes,
+        "[low, high]: 95 % interval. Below it, the difference in % to the best load balancer in that figure, "
+        "with its own interval: an interval that contains 0 shows no difference. The best of several "
+        "equivalent balancers is biased low; 'to all' is the difference to all their requests. " + notes,
         [
             ("Time per output token", _percentiles(rows, "tpot")),
             ("Distributions", distributions(policies, trials, warm_up_s, seconds)),

@@ -13,7 +13,7 @@ _CLIENT = {"tpot_p50_ms": "TPOT p50", "tpot_p99_ms": "TPOT p99", "ttft_p50_ms": 
 def step_sentences(rows: list[dict[str, Any]], *, clock: str = "engine time") -> list[str]:
     """Return one sentence for each policy that has a baseline, on its experts and time per decode step.
 
-    Changes are relative to the baseline, the best policy by load alone in that figure, with 95 % intervals
+    Changes are relative to the baseline, the best load balancer in that figure, with 95 % intervals
     over paired rounds.
 
     Args:
@@ -53,7 +53,7 @@ def _interval_text(row: dict[str, Any], key: str) -> str:
 def client_sentences(rows: list[dict[str, Any]], rounds: int) -> list[str]:
     """Return one sentence for each policy that is not the baseline of all figures, and a warning, if any.
 
-    Changes are in % of the baseline, the best policy by load alone in the same figure, with 95 % intervals.
+    Changes are in % of the baseline, the best load balancer in the same figure, with 95 % intervals.
     Below 0 is faster.
 
     Args:
@@ -66,7 +66,7 @@ def client_sentences(rows: list[dict[str, Any]], rounds: int) -> list[str]:
         if clauses:
             sentences.append(f"{row['policy']}, for clients: {'; '.join(clauses)}.")
     if not sentences and len(rows) > 1:
-        return [f"Nothing to compare with: no policy by load alone ({', '.join(BASELINES)}) was measured."]
+        return [f"Nothing to compare with: no load balancer ({', '.join(BASELINES)}) was measured."]
     if sentences and 1 < rounds < ROUNDS_TO_RESAMPLE:
         sentences.append(
             f"The clients' intervals of {rounds} rounds do not include differences between rounds: measure "

@@ -112,7 +112,7 @@ def read_stream(
 
 
 async def read_stream_async(lines: AsyncIterable[bytes], start_s: float) -> StreamTiming:
-    """Read an asynchronous stream as read_stream does. `start_s` is by time.perf_counter."""
+    """Read an asynchronous stream as read_stream does. `start_s` is a time of time.perf_counter()."""
     timing = StreamTiming()
     async for line in lines:
         if timing.take(line, lambda: time.perf_counter() - start_s):

@@ -138,7 +138,7 @@ def build_trace(
     """Build a CalibrationTrace of the records, in their order.
 
     Args:
-        vocabulary: token id of each token, by the tokenizer that made the prompts' ids.
+        vocabulary: token id of each token, from the tokenizer that made the prompts' ids.
 
     Raises:
         UserInputError: an engine reported no counts.
@@ -191,7 +191,7 @@ def calibrate(
     actors: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 1,
     limit: Annotated[int, typer.Option(min=2, help="Maximum prompts, drawn at random.")] = 1000,
     balanced: Annotated[
-        bool, typer.Option(help="Draw evenly over the domains, not by their shares.")
+        bool, typer.Option(help="Draw equally many of each domain, not in proportion.")
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Maximum output tokens of a prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.8,

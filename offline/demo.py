@@ -51,7 +51,7 @@ KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # time between two lines about a running step, if the output is not a terminal
-_STRETCHES = 6  # maximum stretches of load for the routing table
+_STRETCHES = 6  # maximum repetitions of the load for the routing table
 _TABLE_S = 30.0  # time limit for the routing table once there are enough samples
 _SHOWN = (
     "active_experts",
@@ -343,9 +343,9 @@ def demo(
         int, typer.Option(min=0, help="Decode engines, with 0.25 GiB of KV cache each; 0: as deployed.")
     ] = 3,
     intermediate: Annotated[
-        int, typer.Option(min=32, help="Neurons per expert, by widening with zeros; 32: the model as it is.")
+        int, typer.Option(min=32, help="Neurons per expert, widened with zeros; 32: the model as it is.")
     ] = 1024,
-    in_flight: Annotated[int, typer.Option(min=1, help="Closed loop: requests in flight, always.")] = 36,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests always in flight (closed loop).")] = 36,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a request, at most.")] = 96,
     seconds: Annotated[int, typer.Option(min=2, help="Measured part of a trial, s.")] = 5,
     warm_up_seconds: Annotated[int, typer.Option(min=0, help="Load before the measured part, s.")] = 2,
@@ -364,7 +364,7 @@ def demo(
         bool, typer.Option("--gpu", help="Move the deployment's engines to one GPU, which they share.")
     ] = False,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Serve on after the report, with Ray's dashboard, until Ctrl-C.")
+        bool, typer.Option("--keep", help="Keep serving after the report, with Ray's dashboard.")
     ] = False,
 ) -> None:
     """Serve the demo model and compare shortest-queue, marginal-cost and locality-band on it."""

@@ -108,7 +108,7 @@ def update_placement(planner: Planner, client: OperatorClient, recent: Sequence[
 
 
 class Planner:
-    """DIRECTOR's placement for the newest prompts, planned if it is worth a swap.
+    """Plans DIRECTOR's placement for the newest prompts, if that is worth a swap.
 
     Args:
         cost: cost of a layer on the ranks.

@@ -142,7 +142,7 @@ def _check_method(method: str, groups: int) -> None:
 def _place_and_evaluate(
     settings: PlaceSettings, problem: Problem, trace: CalibrationTrace, split: WorkerSplit, fingerprint: str
 ) -> ExpertPlacement:
-    """Return the method's placement; its report has its held-out rows beside those of the linear one."""
+    """Return the method's placement; its report compares it with the linear one on held-out requests."""
     slots, report = METHODS[settings.method](problem)
     batches = sample_batches(trace, split.to_evaluate, problem.batch, BATCHES, seed=problem.seed + 1)
     rows = [
@@ -164,7 +164,7 @@ def _place_and_evaluate(
 
 
 def _linear(problem: Problem) -> Ints:
-    """Return the engines' initial placement: equal blocks, no replicas (filled up with the first experts)."""
+    """Return the engines' initial placement: equal blocks; the first experts fill spare slots."""
     ranks = problem.topology.ranks
     slots = -(-problem.num_experts // ranks) * ranks
     return np.tile(np.arange(slots) % problem.num_experts, (len(problem.load), 1))

@@ -1,7 +1,7 @@
 """Published expert choices of real models, read as calibration traces.
 
 A file has one JSON object a line, plain or gzip, with `id`, `domain` and `routes`: the experts that each
-token chose, tokens x MoE layers x k in this order. They are a list of ids, or a string of letters whose
+token chose, tokens x MoE layers x k in this order. `routes` is a list of ids, or a string of letters whose
 places in the model's alphabet are the ids. `MODELS` has the known models, and names the field with the number
 of tokens.
 """
@@ -166,7 +166,7 @@ def select_long_enough(samples: Iterable[Sample], cut: Cut) -> list[Sample]:
 
 
 def read_trace_of_routes(path: Path, model: str | None = None, **cut: Any) -> CalibrationTrace:
-    """Read a file as a trace, with the model's default cut but for the given fields of `Cut`.
+    """Read a file as a trace; the given fields of `Cut` replace those of the model's default cut.
 
     Raises:
         UserInputError: as `read_samples` and `trace_of`; the message names the file.

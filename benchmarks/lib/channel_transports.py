@@ -164,7 +164,7 @@ class Engine:
             stream.ready.set()
 
     async def stats(self, request: Json) -> Json:
-        """Return this process's figures, and when handlers have stopped since the last call."""
+        """Return this process's figures, and the times at which handlers stopped since the last call."""
         stopped, self._stopped = self._stopped, {}
         return {
             "cpu_s": time.process_time(),

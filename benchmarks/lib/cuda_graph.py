@@ -1,4 +1,4 @@
-"""Times of work in a CUDA graph, measured by events without the time of the host."""
+"""Times of work in a CUDA graph, measured with CUDA events, which exclude the host's time."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class EnginePool(EngineProcesses):
         return self._pool.submit(_probe).result()
 
     def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[TimesAndSteps]:
-        """Serve the arrivals on the next free engine, by the clock of ReplayEngine.run."""
+        """Serve the arrivals on the next free engine, with the clock of ReplayEngine.run."""
         return self._pool.submit(_replay, arrivals, probe_s)
 
 

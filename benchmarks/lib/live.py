@@ -146,7 +146,7 @@ class LiveComparison:
         self._journal.put("result", json.loads((out / "compare.json").read_text()))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of all policies by wall clock, then those in normalised time."""
+        """Return the rows of all policies in wall-clock time, then those in normalised time."""
         assert self.result is not None
         inputs, trials = self.result["inputs"], read_trials(self.folder / "comparison")
         clock = NormalisedTime.read(self.folder / "cpu_speed")

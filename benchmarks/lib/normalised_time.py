@@ -86,7 +86,7 @@ def fit_sensitivity(groups: Sequence[str], slowdowns: Sequence[float], seconds: 
 
     Args:
         groups: name of each trial's group.
-        slowdowns: slowdown of each trial, by a clock with sensitivity 1.
+        slowdowns: slowdown of each trial, from a clock with sensitivity 1.
         seconds: time of each trial's work in seconds.
     """
     if len(groups) - len(set(groups)) < _SPARE_TRIALS:

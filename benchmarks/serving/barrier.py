@@ -17,13 +17,14 @@ have exactly `max_tokens` tokens, which the router knows. So `balance-route-hori
 within its horizon, as with the paper's oracle.
 
 Policy `vllm` is vLLM's own balancer. The router then places requests as under `shortest-queue`, but decode
-engines ignore the rank (`benchmarks/lib/barrier/any_rank.py`), and vLLM chooses it by the requests that it
-counts on each rank. Neither policy has a decode queue. So under both all requests in flight are at the engine
-after their prefill, and those beyond the slots wait for a slot of their rank, as with a plain vLLM.
+engines ignore the rank (`benchmarks/lib/barrier/any_rank.py`), and vLLM chooses it from the number of
+requests that it counts on each rank. Neither policy has a decode queue. So under both all requests in flight
+are at the engine after their prefill, and those beyond the slots wait for a slot of their rank, as with a
+plain vLLM.
 
 The simulator predicts each trial, with the time of steps and hand-overs fitted to the trials of the other
-policies. It knows no experts, so its `balance-band` is `balance-route-horizon`. It does not predict `vllm`,
-whose columns are empty, and whose trials no prediction uses.
+policies. It has no experts, so its `balance-band` acts as `balance-route-horizon`. It does not predict
+`vllm`, whose columns are empty, and whose trials no prediction uses.
 
 The same options resume a stopped run. With `--keep` the trials stay after the result is written, and the same
 options with more policies add those. Policies that are added take turns only with each other.

@@ -1,14 +1,16 @@
-"""Compare admission by predicted latency with admission by count, under more load than fits.
+"""Compare admission by predicted latency with a limit on requests in flight, under more load than fits.
 
     python -m benchmarks.serving.objectives
 
 The objective is a multiple of the latencies of an idle service. The load that fits is the highest number of
 requests in flight of which 95 % meet the objective. Then requests arrive at 1.5 times the rate of that load,
 in rounds of two applications in turn. Each has engines of its own, which are idle during the other's rounds.
-Prefill engines cache no prefixes, since prompts occur again. By `prediction`, requests name their objective
-in headers. By `count`, they name none, and the ingress admits at most as many at once as fit
-(`ingress.max_in_flight`). Prediction should refuse within 0.2 s, serve 95 % of the admitted requests within
-their objective, and give more goodput (requests/s within the objective) than the count.
+Prefill engines cache no prefixes, since prompts occur again.
+
+There are two kinds of admission. With `prediction`, requests name their objective in headers. With `count`,
+they name none, and the ingress admits at most as many at once as fit (`ingress.max_in_flight`). Prediction
+should refuse within 0.2 s, serve 95 % of the admitted requests within their objective, and give more goodput
+(requests/s within the objective) than the count.
 """
 
 from __future__ import annotations
@@ -208,7 +210,7 @@ def objectives(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Compare admission by prediction and by count, under more load than fits."""
+    """Compare admission by predicted latency and by requests in flight, under more load than fits."""
     unwind_on_sigterm()
     allow_open_files(8192)
     sizes = options.numbers("--in-flight", in_flight)

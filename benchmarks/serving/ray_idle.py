@@ -81,7 +81,7 @@ def ray_idle(
     port: options.Ports = 8330,
     out: options.Out = None,
 ) -> None:
-    """Measure the CPU time of the idle application by Ray's settings."""
+    """Measure the CPU time of the idle application under each of Ray's settings."""
     unwind_on_sigterm()
     names = settings.split(",") if settings else list(SETTINGS)
     for name in names:

@@ -3,8 +3,8 @@
     python -m benchmarks.serving.ray_up --dry-run
     python -m benchmarks.serving.ray_up
 
-The steps start the cluster, deploy the application, calibrate and refit as Ray jobs, send load by locust, and
-stop the cluster. No process may be left at the end. The top of `ray_cluster_local.yaml` lists the
+The steps start the cluster, deploy the application, calibrate and refit as Ray jobs, send load with locust,
+and stop the cluster. No process may be left at the end. The top of `ray_cluster_local.yaml` lists the
 requirements of this machine.
 """
 
@@ -131,7 +131,7 @@ def ray_up(
     folder = Path(mount).expanduser()
     if processes_before := left_behind(folder):
         raise UserInputError(
-            f"a cluster already runs in {folder}; stop it by `{STOP}`: {processes_before[0][:80]}"
+            f"a cluster already runs in {folder}; stop it with `{STOP}`: {processes_before[0][:80]}"
         )
     had_environment = (folder / ".venv").exists()
     rows = []

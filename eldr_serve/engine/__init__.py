@@ -1,4 +1,4 @@
-"""The interface of engines (`protocol`) and of kinds of engines (`backend_protocol`), and what implements it.
+"""The interfaces of running engines (`protocol`) and of kinds of engines (`backend_protocol`).
 
-`vllm` implements both with vLLM, and `fake` implements the first without computation, for tests.
+`vllm` implements both with vLLM; for tests, `fake` implements the first without any computation.
 """

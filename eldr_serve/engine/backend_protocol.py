@@ -159,7 +159,7 @@ class EngineBackend(Protocol):
         """
 
     def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> EngineSpec:
-        """Return the specification of the engines, with the settings added that expert counts need.
+        """Return the specification of the engines, including the settings that expert counts need.
 
         Args:
             role: role of the engines.

@@ -81,8 +81,8 @@ def expert_counts_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
 def split_expert_counts(params: dict[str, Any] | None) -> tuple[dict[str, Any], str]:
     """Return `kv_transfer_params` without the packed expert counts, and these counts.
 
-    A decode call sends the counts separately, since only the sample of a request needs them, and the engine's
-    core does not.
+    A decode call sends the counts separately, since only a request's sample needs them; the engine core does
+    not.
     """
     params = dict(params or {})
     return params, params.pop(EXPERT_COUNTS_KEY, None) or ""

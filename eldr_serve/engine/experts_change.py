@@ -14,7 +14,7 @@ from eldr_serve.experts.parallel.placement import ExpertPlacement
 
 
 class ExpertsChange(BaseModel):
-    """Body of PUT /eldr/experts, and of the call that follows from it."""
+    """The body of PUT /eldr/experts, and of the call that passes it to each decode replica."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,7 +52,7 @@ class ExpertPlacementOfPosition(NamedTuple):
     Attributes:
         position: the position.
         digest: identifies the body.
-        body: the body of a call of PLACE_EXPERTS; None if the caller has this digest.
+        body: the body of a call of PLACE_EXPERTS; None if the caller already has the body with this digest.
     """
 
     position: int

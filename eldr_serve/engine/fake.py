@@ -59,7 +59,7 @@ class FakeConfig:
 
 
 class InProcess:
-    """The methods of protocol.Engine that are equal in all engines without processes of their own."""
+    """The methods of protocol.Engine that are the same in all engines without processes of their own."""
 
     async def place_experts(
         self, placement: ExpertPlacement, load: ArrayLike | None = None

@@ -1,4 +1,4 @@
-"""Names of methods that a replica answers. It answers any other name as an endpoint of its engine."""
+"""Names of the methods that a replica answers itself; any other name is an endpoint of its engine."""
 
 GENERATE = "generate"
 PREFILL = "prefill"

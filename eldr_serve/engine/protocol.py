@@ -108,7 +108,7 @@ class ServesRequests(Protocol):
         """
 
     async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
-        """Send the answer, the events of a stream or one JSON body, and return a report on the call."""
+        """Send the answer (the events of a stream, or one JSON body), and return a report on the call."""
 
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Wait until `generate` has computed a prompt, and return its expert counts.

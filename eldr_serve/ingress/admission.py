@@ -134,7 +134,7 @@ class AdmissionMiddleware:
     tenant's limits. Without a key a client may read the OpenAPI document, health, version and metrics of the
     process, and the parts of /eldr that do not need the admin key.
 
-    The state of an admitted request has its AdmittedState.
+    ASGI's state of an admitted request contains its AdmittedState.
 
     Args:
         gate: returns the gate of the running ingress replica.
@@ -152,7 +152,7 @@ class AdmissionMiddleware:
             return
         gate = self._gate()
         headers = Headers(scope=scope)
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # which Serve's route_prefix is part of
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # it contains Serve's route_prefix
         administrative = path.startswith("/eldr/")
         try:
             if administrative and scope["method"] not in _READ_METHODS:

@@ -19,7 +19,7 @@ from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedEr
 MIB = 2**20
 _PART_BYTES = 256 * 1024  # of a gzip body, in one step
 _MAX_MEMBERS = 64  # of a gzip body: clients send one, and concatenated files have a few
-# Digits or an exponent, even in a string, that may exceed 64 bits: only then is each number checked.
+# Finds digits or an exponent that may exceed 64 bits, even in a string. Only then is each number checked.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 

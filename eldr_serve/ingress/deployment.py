@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LISTEN_DELAY_S = 5.0  # maximum delay of listening without a decode replica
+_LISTEN_DELAY_S = 5.0  # without a decode replica, the port opens after this time
 _POLL_S = 0.05
 
 
@@ -224,7 +224,7 @@ class EldrIngress:
             await asyncio.sleep(PERIOD_S)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the requests in flight, for Serve, which does not see those to the replica's own port."""
+        """Return the requests in flight, for Serve's autoscaling; those to the own port included."""
         return {IN_FLIGHT: float(self.gate.in_flight)}
 
     # A method of the class, unlike EngineServer's attribute of the object: the class that `serve.ingress`

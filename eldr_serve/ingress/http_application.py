@@ -29,7 +29,7 @@ def _ingress_parts() -> IngressParts:
 def _route(endpoint: Endpoint) -> Route:
     """Return the route of an endpoint to the ingress replica that runs in this process.
 
-    A route for operators checks the admin key itself, whatever AdmissionMiddleware made of the path.
+    A route for operators checks the admin key itself, in case AdmissionMiddleware has misread the path.
     """
 
     @functools.wraps(endpoint.handle)

@@ -119,7 +119,7 @@ class OpenAIEndpoints:
         return count
 
     def _latency_recorder(self, context: RequestContext, started_at_s: float) -> Callable[[], None]:
-        """Return a function that reports the latencies of a stream that has begun now, once it has ended."""
+        """Return a function that reports the latencies of a stream that begins now; call it at the end."""
         first_lease, first_token_at_s = context.lease, time.monotonic()
 
         def record() -> None:

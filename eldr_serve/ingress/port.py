@@ -1,4 +1,4 @@
-"""The port of an ingress replica, shared only by the replicas of one application; who uses a port."""
+"""The port of an ingress replica, which only replicas of one application share, and a port's owner."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Trace:
 
     Attributes:
         id: id of the whole trace, 32 hexadecimal digits.
-        headers: headers by which engines join the trace.
+        headers: headers with which engines join the trace.
     """
 
     def __init__(self, tracer: Tracer, path: str, headers: Mapping[str, str]) -> None:

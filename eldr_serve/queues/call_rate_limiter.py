@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class CallRateLimiter:
-    """Permits calls at a rate, by a token bucket with the capacity of one second and at least one token.
+    """Limits calls to a rate with a token bucket, which holds the tokens of one second, at least one.
 
     Args:
         per_s: calls per second; 0 if no call is allowed.

@@ -47,13 +47,13 @@ class _Queue:
     """The queue of one worker, as far as this ingress knows it.
 
     Attributes:
-        own: prompts of this ingress, and the throughput for them.
+        own: prompts of this ingress, and the worker's throughput for them.
         report: the worker's newest report.
         reported_at_s: time of its arrival.
         own_at_report: own tokens at that time.
         own_at_previous_report: own tokens when the report before it arrived.
         other_tokens: tokens of other ingresses.
-        calls_at_report: open calls of all ingresses by the report; 0 if no report is current.
+        calls_at_report: open calls of all ingresses in the report; 0 if no report is current.
         own_calls: prompts of this ingress.
         own_calls_at_report: their number when the report arrived; 0 if no report is current.
     """
@@ -101,9 +101,9 @@ class _Queue:
     def other_calls(self, num_ingresses: int) -> int:
         """Estimate the number of open calls of the other ingresses, if there are `num_ingresses` ingresses.
 
-        The number of calls of each ingress is assumed to have changed since the report as that of this one.
-        So the mean of all ingresses' estimates of the worker's load is the load, and ingresses that keep a
-        bound by their estimates keep it together.
+        Since the report, the calls of every other ingress are assumed to have changed as much as those of
+        this one. One ingress may err, but the mean of all ingresses' estimates is the worker's true load. So
+        if each ingress keeps its estimate within a bound, the load stays within it too.
         """
         if num_ingresses <= 1:
             return 0
@@ -118,8 +118,8 @@ class _Queue:
         the newest prompts of this ingress, so tokens are counted since the last two reports.
 
         Args:
-            more: tokens of prompts that will join before. The tokens of this prompt do not count, so that an
-                idle worker accepts a prompt of any length.
+            more: tokens of prompts that will join before this one. The tokens of this prompt do not count, so
+                that an idle worker accepts a prompt of any length.
         """
         token_limit = bound_s * self.rate_or_default
         if self.tokens + more > token_limit:

@@ -9,7 +9,7 @@ _MEMORY = 100  # time constant of the mean, prompts
 
 
 class PromptSizes:
-    """Estimates a prompt's tokens by the mean number of characters per token of earlier prompts."""
+    """Estimates a prompt's tokens from the mean number of characters per token of earlier prompts."""
 
     def __init__(self) -> None:
         self._characters, self._tokens = 1000 * _CHARACTERS_PER_TOKEN, 1000.0

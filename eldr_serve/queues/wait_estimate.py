@@ -12,7 +12,7 @@ _MIN_DEPARTURES = 4  # departures needed for an estimate
 
 
 class WaitEstimator:
-    """Estimates waits in one line by the mean time between its recent departures.
+    """Estimates waits in one line from the mean time between its recent departures.
 
     Departures from before the line was last empty do not count.
 

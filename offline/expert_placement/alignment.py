@@ -1,4 +1,4 @@
-"""The order of a new placement's slots and ranks by which the fewest experts move."""
+"""The order of a new placement's slots and ranks in which the fewest experts move."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = 
     Args:
         old, new: int[L, P], rank-major.
         ranks: G.
-        alike: every rank serves any token at the same cost. Then the new ranks are also exchanged, by the
-            assignment that keeps most experts in place.
+        alike: whether every rank serves any token at the same cost. If so, the new ranks are also exchanged
+            so that most experts stay in place.
 
     Returns:
         int[L, P].

@@ -38,7 +38,7 @@ from offline.expert_placement.relaxation import Relaxation, relax, slots_bound
 from offline.expert_placement.rounding import round_in_polytope
 from offline.expert_placement.workload import check_slots, placement_s, price_experts, split_by_source
 
-_CLOSE_TO_BOUND = 0.02  # relative distance to the bound below which no other number of replicas is tried
+_CLOSE_TO_BOUND = 0.02  # relative distance to the bound at which a layer's number of replicas is kept
 _WORTH = 0.01  # share of the present time that a new placement must save beyond a repair, which moves less
 _TOLERANCE = 2e-3  # relative to the bound: smaller gains are not worth a swap
 
@@ -48,7 +48,7 @@ class DirectorReport:
     """Quality of a placement for its workload. All times are float[L], s, without the cost's `fixed_s`.
 
     Attributes:
-        lp_s: optimum of the LP relaxation, or with many ranks of its smaller relaxation by nodes. No
+        lp_s: optimum of the LP relaxation; with many ranks, of a smaller relaxation over nodes. No
             placement is faster, however finely it shares tokens.
         bound_s: a higher lower bound, which also counts the whole slots that replicas need.
         rank_s: time of the placement's slowest rank.
@@ -86,7 +86,8 @@ def director_placement(
         workload: tokens by source rank and expert, [L, G, E]; or [L, E] if all ranks have the same.
         slots: slots of each rank, C (the paper's C_max); ranks * slots = P.
         token_bytes: bytes that a token sends to a rank which serves it.
-        start: int[L, P], a placement to improve with as few swaps as reach the tolerance; None: a new one.
+        start: int[L, P], a placement to improve, with no more swaps than reach the tolerance; None: a new
+            one.
         tolerance: distance to the bound at which a layer is good enough.
         seed: seed of the random walk that rounds.
 
@@ -187,7 +188,7 @@ def _search(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) ->
 
 
 def _round_quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
-    """Return int[n, E, N], replicas by column of ranks, of the layers `at`, or None with one column."""
+    """Return the rounded replicas of the layers `at` per column, int[n, E, N]; None with one column."""
     width = np.bincount(relaxation.column)
     if len(width) == 1 or not len(at):
         return None

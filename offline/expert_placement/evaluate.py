@@ -22,7 +22,7 @@ Rule = Callable[[int, Ints, Ints, Bools], Ints]
 
 
 def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches: int, *, seed: int) -> Ints:
-    """Draw decode steps of `tokens` requests each: a random step of each of as many random requests.
+    """Draw decode steps: each has one random step of each of `tokens` random requests.
 
     Args:
         requests: indices of the trace's requests to draw from, with replacement.
@@ -60,7 +60,7 @@ def metro_rule(hosts: ArrayLike) -> Rule:
 
 
 def serve(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> Ints:
-    """Return int[B, T, L, k], the rank that serves each pair of batches [B, T, L, k] by the rule.
+    """Return int[B, T, L, k], the rank that serves each pair of the batches under the rule.
 
     Args:
         hosts: bool[L, E, G].
@@ -145,7 +145,7 @@ def evaluate(
     - load_std_pct: standard deviation over ranks of all batches' pairs, relative to their mean.
     - near_copies, far_copies: hidden states sent to other ranks of the node and to other nodes, per token
       and layer.
-    - near_forwarded, far_forwarded: the same by `forwarded_copies`.
+    - near_forwarded, far_forwarded: the same under the dispatch of `forwarded_copies`.
     - layer_us: time of a layer, if there is a cost.
     """
     hosted = np.asarray(hosts, bool)

@@ -37,7 +37,7 @@ def route_weighted(experts: Ints, hosts: Bools, weights: Floats, rng: np.random.
 def route_local(
     experts: Ints, source: Ints, hosts: Bools, weights: Floats, topology: Topology, rng: np.random.Generator
 ) -> Ints:
-    """Choose a replica on the token's rank, else by weights one on its node, else any (Algorithm 4)."""
+    """Choose a replica on the token's rank, else on its node, else any, by weight (Algorithm 4)."""
     candidates = hosts[experts]  # [T, k, G]
     node = topology.node_of
     for near in (source[:, None] == np.arange(topology.ranks), node[source][:, None] == node):

@@ -106,7 +106,7 @@ def _place_by_director_paper(problem: Problem) -> tuple[Ints, Report]:
 
 
 def _engine_of(problem: Problem, method: str) -> dict[str, Any]:
-    """Return what DIRECTOR knows of the engine. Raise UserInputError if the cost is unknown."""
+    """Return DIRECTOR's arguments that describe the engine; raise UserInputError without a cost."""
     if problem.cost is None:
         raise UserInputError(f"method {method} weighs experts against tokens and bytes: give their --cost")
     return {

@@ -113,8 +113,8 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
 def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     """Improve by local search: the slowest rank swaps a slot with another rank.
 
-    Each swap is the one after which the slower of the two is fastest, until the layer reaches `enough_s` [L]
-    or no swap helps. An empty slot swaps like any other.
+    Each swap is the one that makes the slower of the two ranks fastest. The search of a layer ends when it
+    reaches `enough_s` [L] or no swap helps. An empty slot swaps like any other.
     """
     slots = slots.copy()
     experts = price.shape[1] - 1

@@ -14,7 +14,7 @@ from scipy.sparse import csr_array
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
 
-# Most variables of a layer's LP. A larger LP has the fewest columns: one per node, or two of a single node.
+# Maximum variables of a layer's LP. Beyond it the LP has fewer columns: one per node, or two for one node.
 _SMALL_LP = 512
 
 
@@ -40,8 +40,8 @@ def relax(price: Floats, topology: Topology, slots: int) -> Relaxation:
 
     In a small LP a column is one rank. In a large one it is a block of ranks of a node, which share the work
     at the price of the cheapest rank, so that the optimum is still a lower bound of every placement. The LP
-    is also solved if all ranks are alike: its vertex tells which experts share a column, and splits few of
-    them.
+    is also solved if all ranks are alike: its solution, a vertex, shows which experts share a column, and
+    splits few of them.
     """
     column = _columns(price.shape[1], topology)
     width = np.bincount(column)

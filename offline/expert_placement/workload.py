@@ -99,7 +99,7 @@ def placement_s(
     cost: LayerCost,
     token_bytes: float = 0.0,
 ) -> float:
-    """Return the time of all layers by the cost, s, for a workload as in `placed_work`."""
+    """Return the time of all layers under the cost, s, for a workload as in `placed_work`."""
     experts = np.shape(workload)[-1]
     hosts = hosts_of(placement, experts, topology.ranks)
     work = placed_work(workload, hosts, topology=topology, token_bytes=token_bytes)

@@ -71,7 +71,7 @@ def simulate(
             data-parallel ranks have equal shares of the active experts.
         changes: in any order.
         in_flight: a closed loop of so many requests: the next one arrives when one ends, whatever its arrival
-            time. None: an open loop, by arrival times.
+            time. None: an open loop with the given arrival times.
         shadow: a new policy that places the same requests beside the policy (see scheduling.Shadow); its
             `saving` is in the outcome.
         on_finished: callback with the number of requests that ended since its last call.

@@ -42,7 +42,7 @@ class Operators:
             self.names.add(name)
 
     def record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, whose calls record the operators that they run."""
+        """Return a wrapper that calls the function and records the operators that it runs."""
 
         @wraps(function)
         def call_recorded(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ class Operators:
         return call_recorded
 
     def exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, whose operators are not recorded when another function calls it."""
+        """Return a wrapper that calls the function without recording its operators."""
 
         @wraps(function)
         def call_unrecorded(*args: Any, **kwargs: Any) -> Any:

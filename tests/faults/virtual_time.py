@@ -37,7 +37,7 @@ _process: ContextVar[Process] = ContextVar("process")
 
 
 class LivelockError(RuntimeError):
-    """An error that says that the run does not end."""
+    """The run does not end."""
 
 
 class Process:

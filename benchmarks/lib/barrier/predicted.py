@@ -1,4 +1,4 @@
-"""Predictions of the trials by the simulator, whose decode workers also step together."""
+"""The simulator's predictions of the trials; its decode workers also step together."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ def policy_rows(
     """Return a row for each policy.
 
     `spread` is the difference between the largest and the smallest number of KV tokens of a rank. `imbalance`
-    is the number of ranks times the largest number, less the sum. Both are means over steps. `*_below` says
-    how many times smaller they are than BASE's, and `*_change_pct` is the change against BASE. Intervals
-    resample rounds if there are four or more, else requests within rounds, and parts of trials.
+    is the number of ranks times the largest number, less the sum. Both are means over steps. `*_below` is how
+    many times smaller they are than BASE's, and `*_change_pct` is the change against BASE. Intervals resample
+    rounds if there are four or more, else requests within rounds, and parts of trials.
 
     Args:
         trials, predictions: values of all rounds, by policy. A round has equal requests for all policies. The

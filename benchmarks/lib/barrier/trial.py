@@ -61,7 +61,7 @@ class BarrierTrial:
         """Return the measured part.
 
         Args:
-            start_s: start of the load, by time.perf_counter().
+            start_s: start of the load, a time of time.perf_counter().
             answers: all answers that have ended, by number.
             steps: all steps of the ranks.
 
@@ -109,8 +109,8 @@ async def timed_loop(
         bodies: an endless iterator of requests.
 
     Returns:
-        The start by time.perf_counter(), the number of requests sent, and the answers that have ended, by
-        number.
+        The start (a time of time.perf_counter()), the number of requests sent, and the answers that have
+        ended, by number.
     """
     answers: dict[int, Answer] = {}
     sent = 0

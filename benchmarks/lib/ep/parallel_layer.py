@@ -32,7 +32,7 @@ OnExchange = Callable[[Ints, Ints], None]  # bytes to and from each rank, int[G]
 
 
 class _Trip(NamedTuple):
-    """The way of tokens to other ranks, by which results return."""
+    """The way that tokens took to other ranks, along which their results return."""
 
     token: Tensor  # row of each sent token at its sender, in the order of the receiving ranks
     tokens: int  # number of rows at the sender
@@ -69,7 +69,7 @@ class ParallelLayer:
     def run_gathered(
         self, x: Tensor, sizes: Sequence[int], on_stage: Callable[[str], None] = lambda stage: None
     ) -> Tensor:
-        """Compute the layer for [T, H] by all-gather dispatch and reduce-scatter. T may be 0.
+        """Compute the layer for [T, H] with all-gather dispatch and reduce-scatter. T may be 0.
 
         Args:
             sizes: number of tokens of every rank, from the engine's scheduler.
@@ -102,7 +102,7 @@ class ParallelLayer:
     def run_exchanged(
         self, x: Tensor, on_stage: Callable[[str], None] = lambda stage: None, *, nodes: int = 1
     ) -> Tensor:
-        """Compute the layer by all-to-all dispatch and combine. A token is sent to a rank at most once.
+        """Compute the layer with all-to-all dispatch and combine. A token is sent to a rank at most once.
 
         Like `run_gathered`. The stages are gate, route, dispatch, experts, combine.
 
@@ -191,7 +191,7 @@ class ParallelLayer:
 def first_of_each_node(is_serving: Bools, nodes: int, home: int) -> Bools:
     """Return bool[T, G]: the first rank of each node among the ranks bool[T, G] that serve a token.
 
-    Counting begins at the place that `home` has on its own node, so that homes differ in their entries.
+    Counting begins at the home rank's place on its own node, so that homes on a node use different entries.
     """
     tokens, ranks = is_serving.shape
     place = home % (ranks // nodes)

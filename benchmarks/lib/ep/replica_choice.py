@@ -15,7 +15,7 @@ from eldr_serve.experts.parallel.metro import parse_batch
 
 
 def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Minimise the activated experts on the worst rank, by bipartite flows in a binary search.
+    """Minimise the activated experts on the worst rank, with bipartite flows in a binary search.
 
     The optimum is a baseline and too slow for serving. Results and errors are those of `route_metro`.
     """

@@ -57,7 +57,7 @@ class RankJob:
     network: Network = ONE_NODE
 
     def routing(self, arm: LayerArm, layer: int) -> Routing:
-        """Return the function that sends tokens to ranks in this layer, by the arm's rule and placement."""
+        """Return the function that sends tokens to ranks in this layer under the arm's rule and placement."""
         hosts = hosts_of(self.placements[arm.replication][layer : layer + 1], self.num_experts, self.ranks)[0]
         if arm.routing == "metro":
             return one_replica(MetroPlan.from_hosts(hosts).route, len(hosts))
@@ -177,7 +177,7 @@ def time_shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.floa
 
 
 def time_rank_alone(rank: int, job: RankJob) -> list[dict[str, Any]]:
-    """Time a rank by activated experts and pairs; return medians. Each call uses other experts."""
+    """Time a rank for several numbers of activated experts and pairs; return medians."""
     experts_of_rank = _Experts(job)
     rng = np.random.default_rng(job.seed)
     counts = [count for count in ACTIVATED if count <= job.num_experts]

@@ -80,7 +80,7 @@ def draw_disjoint_batches(requests: Ints, size: int, number: int, rng: np.random
 
 
 def choose_homes(counts: ArrayLike, placement: Ints, ranks: int) -> Ints:
-    """Return the rank of each prompt, int[N], where most of its experts are; all ranks get as many prompts.
+    """Return a rank for each prompt, int[N], that holds many of its experts; ranks get equal numbers.
 
     Args:
         counts: int[N, L, E], tokens per expert of each prompt.

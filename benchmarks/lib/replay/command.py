@@ -1,4 +1,4 @@
-"""Commands of the benchmarks by replay: common options, the replay, and a report."""
+"""The commands of benchmarks that replay: common options, the replay, and a report."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class ReplayEngine:
         return 1.0 if self._cuda else float((self._cpu_speed.measure_recent_mean() / probe_s) ** _FELT)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
-        """Run one step, and return outputs, seconds by the engine's clock, and the newly complete records.
+        """Run one step, and return outputs, seconds on the engine's clock, and the newly complete records.
 
         On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
         that step's time, s, in "took".

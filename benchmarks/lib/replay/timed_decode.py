@@ -17,7 +17,7 @@ _called_at: ContextVar[float] = ContextVar("called_at")
 
 
 class TimedDecodeServer(LLMDecodeServer):
-    """A DecodeServer that records the stages of each request by vLLM's own clock.
+    """A DecodeServer that records the stages of each request with vLLM's own clock.
 
     The stage `engine` is the total. `admit` ends when the engine core has the request, `wait` when the first
     step is scheduled, which includes the KV pull, and `step` with the first token. `pull` is NIXL's time of a

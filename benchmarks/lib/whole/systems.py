@@ -65,7 +65,7 @@ def _serve_theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], p
 
 
 def _server_times(urls: Sequence[str]) -> dict[str, float]:
-    """Return the plain servers' sums of seconds so far by vLLM's own clock, and their requests."""
+    """Return the plain servers' sums of seconds so far on vLLM's own clock, and their requests."""
     pages = "\n".join(httpx.get(f"{url}/metrics", timeout=30).text for url in urls)
     return {
         f"{name}_{part}": total(pages, f"vllm:{metric}_seconds_{part}")

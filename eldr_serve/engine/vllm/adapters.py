@@ -30,7 +30,7 @@ def parse_adapters(
         model_is_here: the model is a folder on this machine, so its adapters must be folders here too.
 
     Raises:
-        ConfigurationError: an adapter has a name that exists, or is not one that the engine could load.
+        ConfigurationError: an adapter's name is taken already, or the engine could not load the adapter.
     """
     try:
         modules = _MODULES.validate_python(kwargs.get("lora_modules") or [])
@@ -60,7 +60,7 @@ def parse_adapters(
 
 
 def _check_rank(module: LoRAModulePath, max_rank: int) -> None:
-    """Raise ConfigurationError if the adapter's adapter_config.json has no rank up to `max_rank`."""
+    """Raise ConfigurationError unless the adapter's adapter_config.json names a rank up to `max_rank`."""
     file = Path(module.path) / "adapter_config.json"
     try:
         rank = json.loads(file.read_text())["r"]

@@ -37,15 +37,15 @@ def engine_kwargs(
     """Return arguments for AsyncEngineArgs, LLM or Ray Serve LLM's `engine_kwargs`.
 
     Args:
-        role: role of the engine; that of a whole replica prefills and decodes.
+        role: role of the engine; an engine of a whole replica both prefills and decodes.
         device: "cpu" or "gpu", the location of the KV cache.
         kv_lease_s: seconds for which a prefill engine keeps a finished prompt's blocks.
         overrides: further engine arguments, which replace the default ones. Exceptions: the keys of
             `kv_transfer_config` and its `kv_connector_extra_config` are merged into the default ones.
             `speculative_config` applies to engines that decode; a prefill engine keeps it if the drafter has
             a KV cache, since NIXL needs equal caches on both sides. A calibrating engine emits no spans,
-            since its prompts are no requests. `disable_log_stats` causes a warning, except on a calibrating
-            engine.
+            since its prompts are not requests of clients. `disable_log_stats` causes a warning, except on a
+            calibrating engine.
 
     Raises:
         ValueError: an unknown role.

@@ -176,7 +176,7 @@ class VllmEngine:
         return continuation
 
     def _serving_on_rank(self, request: EngineRequest) -> tuple[Any, str]:
-        """Return vLLM's serving object for a request, on whose rank it generates, and its method's name."""
+        """Return vLLM's serving object that generates on the request's rank, and its method's name."""
         serving, create = openai_serving(self.server.engine, request.method)
         if request.rank is not None:
             rank = request.rank

@@ -7,8 +7,8 @@ Engine arguments, on GPUs (docs/replica_routing.md):
     additional_config={"eldr_experts": {"placement": "placement.json", "replica_choice": "metro"}}
 
 vLLM has no option for a placement or a replica choice. The worker of this module sets both after it has
-loaded the weights, and before memory is profiled and CUDA graphs are captured. A captured graph keeps its
-choice.
+loaded the weights, and before memory is profiled and CUDA graphs are captured. A captured graph keeps the
+choice that it was captured with.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 class ExpertsConfig(BaseModel):
-    """Setting of a GPU engine, with vLLM's own expert parallelism (eplb.py).
+    """The setting of a GPU engine, with vLLM's own expert parallelism (eplb.py).
 
     Attributes:
         placement: file of an ExpertPlacement (`offline.place --out`), with its sidecar file beside it.
@@ -27,7 +27,7 @@ class ExpertsConfig(BaseModel):
 
             - even: vLLM's own rule, by the token's position.
             - metro: one replica per batch, so that no rank activates too many experts.
-            - metro-paper: the same by METRO's Algorithm 1 as written.
+            - metro-paper: the same with METRO's Algorithm 1 exactly as the paper has it.
             - local: the rank's own replica, else one on its node, else any.
     """
 
@@ -38,7 +38,7 @@ class ExpertsConfig(BaseModel):
 
 
 class CpuExpertsConfig(BaseModel):
-    """Setting of a CPU engine, with eldr_serve's expert parallelism (ep/); all fields are optional.
+    """The setting of a CPU engine, with eldr_serve's expert parallelism (ep/); all fields are optional.
 
     Attributes:
         placement: as in ExpertsConfig; null: experts in equal blocks.

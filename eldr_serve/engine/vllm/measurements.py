@@ -1,7 +1,7 @@
 """Measurements of a replica's engine: KV cache, steps, and the expert counts of prompts.
 
-vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`), and passes it no
-argument by which it could find the replica's VllmEngine. So both use the one `MEASUREMENTS` of their process.
+vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`), and passes it nothing
+that leads to the replica's VllmEngine. So both use the one `MEASUREMENTS` of their process.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class EngineMeasurements:
                 self._awaited.pop(name, None)
 
     def deliver_counts(self, counts_by_name: Mapping[str, PromptCounts]) -> None:
-        """Deliver expert counts, by their prompts' names, to the calls that wait for them."""
+        """Deliver expert counts (keys are prompts' names) to the calls that wait for them."""
         with self._lock:
             awaited = [
                 (self._awaited.pop(name), counts_by_name[name])

@@ -35,15 +35,15 @@ class Clusters:
 def balanced_kmeans(
     points: ArrayLike, k: int, *, seed: int = 0, starts: int = STARTS, iterations: int = 20
 ) -> Clusters:
-    """Run K-means by cosine distance with at most ceil(N/k) points per cluster.
+    """Run K-means with cosine distance and at most ceil(N/k) points per cluster.
 
-    Each round assigns all points with the least total distance under this bound (exactly, see
-    `balanced_assignment`) and moves the centroids to the directions of the clusters' means, until nothing
-    changes. Of several starts, each from centroids of its own, the one with the least distance is kept.
+    Each start begins with other centroids and runs rounds until nothing changes. A round assigns the points
+    with the least total distance under this bound (exactly, see `balanced_assignment`), and moves each
+    centroid to the direction of its cluster's mean. The start with the least distance is kept.
 
     Args:
         points: float[N,D], rows of unit norm, or of zeros, which are equally far from all centroids.
-        seed: seed of all starts; the first starts of a seed are equal for any number of them.
+        seed: seed of all starts; a larger number of starts begins with those of a smaller one.
         starts: number of starts, 1 or more.
         iterations: maximum number of rounds of a start.
 

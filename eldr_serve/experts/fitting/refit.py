@@ -57,7 +57,7 @@ def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: 
 
 
 def keep_positions(fitted: RoutingTable, live: RoutingTable, counts: Counts) -> RoutingTable:
-    """Return the fitted table, with another signature, in the order of positions of the live one.
+    """Return the fitted table, whose signature may differ, with its centroids in the live table's order.
 
     A new centroid takes the position of the live centroid that is nearest for the same requests.
     """

@@ -49,7 +49,7 @@ class MetroPlan:
 
     @classmethod
     def as_written(cls, hosts: ArrayLike) -> MetroPlan:
-        """Create the plan of the paper's Algorithm 1: no fair shares, and experts by id.
+        """Create the plan of the paper's Algorithm 1: no fair shares, and experts in the order of their ids.
 
         The paper's threads take their locks in any order; this is one of the orders.
 

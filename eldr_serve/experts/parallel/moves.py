@@ -43,7 +43,7 @@ def keep_slots(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
 
 
 def fill_with_replicas(row: ArrayLike, ranks: int) -> Ints:
-    """Return a layer's slots int64[P] with replicas of the next rank's experts, in turn, in the empty ones.
+    """Return a layer's slots, int64[P], with the empty ones filled with the next rank's experts in turn.
 
     Args:
         row: int[P], rank-major; -1: the slot is empty. Every rank holds an expert.
@@ -60,8 +60,8 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
     """Return the moves from one placement to the next, layer by layer, in slices of `max_moves` or fewer.
 
     All moves of a slice read the slots' content before the slice. A slice is larger only if experts without
-    a second copy are exchanged in a cycle, which needs one slice. A slot to be emptied has a move of expert
-    -1 from itself.
+    a second copy are exchanged in a cycle, which needs one slice. A slot that becomes empty gets a move of
+    expert -1 from itself.
 
     Args:
         old, new: int[L, P], the new one from keep_slots; every expert of a layer has a slot in both.

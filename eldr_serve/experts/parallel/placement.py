@@ -76,8 +76,8 @@ class ExpertPlacement:
         method: name of the algorithm that made the placement.
         fingerprint: fingerprint of the trace that the placement was made from.
         report: JSON-able report of the algorithm.
-        expected_tokens: float[L, E], tokens of each expert that the placement was made for, in any unit, by
-            which GRACE-MoE's rules choose replicas; None: unknown.
+        expected_tokens: float[L, E], tokens of each expert that the placement was made for, in any unit.
+            GRACE-MoE's rules choose replicas from them. None: unknown.
 
     Raises:
         UserInputError: an expert has no slot or is unknown, slots or ranks do not divide evenly, or the

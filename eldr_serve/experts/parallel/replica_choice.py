@@ -118,7 +118,7 @@ class Metro(OnePerExpert):
         device: device of the batches.
         gather: sum over all ranks of int32[1, E + 1], if each rank routes its own tokens; None: every rank
             sees all tokens.
-        as_written: choose by the paper's Algorithm 1.
+        as_written: choose with the paper's Algorithm 1.
     """
 
     def __init__(

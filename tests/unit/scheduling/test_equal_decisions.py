@@ -1,9 +1,9 @@
-"""Router and simulator place seeded traffic as recorded.
+"""Router and simulator make the recorded decisions for seeded traffic.
 
-    python tests/unit/scheduling/test_equal_decisions.py            records again
+    python tests/unit/scheduling/test_equal_decisions.py            records them again
 
-The record is of commit 2458aa0. Those of marginal-cost and balance-band are newer, since they learn a request
-only once if it is assigned again.
+The decisions were recorded at commit 2458aa0, except those of marginal-cost and balance-band. Both policies
+have changed since: if a request is assigned again, they no longer learn it a second time.
 """
 
 import hashlib

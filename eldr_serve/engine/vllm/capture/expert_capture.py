@@ -101,7 +101,7 @@ class ExpertCapture(ABC):
     def store_choices(self, layer: int, experts: Tensor) -> None:
         """Store a layer's choices int[T,k]; the hook that a router calls in each forward.
 
-        The tensor has more columns if the experts that all tokens share follow the chosen experts.
+        The tensor has more columns if shared experts, which all tokens use, follow the chosen experts.
         """
 
     @abstractmethod

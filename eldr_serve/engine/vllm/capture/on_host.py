@@ -22,8 +22,8 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 class HostCapture(ExpertCapture):
     """Capture in host memory.
 
-    The hooks keep the routers' own tensors. This is exact because no router's tensor is overwritten after its
-    hook has run, which is true of a model that is not compiled.
+    The hooks keep the routers' own tensors. This is exact because a model that is not compiled overwrites no
+    router's tensor after its hook has run.
 
     Args:
         routers, num_blocks, block_size, reports: see ExpertCapture.

@@ -115,7 +115,7 @@ def _select_kernels_for(capability: tuple[int, int] | None) -> Iterator[None]:
     replacements: dict[str, Any] = dict.fromkeys(_GPU_WHEEL, lambda: True)
     replacements |= {
         "current_platform": Described(),
-        # vLLM imports the classes that round up for some all2all_backends only on GPUs.
+        # For some all2all_backends vLLM rounds sizes up, with classes that it imports only on GPUs.
         "maybe_roundup_layer_hidden_size": lambda hidden_size, *_: hidden_size,
     }
     originals = [
@@ -162,7 +162,7 @@ class DescribedEngine:
             all_arguments["enable_lora"] = False  # adapters on CPUs leave the experts' kernel as it is
         self.config = AsyncEngineArgs(**all_arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
         if capability is not None and self.config.model_config.use_mla:
-            # The one for CPUs with AMX refuses numbers of heads that a rank of an engine on GPUs may have.
+            # The MLA backend for CPUs with AMX refuses some numbers of heads that a rank on a GPU may have.
             self.config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         world = ranks * data_ranks
         sizes = {"WORLD": world, "TP": ranks, "DP": data_ranks, "EP": world}
@@ -205,7 +205,7 @@ class DescribedEngine:
         return len(routers), int(routers[0].global_num_experts) if routers else 0
 
     def check_counting(self) -> None:
-        """Raise UnsupportedEngineError if EldrConnector would, or ConfigurationError for a block size."""
+        """Raise UnsupportedEngineError as EldrConnector would, or ConfigurationError for a bad block size."""
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
         for kind, method in self._kernels():
             if method.is_monolithic:

@@ -1,4 +1,4 @@
-"""The check, made by each connector, that an engine's configuration permits exact signatures."""
+"""The check, made by each connector, that an engine's configuration permits exact expert counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ with internal_imports():
 
 
 def check_engine(vllm_config: VllmConfig, device: str) -> None:
-    """Raise UnsupportedEngineError if this engine cannot be served with exact signatures."""
+    """Raise UnsupportedEngineError if the expert counts of this engine would not be exact."""
     check_version()
     for part in (kv_cache, moe, nixl):
         part.check_vllm_names()

@@ -34,7 +34,7 @@ with internal_imports():
 
 
 def register_layers() -> None:
-    """Make vLLM use the classes below instead of its own, by its out-of-tree registration.
+    """Make vLLM use the classes below instead of its own, through its out-of-tree registration.
 
     Raises:
         UnsupportedEngineError: vLLM is not the checked version, or does not run on a CPU.
@@ -54,7 +54,7 @@ def register_layers() -> None:
 
 
 class PlacedMoERunner(MoERunner):
-    """vLLM's MoE layer as one opaque operator for the compiler, as on GPUs: its sizes depend on the data.
+    """vLLM's MoE layer as one opaque operator for the compiler, since its sizes depend on the data.
 
     With `gather: before-top-k` it routes the tokens of all data-parallel ranks.
     """
@@ -124,7 +124,7 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
             self._runners = vllm_config.compilation_config.static_forward_context
 
     def _init_moe_kernel(self, layer: Any) -> None:
-        """Make vLLM's kernel; with data parallelism replace its exchange of tokens, which CPUs lack."""
+        """Make vLLM's kernel; with data parallelism, replace its exchange of tokens, which CPUs lack."""
         super()._init_moe_kernel(layer)
         if self.moe.use_ep and self.moe.dp_size > 1:
             runner = self._runners[layer.layer_name]

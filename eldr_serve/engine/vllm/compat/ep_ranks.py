@@ -31,7 +31,7 @@ def rank_batches() -> RankBatches:
 
 
 def begin_forward(tokens: int) -> None:
-    """Begin a forward of this rank, in its first MoE layer; without requests its tokens do not count."""
+    """Begin a forward of this rank in its first MoE layer; ignore the tokens of a rank without requests."""
     idle = get_forward_context().attn_metadata is None
     rank_batches().begin(0 if idle else tokens)
 
@@ -58,12 +58,12 @@ class OwnChoices:
 class RankDispatch(FusedMoEPrepareAndFinalizeModular):
     """A dispatch that gathers the tokens of all ranks before a layer's experts, and then sums up the results.
 
-    A rank without requests runs steps with a token of no request, so that others need not wait. That token is
-    left out, so it activates no expert.
+    A rank without requests runs its steps with a dummy token, so that other ranks need not wait. The exchange
+    leaves the dummy token out, so it activates no expert.
 
     Args:
         begins: whether a forward begins in this dispatch, that of the model's first MoE layer.
-        gathers: whether the tokens are still to be gathered; False: they have been before top-k.
+        gathers: whether this dispatch gathers the tokens; False: they were gathered before top-k.
     """
 
     def __init__(self, *, begins: bool, gathers: bool = True) -> None:

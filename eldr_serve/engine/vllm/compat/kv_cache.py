@@ -23,7 +23,7 @@ from eldr_serve.scheduling.prefixes import PrefixCacheSize
 
 @dataclass(frozen=True)
 class CountedGroup:
-    """The KV cache group by whose blocks tokens are counted.
+    """The KV cache group in whose blocks tokens are counted.
 
     Attributes:
         index: index of the group in the engine.

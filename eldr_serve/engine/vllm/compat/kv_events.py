@@ -14,10 +14,10 @@ __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventPublisher", 
 
 
 def collect_events(vllm_config: VllmConfig) -> None:
-    """Change a configuration so that its scheduler collects KV events, which it publishes to nobody.
+    """Change a configuration so that its scheduler collects KV events but publishes none.
 
     Raises:
-        UnsupportedEngineError: vLLM's scheduler has no name that its own publisher would use.
+        UnsupportedEngineError: vLLM's scheduler lacks the method that configures its publisher.
     """
     check_names("the map of cached prefixes", (Scheduler, "get_kv_event_publisher_config"))
     vllm_config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")

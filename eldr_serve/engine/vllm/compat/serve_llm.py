@@ -134,8 +134,8 @@ class QuietLLMServer(LLMServer):
 class _OwnGpus(GPUAccelerator):
     """The GPUs of a replica that runs its engine itself.
 
-    Ray makes the configuration of other GPU engines in a task that needs a GPU beside those of the replica,
-    which a node whose GPUs all belong to the replica does not have.
+    For other GPU engines, Ray makes the configuration in a task that needs one more GPU than the replica. A
+    node whose GPUs all belong to the replica has none left.
     """
 
     @property

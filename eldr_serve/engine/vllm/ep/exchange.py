@@ -1,4 +1,4 @@
-"""The exchange of tokens between data-parallel ranks whose experts are parallel, on CPUs."""
+"""The exchange of tokens between the data-parallel ranks of an expert-parallel CPU engine."""
 
 from __future__ import annotations
 

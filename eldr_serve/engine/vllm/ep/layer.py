@@ -31,7 +31,7 @@ class LayerExperts:
         rule: name of the replica choice (`eldr_serve.experts.parallel.replica_choice`).
         prefill_rule: name of the replica choice for batches of more than `max_decode_tokens` tokens; None: as
             for other batches.
-        max_decode_tokens: the largest batch of all ranks in which every token is of another request.
+        max_decode_tokens: the largest batch of all ranks in which no two tokens are of the same request.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class EldrConnector(NixlPullConnector):
        whole replica ends much later, so its counts are sent at once, with the stats (`take_prompt_counts`).
 
     Attributes:
-        kv_group: the group of the KV cache by whose blocks tokens are counted.
+        kv_group: the group of the KV cache in whose blocks tokens are counted.
         scheduler_side, worker_side: the part that counts experts; a connector has only the side of its role.
     """
 
@@ -109,7 +109,7 @@ class EldrConnector(NixlPullConnector):
         self.scheduler_side.take_counts(meta.counts)
 
     def take_prompt_counts(self) -> dict[str, PromptCounts]:
-        """Return the counts of prompts since the last call, by the callers' names of the prompts."""
+        """Return the counts of prompts since the last call; a key is the caller's name of a prompt."""
         return self.scheduler_side.take_prompt_counts()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

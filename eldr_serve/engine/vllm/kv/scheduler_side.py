@@ -27,7 +27,7 @@ class EldrConnectorScheduler:
 
     Args:
         vllm_config: configuration of the engine.
-        kv_group: the group of the KV cache by whose blocks tokens are counted.
+        kv_group: the group of the KV cache in whose blocks tokens are counted.
 
     Attributes:
         kv_cache_manager: vLLM's KVCacheManager; the scheduler binds it after both have been made.
@@ -45,7 +45,7 @@ class EldrConnectorScheduler:
         self._tracked: dict[str, TrackedRequest] = {}  # the unfinished requests whose experts are counted
         # Prompts whose blocks are held since the last step: engine's id -> caller's name.
         self._held_prompts: dict[str, str] = {}
-        self._prompt_counts: dict[str, PromptCounts] = {}  # by callers' names of the prompts, until taken
+        self._prompt_counts: dict[str, PromptCounts] = {}  # caller's name of a prompt -> counts
         self._warned_of_limit = False
 
     def on_new_request(self, request: Any) -> None:
@@ -61,7 +61,7 @@ class EldrConnectorScheduler:
             self._tracked[request.request_id] = TrackedRequest(request, routes, decode)
 
     def _limit_to_one_token(self, request: Any) -> None:
-        """On a prefill engine with a drafter, end answers before a rejected draft could be counted."""
+        """Cut the answers of a prefill engine with a drafter, before a rejected draft could be counted."""
         if not self._drafts or not self._is_prefill_only or request.max_tokens <= 1:
             return
         if not self._warned_of_limit:

@@ -1,6 +1,7 @@
 """The connector's worker side, in each of vLLM's workers.
 
-It counts the experts of each step after the forward, measures the step, and knows abandoned prompts.
+It counts the experts of each step after the forward, measures the step, and keeps the list of abandoned
+prompts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class EldrConnectorWorker:
 
     Args:
         vllm_config: configuration of the engine.
-        kv_group: the group of the KV cache by whose blocks tokens are counted.
+        kv_group: the group of the KV cache in whose blocks tokens are counted.
         num_blocks: number of blocks of the KV cache.
 
     Attributes:

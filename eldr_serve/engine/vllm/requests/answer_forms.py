@@ -15,7 +15,7 @@ class AnswerForm:
     """The properties of an API method's answers.
 
     Attributes:
-        json_options: arguments by which vLLM's server serializes an answer.
+        json_options: arguments with which vLLM's server serializes an answer.
         has_plain_streams: `PlainStream` may serialize chunks of a stream.
         renders_text_alone: vLLM renders the prompt from the request's text, so token ids cannot replace it.
         has_random_ids: parts of an answer have random ids, so no other engine can continue it.

@@ -1,4 +1,4 @@
-"""The continuation of an answer by another engine than the one that has begun it.
+"""The continuation of an answer on another engine than the one that began it.
 
 It runs in the replica. The ingress receives the ids of generated tokens with the bytes made from them. If the
 engine is lost, another engine receives the ids, and computes prompt and ids as one prompt. There vLLM's

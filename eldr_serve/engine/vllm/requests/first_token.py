@@ -15,7 +15,7 @@ from eldr_serve.engine.vllm.requests.continuation import prompt_with_generated
 
 
 class _PromptKnownError(BaseException):
-    """The end of vLLM's work on an answer, as soon as its prompt is known.
+    """Ends vLLM's work on an answer as soon as its prompt is known.
 
     It is not an Exception, because vLLM catches every Exception.
     """

@@ -1,8 +1,8 @@
-"""The chunks of plain streams in a replica, made without pydantic, byte for byte as by vLLM's server.
+"""The chunks of plain streams, made in a replica without pydantic but with the bytes of vLLM's server.
 
 vLLM's own generator makes the first and last chunks of a stream, and one more with a marker as its text. This
-chunk, split at the marker, is the template of all chunks in the middle. A generator that asks for
-another output before it has made that chunk makes all chunks of its stream.
+chunk, split at the marker, is the template of all chunks in the middle. If the generator asks for another
+output before it has made that chunk, it makes all chunks of its stream.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_plain(serving: Any, request: Any) -> bool:
     return (
         (request.n or 1) == 1
         and not has_several_prompts(getattr(request, "prompt", None))
-        and (request.logprobs is None or request.logprobs is False)  # a completion's 0 requests one
+        and (request.logprobs is None or request.logprobs is False)  # in a completion, 0 asks for one too
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)
         and getattr(serving, "parser_cls", None) is None
