@@ -231,7 +231,7 @@ def objectives(
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
         services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}
         # The first margins come from these answers.
-        asyncio.run(_send_closed_loop(client.url, requests, fit.in_flight, headers))
+        asyncio.run(_send_closed_loop(client.url, requests, fitting.in_flight, headers))
         answers = send_in_turn(
             services, requests, per_s=_OVERLOAD * fitting.per_s, rounds=rounds, seconds=seconds, seed=seed
         )
