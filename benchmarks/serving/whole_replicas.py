@@ -361,7 +361,7 @@ def _publish(
     workloads: list[str],
     settings: ComparisonSettings,
 ) -> None:
-    """Publish the rows in wall-clock time and at the cores' mean speed."""
+    """Publish the rows by wall clock and at the cores' mean speed."""
     normalised = at_mean_speed(trials, clock)
     table = [
         {"clock": name, **row}

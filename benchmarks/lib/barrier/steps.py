@@ -55,7 +55,7 @@ class RankSteps:
         return float(self.requests[timed].sum() / self.seconds[timed].sum())
 
     def between(self, from_s: float, until_s: float) -> RankSteps:
-        """Return the steps that start in this period of time.perf_counter()."""
+        """Return the steps that start in this period, by time.perf_counter()."""
         inside = (self.start_s >= from_s) & (self.start_s < until_s)
         return RankSteps(
             self.start_s[inside], self.seconds[inside], self.requests[inside], self.kv_tokens[inside]
