@@ -93,7 +93,7 @@ def _keys(column: str) -> list[str]:
 def _value(row: dict[str, Any], key: str, *interval: str) -> str:
     bounds, value = [row.get(bound) for bound in interval], row.get(key)
     if key in _VALUES:
-        return _VALUES[key][value]
+        return _VALUES[key][str(value)]
     if not interval or None in bounds:
         return _number(value)
     return f"{_number(value)} [{', '.join(map(_number, bounds))}]"
