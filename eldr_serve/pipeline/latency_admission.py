@@ -125,7 +125,7 @@ class LatencyAdmission:
             if now_s - measured_at_s >= _TRIAL_S:
                 self._trial_at_s = now_s
                 return
-            retry_s = measured_at_s + _TRIAL_S - now_s
+            retry_s = _TRIAL_S - (now_s - measured_at_s)
         else:
             retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
         self._counters.count(IngressEvent.REFUSED_OBJECTIVE)

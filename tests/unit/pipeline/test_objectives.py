@@ -134,7 +134,7 @@ def test_a_request_that_would_wait_too_long_is_refused_until_it_would_not() -> N
         assert await service.send(ttft_s=6.0, seed=3) is not None
 
     run(service, main)
-    assert retry_after_s(service) == [4, 4, 60]  # 3.1 s and 3.2 s
+    assert retry_after_s(service) == [4, 4, 10]  # 3.1 s and 3.2 s
     assert "first token after 5100 ms (objective: 2000 ms)" in str(service.refusals[0])
     assert {error.status for error in service.refusals} == {503}
     assert service.counters.events.count("refused_objective") == 3
@@ -254,7 +254,7 @@ def test_a_request_may_retry_when_enough_others_will_have_ended() -> None:
             task.cancel()
 
     run(service, main)
-    assert retry_after_s(service) == [8, 60]
+    assert retry_after_s(service) == [8, 10]
     assert "a token every 60.0 ms (objective: 45 ms)" in str(service.refusals[0])
 
 
