@@ -30,6 +30,15 @@ from tests.e2e.service import (
 )
 
 PORT = 8231
+# Files that run last, in this order. The first and the third end with a test that kills an engine of the
+# demo, which starts again while the application of the next file starts. The last drains an engine for good.
+LAST = (
+    "test_when_engines_die.py",
+    "test_whole_replicas.py",
+    "test_resumed_answers.py",
+    "test_wide_expert_parallel.py",
+    "test_when_workers_leave.py",
+)
 _POLICY = """
 from eldr_serve.scheduling import Decision, Policy
 from pydantic import Field
@@ -48,8 +57,19 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll hi
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests. Run those first whose engines use the NIXL ports of the suite's application."""
-    items.sort(key=lambda item: item.path.name != "test_benchmarks_of_serving.py")
+    """Mark the tests and order their files.
+
+    First come those whose engines use the NIXL ports of the suite's application.
+    """
+
+    def place(item: pytest.Item) -> int:
+        if item.path.parent != Path(__file__).parent:
+            return 0
+        if item.path.name == "test_benchmarks_of_serving.py":
+            return -1
+        return 1 + LAST.index(item.path.name) if item.path.name in LAST else 0
+
+    items.sort(key=place)
     for item in items:
         if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)

@@ -230,7 +230,8 @@ def session_logs() -> Path:
 
 
 def controller_log() -> str:
-    files = sorted(session_logs().glob("serve/controller*.log"))
+    """Return the logs of all controllers of Serve, that of the running one last."""
+    files = sorted(session_logs().glob("serve/controller*.log"), key=lambda file: file.stat().st_mtime)
     return "".join(file.read_text(errors="replace") for file in files)
 
 
