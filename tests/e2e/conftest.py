@@ -30,12 +30,14 @@ from tests.e2e.service import (
 )
 
 PORT = 8231
-# Files that run last, in this order. The first and the third end with a test that kills an engine of the
-# demo, which starts again while the application of the next file starts. The last drains an engine for good.
+# Files that run last, in this order. Some end with a test that kills an engine of the demo. It starts again
+# while the application of the next file starts. The last file drains an engine for good.
 LAST = (
-    "test_when_engines_die.py",
+    "test_when_engines_die.py",  # kills one
+    "test_signature_pool.py",
+    "test_resumed_answers.py",  # kills one
     "test_whole_replicas.py",
-    "test_resumed_answers.py",
+    "test_dead_core.py",  # kills one
     "test_wide_expert_parallel.py",
     "test_when_workers_leave.py",
 )
