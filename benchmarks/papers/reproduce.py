@@ -19,6 +19,7 @@ from benchmarks.papers.figures import (
     eldr_parallel,
     eldr_signatures,
     grace,
+    grace_forms,
     metro,
     predicted,
     together,
@@ -33,7 +34,7 @@ from loadgen.results import publish
 PAPERS = {
     "eldr": eldr.FIGURES | eldr_parallel.FIGURES | eldr_signatures.FIGURES | eldr_domains.FIGURES,
     "balanceroute": balanceroute.FIGURES,
-    "grace": grace.FIGURES,
+    "grace": grace.FIGURES | grace_forms.FIGURES,
     "metro": metro.FIGURES,
     "director": director.FIGURES,
     "together": together.FIGURES,

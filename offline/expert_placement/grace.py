@@ -11,7 +11,9 @@ from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.grouping import (
+    OURS,
     RATIOS,
+    Grouping,
     find_knee,
     hierarchical_groups,
     node_groups,
@@ -29,6 +31,7 @@ def grace_placement(
     *,
     ratio: float | None = None,
     seed: int = 0,
+    grouping: Grouping = OURS,
 ) -> tuple[Ints, dict[str, Any]]:
     """Place hierarchical groups, replicas of overloaded experts, and spare slots by load (4.1, 4.2).
 
@@ -41,6 +44,7 @@ def grace_placement(
         load: [L, E], from `expert_load`.
         num_physical: total slots, P.
         ratio: non-uniformity within a node; None: at the knee of U over S, over all layers and nodes.
+        grouping: ours, or the paper's form.
 
     Returns:
         int[L, P], and a report: ratio, U and S (Eq. 1, means over layers), mean and largest load skew
@@ -55,10 +59,12 @@ def grace_placement(
         raise UserInputError(f"affinity of shape {pairs.shape} does not match load of shape {tokens.shape}")
     capacity = slots_per_rank(experts, num_physical, topology.ranks)
     if ratio is None:
-        ratio = knee_ratio(pairs, topology, capacity=capacity, seed=seed)
+        ratio = knee_ratio(pairs, topology, capacity=capacity, seed=seed, grouping=grouping)
     rows, reports = [], []
     for matrix, counts in zip(pairs, tokens, strict=True):
-        primary = hierarchical_groups(matrix, topology, ratio=ratio, capacity=capacity, seed=seed)
+        primary = hierarchical_groups(
+            matrix, topology, ratio=ratio, capacity=capacity, seed=seed, grouping=grouping
+        )
         replicated = add_replicas(counts, primary, topology.ranks, capacity=capacity)
         hosts = fill_slots(counts, replicated, capacity)
         rows.append(np.concatenate([np.flatnonzero(column) for column in hosts.T]))
@@ -77,14 +83,22 @@ def grace_placement(
     return np.stack(rows), {"ratio": ratio, **means, "load_skew_max": max(r[2] for r in reports)}
 
 
-def knee_ratio(affinity: Floats, topology: Topology, *, capacity: int | None = None, seed: int = 0) -> float:
+def knee_ratio(
+    affinity: Floats,
+    topology: Topology,
+    *,
+    capacity: int | None = None,
+    seed: int = 0,
+    grouping: Grouping = OURS,
+) -> float:
     """Return the non-uniformity ratio at the knee of U over S (Eq. 1), over all layers and nodes."""
     inner = [
         matrix[np.ix_(members, members)]
         for matrix in affinity
-        for members in node_groups(matrix, topology, capacity=capacity, seed=seed)
+        for members in node_groups(matrix, topology, capacity=capacity, seed=seed, grouping=grouping)
     ]
-    curve = ratio_curve(inner, topology.ranks // topology.nodes, capacity=capacity, seed=seed)
+    each = topology.ranks // topology.nodes
+    curve = ratio_curve(inner, each, capacity=capacity, seed=seed, grouping=grouping)
     return RATIOS[find_knee(curve)]
 
 

@@ -6,7 +6,9 @@ expert.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from sklearn.cluster import SpectralClustering
@@ -18,23 +20,21 @@ from eldr_serve.experts.parallel.placement import Topology
 RATIOS = tuple(tenths / 10 for tenths in range(11))
 
 
-def spectral_groups(affinity: Floats, groups: int, *, seed: int = 0) -> Ints:
+def spectral_groups(
+    affinity: Floats, groups: int, *, labels: Literal["cluster_qr", "kmeans"] = "cluster_qr", seed: int = 0
+) -> Ints:
     """Group experts fully non-uniformly: affinity determines the sizes.
 
-    Labels are assigned by pivoted QR, not by k-means. On observed routes of GPT-OSS-20B and of the demo model
-    this took a third of the time. The traffic was within 4 % of k-means', and the load a tenth to a quarter
-    less skewed.
+    Pivoted QR assigns the `labels` by default, k-means in the paper's form (`grace_paper`).
     """
     n = len(affinity)
     if groups >= n or groups == 1:
         return np.arange(n) % groups
     # The embedding needs a connected graph, also if an expert was never seen.
     connected = affinity + 1e-6 * max(float(affinity.mean()), 1e-6)
-    clustering = SpectralClustering(
-        groups, affinity="precomputed", assign_labels="cluster_qr", random_state=seed
-    )
-    labels: Ints = clustering.fit_predict(connected).astype(np.int64)
-    return labels
+    clustering = SpectralClustering(groups, affinity="precomputed", assign_labels=labels, random_state=seed)
+    group_of: Ints = clustering.fit_predict(connected).astype(np.int64)
+    return group_of
 
 
 def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high: int) -> Ints:
@@ -74,10 +74,30 @@ def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high:
     return label
 
 
-def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Grouping:
+    """A form of controlled non-uniform grouping; the default is ours, `grace_paper.AS_WRITTEN` the paper's.
+
+    Attributes:
+        labels: how spectral clustering assigns groups.
+        bound: moves experts until all groups have a size within bounds; called as `bounded_groups` is.
+        least_slack: experts by which a group's size may differ at ratio 0.
+    """
+
+    labels: Literal["cluster_qr", "kmeans"] = "cluster_qr"
+    bound: Callable[[Floats, Ints, int, int, int], Ints] = bounded_groups
+    least_slack: int = 0
+
+
+OURS = Grouping()
+
+
+def size_bounds(
+    n: int, groups: int, ratio: float, capacity: int | None = None, *, least_slack: int = 0
+) -> tuple[int, int]:
     """Return the bounds of a group's size at non-uniformity `ratio`: E - d to E + d, d = E * ratio.
 
-    Ratio 0 is uniform. No group exceeds `capacity`.
+    At ratio 0, d is `least_slack`. No group exceeds `capacity`.
 
     Raises:
         UserInputError: fewer experts than groups, or more than the groups' capacity.
@@ -85,7 +105,7 @@ def size_bounds(n: int, groups: int, ratio: float, capacity: int | None = None) 
     if not groups <= n <= groups * (capacity or n):
         raise UserInputError(f"{n} experts cannot be divided into {groups} groups of 1 to {capacity or n}")
     ideal = n // groups
-    slack = max(1, round(ideal * ratio)) if ratio > 0 else 0
+    slack = max(1, round(ideal * ratio)) if ratio > 0 else least_slack
     high = max(ideal + slack, -(-n // groups))
     return max(1, ideal - slack), min(high, capacity or n)
 
@@ -104,15 +124,17 @@ def ratio_curve(
     ratios: Sequence[float] = RATIOS,
     capacity: int | None = None,
     seed: int = 0,
+    grouping: Grouping = OURS,
 ) -> Floats:
     """Return float[len(ratios), 2]: (U, S) at each non-uniformity ratio, mean over the layers' affinities."""
     curve = []
-    initial = [spectral_groups(affinity, groups, seed=seed) for affinity in affinities]
+    initial = [spectral_groups(a, groups, labels=grouping.labels, seed=seed) for a in affinities]
     for ratio in ratios:
         points = []
         for affinity, start in zip(affinities, initial, strict=True):
-            bounds = size_bounds(len(affinity), groups, ratio, capacity)
-            points.append(utilisation(affinity, bounded_groups(affinity, start, groups, *bounds), groups))
+            n, slack = len(affinity), grouping.least_slack
+            bounds = size_bounds(n, groups, ratio, capacity, least_slack=slack)
+            points.append(utilisation(affinity, grouping.bound(affinity, start, groups, *bounds), groups))
         curve.append(np.mean(points, axis=0))
     return np.array(curve)
 
@@ -127,34 +149,46 @@ def find_knee(curve: Floats) -> int:
 
 
 def hierarchical_groups(
-    affinity: Floats, topology: Topology, *, ratio: float, capacity: int | None = None, seed: int = 0
+    affinity: Floats,
+    topology: Topology,
+    *,
+    ratio: float,
+    capacity: int | None = None,
+    seed: int = 0,
+    grouping: Grouping = OURS,
 ) -> Ints:
     """Return int[n], the rank of each expert. Groups are fully non-uniform across nodes, controlled within.
 
     Args:
         ratio: non-uniformity within a node.
         capacity: maximum experts per rank; None: any number.
+        grouping: the form, ours or the paper's.
 
     Raises:
         UserInputError: fewer experts than ranks, or more than their capacity.
     """
     rank = np.empty(len(affinity), np.int64)
     each = topology.ranks // topology.nodes
-    for node, members in enumerate(node_groups(affinity, topology, capacity=capacity, seed=seed)):
+    nodes = node_groups(affinity, topology, capacity=capacity, seed=seed, grouping=grouping)
+    for node, members in enumerate(nodes):
         inner = affinity[np.ix_(members, members)]
-        bounds = size_bounds(len(members), each, ratio, capacity)
-        rank[members] = node * each + bounded_groups(
-            inner, spectral_groups(inner, each, seed=seed), each, *bounds
-        )
+        bounds = size_bounds(len(members), each, ratio, capacity, least_slack=grouping.least_slack)
+        initial = spectral_groups(inner, each, labels=grouping.labels, seed=seed)
+        rank[members] = node * each + grouping.bound(inner, initial, each, *bounds)
     return rank
 
 
 def node_groups(
-    affinity: Floats, topology: Topology, *, capacity: int | None = None, seed: int = 0
+    affinity: Floats,
+    topology: Topology,
+    *,
+    capacity: int | None = None,
+    seed: int = 0,
+    grouping: Grouping = OURS,
 ) -> list[Ints]:
     """Return the experts of each node: non-uniform, but with one to `capacity` experts per rank."""
     n, each = len(affinity), topology.ranks // topology.nodes
-    initial = spectral_groups(affinity, topology.nodes, seed=seed)
+    initial = spectral_groups(affinity, topology.nodes, labels=grouping.labels, seed=seed)
     max_size = n if capacity is None else each * capacity
-    label = bounded_groups(affinity, initial, topology.nodes, each, max_size)
+    label = grouping.bound(affinity, initial, topology.nodes, each, max_size)
     return [np.flatnonzero(label == node) for node in range(topology.nodes)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from offline.expert_placement.director_paper import director_paper_placement
 from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.evaluate import home_ranks
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.grace_paper import AS_WRITTEN
+from offline.expert_placement.grouping import OURS, Grouping
 
 Report = dict[str, Any]
 
@@ -88,9 +90,11 @@ def _place_by_activation(problem: Problem) -> tuple[Ints, Report]:
     return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
 
 
-def _place_by_grace(problem: Problem) -> tuple[Ints, Report]:
+def _place_by_grace(problem: Problem, grouping: Grouping = OURS) -> tuple[Ints, Report]:
     affinity = co_activation(problem.routes, problem.num_experts)
-    return grace_placement(affinity, problem.load, problem.slots, problem.topology, seed=problem.seed)
+    return grace_placement(
+        affinity, problem.load, problem.slots, problem.topology, seed=problem.seed, grouping=grouping
+    )
 
 
 def _place_by_director(problem: Problem) -> tuple[Ints, Report]:
@@ -121,6 +125,7 @@ METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
     "eplb": _place_by_eplb,
     "activation": _place_by_activation,
     "grace": _place_by_grace,
+    "grace-paper": partial(_place_by_grace, grouping=AS_WRITTEN),
     "director": _place_by_director,
     "director-paper": _place_by_director_paper,
 }

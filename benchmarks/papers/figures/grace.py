@@ -114,14 +114,16 @@ def strictness(options: Options) -> Rows:
                 rule = weighted_rule(fit.load, hosts, seed=seed)
                 share = 100 * float(in_heaviest.mean()) if copies else None
                 arms.append(("b", f"{copies} {kind}", hosts, rule, share))
-        columns_by_arm = [_columns(evaluate(batches, hosts, topology, rule)) for _, _, hosts, rule, _ in arms]
+        columns_by_arm = [
+            traffic_and_load(evaluate(batches, hosts, topology, rule)) for _, _, hosts, rule, _ in arms
+        ]
         return [
             {"part": part, "placement": name, **columns, "in_heaviest_pct": share}
             | {"traffic_change_pct": change_pct(columns["copies"], columns_by_arm[0]["copies"])}
             for (part, name, _, _, share), columns in zip(arms, columns_by_arm, strict=True)
         ]
 
-    return _mean_over_seeds(options, rows)
+    return mean_over_seeds(options, rows)
 
 
 def concentration(options: Options) -> Rows:
@@ -152,7 +154,7 @@ def concentration(options: Options) -> Rows:
             )
         return result
 
-    return _mean_over_seeds(options, rows)
+    return mean_over_seeds(options, rows)
 
 
 def ratios(options: Options) -> Rows:
@@ -160,16 +162,16 @@ def ratios(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []
-        for topology, fit, batches in _fit_each_topology(trace, options, seed):
+        for topology, fit, batches in fit_each_topology(trace, options, seed):
             knee = knee_ratio(fit.affinity, topology)
             for ratio in RATIOS:
                 groups = fit.group_experts(ratio)
-                columns = _columns(evaluate(batches, fit.hosts(groups), topology, serve_even))
+                columns = traffic_and_load(evaluate(batches, fit.hosts(groups), topology, serve_even))
                 layers = zip(fit.affinity, groups, strict=True)
                 use, deviation = np.mean([utilisation(a, g, topology.ranks) for a, g in layers], axis=0)
                 result.append(
                     {
-                        "ranks": _name_of(topology),
+                        "ranks": name_of(topology),
                         "ratio": ratio,
                         "affinity_within_pct": 100 * float(use),
                         "size_deviation_experts": float(deviation),
@@ -179,7 +181,7 @@ def ratios(options: Options) -> Rows:
                 )
         return result
 
-    return _mean_over_seeds(options, rows)
+    return mean_over_seeds(options, rows)
 
 
 # The paper's change of an arm against another, on its three models or their mean, %.
@@ -212,14 +214,14 @@ def components(options: Options) -> Rows:
 
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []
-        for topology, fit, batches in _fit_each_topology(trace, options, seed):
+        for topology, fit, batches in fit_each_topology(trace, options, seed):
             columns_by_arm = {
-                name: (_columns(evaluate(batches, hosts, topology, rule)), replicas)
+                name: (traffic_and_load(evaluate(batches, hosts, topology, rule)), replicas)
                 for name, hosts, rule, replicas in _arms(fit, seed)
             }
             for name, (columns, replicas) in columns_by_arm.items():
                 base = AGAINST.get(name, "linear")
-                row: dict[str, Any] = {"ranks": _name_of(topology), "arm": name, "replicas_a_layer": replicas}
+                row: dict[str, Any] = {"ranks": name_of(topology), "arm": name, "replicas_a_layer": replicas}
                 row |= columns | {"against": base}
                 for column in ("far_forwarded", "near_forwarded", "load_std_pct", "idle_pct"):
                     key = column.removesuffix("_pct")
@@ -228,7 +230,7 @@ def components(options: Options) -> Rows:
                 result.append(row)
         return result
 
-    return _mean_over_seeds(options, rows)
+    return mean_over_seeds(options, rows)
 
 
 def generalisation(options: Options) -> Rows:
@@ -252,10 +254,12 @@ def generalisation(options: Options) -> Rows:
         for domain, (_, held_out) in parts.items():
             batches = _batches(trace, held_out, options, seed)
             columns_by_fit = {
-                name: _columns(evaluate(batches, hosts, topology, _local(fits[name], hosts, seed)))
+                name: traffic_and_load(
+                    evaluate(batches, hosts, topology, nearest_replica(fits[name], hosts, seed))
+                )
                 for name, hosts in hosts_by_fit.items()
             }
-            linear = _columns(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
+            linear = traffic_and_load(evaluate(batches, fits[domain].linear, topology, serve_even))["copies"]
             for name, columns in columns_by_fit.items():
                 result.append(
                     {
@@ -276,7 +280,7 @@ def generalisation(options: Options) -> Rows:
             result.append({"evaluated_on": "all", "fitted_on": name} | worst)
         return result
 
-    return _mean_over_seeds(options, rows)
+    return mean_over_seeds(options, rows)
 
 
 def _arms(fit: ExpertStatistics, seed: int) -> list[tuple[str, Bools, Rule, float]]:
@@ -297,18 +301,18 @@ def _arms(fit: ExpertStatistics, seed: int) -> list[tuple[str, Bools, Rule, floa
         ("HG", fit.hosts(primary), serve_even),
         ("HG+FR, WRR", one_replica, weighted_rule(fit.load, one_replica, seed=seed)),
         ("HG+DR, WRR", dynamic, weighted_rule(fit.load, dynamic, seed=seed)),
-        ("HG+DR, TAR", dynamic, _local(fit, dynamic, seed)),
-        ("equal slots, TAR", grace, _local(fit, grace, seed)),
+        ("HG+DR, TAR", dynamic, nearest_replica(fit, dynamic, seed)),
+        ("equal slots, TAR", grace, nearest_replica(fit, grace, seed)),
         ("EPLB, as many slots", eplb, serve_even),
     ]
     return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
 
 
-def _local(fit: ExpertStatistics, hosts: Bools, seed: int) -> Rule:
+def nearest_replica(fit: ExpertStatistics, hosts: Bools, seed: int) -> Rule:
     return local_rule(fit.load, hosts, fit.topology, seed=seed)
 
 
-def _columns(figures: dict[str, float]) -> dict[str, float]:
+def traffic_and_load(figures: dict[str, float]) -> dict[str, float]:
     """Return the columns of the figures. `copies` is all traffic, per token and layer."""
     columns = ("near_forwarded", "far_forwarded", "load_std_pct", "idle_pct", "experts_worst_rank")
     return {"copies": figures["near_forwarded"] + figures["far_forwarded"]} | {c: figures[c] for c in columns}
@@ -324,7 +328,7 @@ def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tu
     return first, second
 
 
-def _fit_each_topology(
+def fit_each_topology(
     trace: CalibrationTrace, options: Options, seed: int
 ) -> Iterator[tuple[Topology, ExpertStatistics, Ints]]:
     """Yield each topology with the statistics of one half of the requests and batches of the other."""
@@ -338,11 +342,11 @@ def _batches(trace: CalibrationTrace, requests: Ints, options: Options, seed: in
     return sample_batches(trace, requests, TOKENS, options.requests or BATCHES, seed=seed + 1)
 
 
-def _name_of(topology: Topology) -> str:
+def name_of(topology: Topology) -> str:
     return f"{topology.nodes} x {topology.ranks // topology.nodes}"
 
 
-def _mean_over_seeds(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
+def mean_over_seeds(options: Options, make: Callable[[CalibrationTrace, int], Rows]) -> Rows:
     """Return the rows of each trace, with numbers averaged over the seeds."""
     paths = options.all_traces("calibration traces with routes, or published routes")
     traces = {path: read_calibration_trace(path) for path in paths}
@@ -357,38 +361,38 @@ def _mean_over_seeds(options: Options, make: Callable[[CalibrationTrace, int], R
     return rows
 
 
-_PANELS = ("model", "ranks")
+PANELS = ("model", "ranks")
 FIGURES = {
     "fig1": PaperFigure(
         "Strictness of grouping against traffic; which experts to replicate (Figure 1)",
         "non-uniform groups send less than uniform ones, and those less than linear; replicas of highly "
         "active experts balance load better than of widely collaborative ones, until there are too many",
         strictness,
-        bar_plot("placement", "load_std_pct", _PANELS),
+        bar_plot("placement", "load_std_pct", PANELS),
     ),
     "fig3": PaperFigure(
         "Load of the heaviest group and of its experts (Figure 3)",
         "a few groups of a layer carry most tokens, and in the heaviest a few experts do",
         concentration,
-        line_plot("layer", "heaviest_group_pct", "lightest_group_pct", "hot_load_pct", panels=_PANELS),
+        line_plot("layer", "heaviest_group_pct", "lightest_group_pct", "hot_load_pct", panels=PANELS),
     ),
     "ratio": PaperFigure(
         "Non-uniformity ratio: affinity within groups, sizes, traffic and load (Eq. 1, section 4.1)",
         "the knee of U over S is chosen",
         ratios,
-        line_plot("size_deviation_experts", "affinity_within_pct", panels=_PANELS),
+        line_plot("size_deviation_experts", "affinity_within_pct", panels=PANELS),
     ),
     "fig5": PaperFigure(
         "Grouping, replication and routing at 2 x 2 and 2 x 4 (Figure 5)",
         "OLMoE / DeepSeek-v2-lite / Qwen3-30B-A3B at 2 x 2, each arm against the one it is added to",
         components,
-        bar_plot("arm", "copies", _PANELS),
+        bar_plot("arm", "copies", PANELS),
     ),
     "fig6": PaperFigure(
         "Traffic of placements fitted on other domains (Figure 6)",
         "at most +20.1 / +14.2 / +57.1 % against the own data set, at least -17.5 / -18.1 / -14.6 % against "
         "Vanilla; a mixture generalises better than any single data set",
         generalisation,
-        bar_plot("{fitted_on} on {evaluated_on}", "against_linear_pct", _PANELS),
+        bar_plot("{fitted_on} on {evaluated_on}", "against_linear_pct", PANELS),
     ),
 }

@@ -21,6 +21,7 @@ from offline.expert_placement.evaluate import (
     serve_even,
 )
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.grace_paper import controlled_groups, polling_weights_as_written
 from offline.expert_placement.grouping import (
     bounded_groups,
     find_knee,
@@ -103,6 +104,42 @@ def test_the_weakest_member_moves_to_the_group_of_highest_affinity() -> None:
     assert label.tolist() == [0, 0, 0, 2, 1, 2]  # expert 3 to the group of expert 5
     label = bounded_groups(affinity, np.array([0, 0, 0, 0, 0, 2]), 3, 1, 5)
     assert label.tolist() == [0, 0, 0, 0, 1, 2]  # the empty group gets the expert that loses least
+
+
+@quick
+@given(st.integers(0, 9999), st.integers(4, 14), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
+def test_the_papers_groups_keep_their_bounds_too(seed: int, n: int, groups: int, low: int, high: int) -> None:
+    rng = np.random.default_rng(seed)
+    half = rng.exponential(size=(n, n))
+    affinity, initial = half + half.T, rng.integers(0, groups, n)
+    if not groups * low <= n <= groups * high:
+        with pytest.raises(ValueError, match="cannot be divided into"):
+            controlled_groups(affinity, initial, groups, low, high)
+        return
+    label = controlled_groups(affinity, initial, groups, low, high)
+    before, size = (np.bincount(labels, minlength=groups) for labels in (initial, label))
+    assert len(size) == groups
+    assert low <= size.min() <= size.max() <= high
+    if low <= before.min() <= before.max() <= high:
+        assert np.array_equal(label, initial)
+
+
+def test_the_paper_moves_an_expert_to_the_group_with_the_highest_total() -> None:
+    affinity = np.zeros((8, 8))
+    for i, j, value in ((0, 1, 9), (0, 2, 9), (1, 2, 9), (0, 3, 2), (3, 6, 5), (4, 5, 20)):
+        affinity[i, j] = affinity[j, i] = value
+    initial = np.array([0, 0, 0, 0, 1, 1, 2, 2])
+    # Group 1 has the highest total, though expert 3 has affinity to group 2 alone.
+    assert controlled_groups(affinity, initial, 3, 1, 3).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert bounded_groups(affinity, initial, 3, 1, 3).tolist() == [0, 0, 0, 2, 1, 1, 2, 2]
+
+
+def test_the_papers_polling_weights_divide_the_load_of_the_whole_group() -> None:
+    load, primary = np.array([60.0, 30, 10, 20]), np.array([0, 0, 1, 2])
+    hosts = primary[:, None] == np.arange(3)
+    hosts[0] = True  # the heaviest rank's expert 0 on all three ranks: W_max 90, W_r 60, W_p 90 / 3
+    assert (1 / polling_weights_as_written(load, primary, hosts)).tolist() == [60, 40, 50]
+    assert (1 / polling_weights(load, hosts)).tolist() == [50, 30, 40]
 
 
 def test_group_sizes_and_replicas_equal_the_papers() -> None:

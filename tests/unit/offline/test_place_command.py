@@ -128,7 +128,7 @@ def test_cost_memory_and_vllms_format_can_be_added(
     [
         (
             {"method": "nobody"},
-            "unknown method 'nobody': there are activation, director, director-paper, eplb, grace",
+            "unknown method 'nobody': there are activation, director, director-paper, eplb, grace, ",
         ),
         ({"method": "director"}, "give their --cost"),
         ({"ranks": 4, "nodes": 3}, "4 ranks cannot be split evenly over 3 nodes: change --nodes"),

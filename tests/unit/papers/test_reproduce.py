@@ -8,11 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.papers.figures import balanceroute, director, eldr, eldr_parallel, grace, shifting, together
+from benchmarks.papers.figures import (
+    balanceroute,
+    director,
+    eldr,
+    eldr_parallel,
+    grace,
+    grace_forms,
+    shifting,
+    together,
+)
 from benchmarks.papers.figures.common import Options
 from benchmarks.papers.reproduce import reproduce
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from offline.expert_placement.grace_paper import polling_weights_as_written
 from offline.scenario import ScenarioInputs
 from tests.support.in_process import command, sentence
 from tests.support.traces import favourites_trace, save_trace, synthetic_trace
@@ -188,6 +198,27 @@ def test_components_change_traffic_and_load_as_in_the_paper(four_domains: Path) 
         assert local["against"] == "HG+DR, WRR"
     ours, eplb = (row_of(rows, ranks="2 x 2", arm=arm) for arm in ("equal slots, TAR", "EPLB, as many slots"))
     assert ours["copies"] < eplb["copies"]
+
+
+def test_the_papers_forms_of_grouping_are_compared_with_ours(
+    four_domains: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append("polling")
+        return polling_weights_as_written(*arguments)
+
+    monkeypatch.setattr(grace_forms, "polling_weights_as_written", counted)
+    rows = grace_forms.forms(Options((four_domains,), requests=4))
+    assert len(calls) == 2 * 2  # topologies, layers
+    for ranks in ("2 x 2", "2 x 4"):
+        for part in ("grouping", "all"):
+            of_part = [row for row in rows if (row["ranks"], row["part"]) == (ranks, part)]
+            assert [row["form"] for row in of_part] == list(grace_forms.GROUPINGS)
+            assert of_part[0]["copies_change_pct"] == of_part[0]["load_std_change_pct"] == 0
+        polling = [row["form"] for row in rows if (row["ranks"], row["part"]) == (ranks, "polling")]
+        assert polling == ["ours", "as in the paper"]
 
 
 def test_the_other_figures_have_their_rows(four_domains: Path) -> None:
