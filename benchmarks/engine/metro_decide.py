@@ -3,7 +3,8 @@
     python -m benchmarks.engine.metro_decide
 
 numpy and torch run on one CPU core. They decide one layer at a time, as in an engine, and 48 layers at once,
-as in a simulation. On a CUDA device, the Triton kernel runs in a CUDA graph of 48 consecutive layers, whose
+as in a simulation. The optimum (bisection and matching, METRO's section IV-B and Figure 6) decides one layer.
+On a CUDA device, the Triton kernel runs in a CUDA graph of 48 consecutive layers, whose
 replays are timed by events. The placements are EPLB's for skewed loads. 60 % of the experts have tokens.
 """
 
@@ -21,6 +22,7 @@ import torch
 import typer
 
 from benchmarks.lib import options
+from benchmarks.lib.ep.replica_choice import route_optimal
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
@@ -60,7 +62,7 @@ def metro_decide(
         seed=seed,
         out=out,
         inputs={"calls": calls},
-        notes=f"One core. All forms of the table choose the same replicas{cuda}.",
+        notes=f"One core. All forms but the optimum choose the same replicas{cuda}.",
     )
 
 
@@ -76,6 +78,8 @@ def _forms(hosts: np.ndarray, batches: list[np.ndarray]) -> list[tuple[str, int,
                 raise RuntimeError("TorchMetro chose other replicas than MetroPlan")
         forms.append(("numpy", layers, partial(_time_by_clock, plan.route, arrays)))
         forms.append(("torch, CPU", layers, partial(_time_by_clock, metro.route, tensors)))
+    optimum = partial(route_optimal, hosts=hosts[:1])
+    forms.append(("optimum", 1, partial(_time_by_clock, optimum, [batch[:1] for batch in batches])))
     if torch.cuda.is_available():
         forms.append(("triton, CUDA graph", LAYERS, partial(_time_by_events, hosts, batches)))
     return forms
