@@ -16,6 +16,7 @@ from benchmarks.papers.figures import (
     director,
     eldr,
     eldr_domains,
+    eldr_gates,
     eldr_parallel,
     eldr_signatures,
     grace,
@@ -32,7 +33,11 @@ from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.results import publish
 
 PAPERS = {
-    "eldr": eldr.FIGURES | eldr_parallel.FIGURES | eldr_signatures.FIGURES | eldr_domains.FIGURES,
+    "eldr": eldr.FIGURES
+    | eldr_parallel.FIGURES
+    | eldr_signatures.FIGURES
+    | eldr_domains.FIGURES
+    | eldr_gates.FIGURES,
     "balanceroute": balanceroute.FIGURES,
     "grace": grace.FIGURES | grace_forms.FIGURES,
     "metro": metro.FIGURES,
