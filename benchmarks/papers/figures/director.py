@@ -20,14 +20,33 @@ from benchmarks.papers.figures.common import (
     each_seed,
     line_plot,
 )
+from benchmarks.papers.figures.metro import Source
 from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, ServedBatches
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.expert_placement.director import director_placement
 from offline.expert_placement.director_paper import director_paper_placement
 
 BATCHES = 8
+BATCH_OF_FIGURE_2 = 32  # requests
+LAYER_OF_FIGURE_2 = (20, 28)  # layer 20 of the 28 of DeepSeekMoE 16B; other models' in proportion
 RANKS = 32
 AS_WRITTEN_SIZE = 13_000  # layers x ranks x experts up to which Algorithm 1 as written is run too
+
+
+def frequencies(options: Options) -> Rows:
+    """Measure how an expert's share of a layer's tokens differs between batches of 32 requests (Fig. 2)."""
+    rows: Rows = []
+    for path in options.all_traces("calibration traces with routes, or published routes"):
+        half = Source.read(path, options.seeds[0])
+        tokens = half.batches(BATCH_OF_FIGURE_2, options.requests or 100, options.seeds[0])
+        layer = tokens.shape[1] * LAYER_OF_FIGURE_2[0] // LAYER_OF_FIGURE_2[1]
+        share = 100 * tokens[:, layer] / tokens[:, layer].sum(axis=1, keepdims=True)  # [n, E]
+        for expert in np.argsort(-share.mean(axis=0), kind="stable"):
+            of_expert = share[:, expert]
+            row = {"trace": half.name, "layer": layer, "expert": int(expert)}
+            row |= {"share_pct": float(of_expert.mean()), "share_deviation_pct": float(of_expert.std())}
+            rows.append(row | {"share_pct_lowest": of_expert.min(), "share_pct_highest": of_expert.max()})
+    return [{k: float(v) if isinstance(v, np.floating) else v for k, v in row.items()} for row in rows]
 
 
 def latency(options: Options) -> Rows:
@@ -211,6 +230,12 @@ def _rows_of_case(label: dict[str, Any], runs: list[dict[str, ServedBatches]]) -
 
 
 FIGURES = {
+    "fig2": PaperFigure(
+        "Share of each expert in a layer's tokens, by batch of 32 requests",
+        "the selection frequency of any expert varies significantly (DeepSeekMoE 16B, layer 20)",
+        frequencies,
+        line_plot("expert", "share_pct_lowest", "share_pct", "share_pct_highest", panels=("trace",)),
+    ),
     "fig7": PaperFigure(
         "Batch latency of static, reactive and proactive placement, 32 GPUs of two kinds",
         "DIRECTOR is 11 to 55 % below the offline placement; reactive is mostly worse than offline, with the "

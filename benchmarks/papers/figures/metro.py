@@ -17,7 +17,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
-from benchmarks.papers.figures.common import Options, PaperFigure, Rows, bar_plot, change_pct, steps
+from benchmarks.papers.figures.common import (
+    Options,
+    PaperFigure,
+    Rows,
+    bar_plot,
+    change_pct,
+    line_plot,
+    steps,
+)
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -35,6 +43,7 @@ BATCHES = 40  # drawn for each seed
 # 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 per token, 2 bytes per weight.
 BYTES_PER_S, FLOP_PER_S = 0.4 * 1.555e12, 0.4 * 312e12
 EXPERTS, TOP_K, WEIGHTS = 128, 8, 3 * 2048 * 768
+FLOP_PER_BYTE = {"h100": 989e12 / 3.35e12, "b200": 2250e12 / 8e12}  # dense BF16, over HBM's bandwidth
 REST_S = 180e-6  # seconds of a layer for any batch: METRO saves 81 - 29 us, 10 % of it (Figure 11)
 
 
@@ -131,6 +140,24 @@ def worst(work: LayerWork) -> float:
     return float(work.activated.max(axis=-1).mean())
 
 
+def figure_3(options: Options) -> Rows:
+    """Compare the operational intensity of a layer's experts with FLOPs per byte of GPUs (Figure 3).
+
+    A weight of an active expert is read once, 2 bytes, for 2 FLOP per token that chose the expert.
+    """
+    rows: Rows = []
+    for halves, size in steps(product(_sources(options), (1, 4, 16, 64, 256, 1024))):
+        drawn = [
+            half.batches(size, options.requests or BATCHES, seed)
+            for seed, half in zip(options.seeds, halves, strict=True)
+        ]
+        active = _mean(float((tokens > 0).sum(axis=2).mean()) for tokens in drawn)
+        intensity = size * halves[0].trace.top_k / active
+        row = {"model": halves[0].name, "batch_size": size, "activated": active, "flop_per_byte": intensity}
+        rows.append(row | {f"below_{gpu}": ratio / intensity for gpu, ratio in FLOP_PER_BYTE.items()})
+    return rows
+
+
 def figure_4(options: Options) -> Rows:
     """Show the effect of balancing tokens: 8 experts on 8 GPUs, each on two, 2 tokens each (Figure 4)."""
     hosts = (np.eye(8) + np.roll(np.eye(8), 1, axis=1))[None] > 0
@@ -204,6 +231,12 @@ def _mean(values: Iterable[float]) -> float:
 
 _PANELS = ("model", "batch_size", "batch_a_rank")
 FIGURES = {
+    "fig3": PaperFigure(
+        "Operational intensity of a layer's experts by batch, and FLOPs per byte of GPUs",
+        "two orders of magnitude below the GPUs' up to 64 tokens, 1.5 to 3 times below at 1024",
+        figure_3,
+        line_plot("batch_size", "flop_per_byte", panels=_PANELS[:1]),
+    ),
     "fig4": PaperFigure(
         "What balancing tokens does to activated experts: the example",
         "2 activated experts per GPU when tokens are balanced, 1 in the ideal",

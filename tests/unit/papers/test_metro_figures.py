@@ -53,6 +53,15 @@ def test_metro_lies_between_the_optimum_and_eplb(options: Options) -> None:
             assert b["tpot_pct"] > a["tpot_pct"]
 
 
+def test_intensity_is_the_tokens_of_an_active_expert(options: Options) -> None:
+    rows = metro.figure_3(options)
+    assert [row["batch_size"] for row in rows[:6]] == [1, 4, 16, 64, 256, 1024]
+    assert rows[0]["flop_per_byte"] == 1  # one token reads each of its experts for itself
+    for fewer, more in pairwise(rows[:6]):
+        assert fewer["flop_per_byte"] <= more["flop_per_byte"] <= 4 * fewer["flop_per_byte"]
+    assert rows[0]["below_h100"] == pytest.approx(295, rel=0.01)
+
+
 def test_a_layers_cost_follows_the_models_bytes_and_flops(options: Options) -> None:
     cost = metro.layer_cost(metro.Source.read(options.traces[0], 0).trace)
     all_of_a_layer = LayerWork(*(np.array([float(x)]) for x in (E, TOP_K, 0, 0)))

@@ -242,6 +242,14 @@ def test_the_other_figures_have_their_rows(four_domains: Path) -> None:
 L, E, TOP_K, STEPS = 2, 16, 2, 8
 
 
+def test_the_shares_of_a_layers_experts_add_up(four_domains: Path) -> None:
+    rows = director.frequencies(Options((four_domains,), requests=20))
+    assert sum(row["share_pct"] for row in rows) == pytest.approx(100)
+    assert [row["share_pct"] for row in rows] == sorted((row["share_pct"] for row in rows), reverse=True)
+    assert all(row["share_pct_lowest"] <= row["share_pct"] <= row["share_pct_highest"] for row in rows)
+    assert {row["layer"] for row in rows} == {1}
+
+
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"each": 12, "num_layers": L, "num_experts": E, "steps": STEPS, "others": 0.05}
