@@ -204,14 +204,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that is given up stays in the decode queue",
-        "eldr_serve.scheduling.placer",
-        "waiting = self.queue.pop(request_id, None)",
-        "waiting = None",
+        "eldr_serve.scheduling.decode_queue",
+        "lease = self.leases.pop(request_id, None)",
+        "lease = None",
     ),
     Mutation(
         "prefixes of workers that have gone are remembered",
-        "eldr_serve.scheduling.placer",
-        "self.prefixes.keep(self._position)",
+        "eldr_serve.scheduling.worker_set",
+        "self.prefixes.keep(self.positions)",
     ),
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",
