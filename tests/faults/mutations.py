@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.attempt",
-        "self._prompt = await self._prefill.prepare(context)",
-        "self._prompt = context.__dict__.get('kept') or await self._prefill.prepare(context)\n"
+        "self._prompt = await self._prefill.prepare(context, admission)",
+        "self._prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission)\n"
         "                context.__dict__['kept'] = self._prompt",
     ),
     Mutation(
