@@ -205,21 +205,24 @@ def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
     return str(prompt)[: 4 * prefix_tokens].encode(errors="surrogatepass")
 
 
-def max_new_tokens(fields: RequestFields) -> int:
-    """Return the maximum number of tokens in the answer; 0 if the request has no limit."""
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # vLLM's requests lack some of them
+def max_new_tokens(fields: object) -> int:
+    """Return the maximum number of tokens in the answer; 0 if the request has no limit.
+
+    Args:
+        fields: RequestFields, or a request of vLLM, which may lack some of the fields.
+    """
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     limit = next(filter(None, (getattr(fields, name, None) for name in names)), None)
     return limit if isinstance(limit, int) else 0
 
 
 def make_placement_request(
-    request_id: str, fields: Any, hints: PolicyHints, *, prompt_tokens: int, **details: Any
+    request_id: str, fields: object, hints: PolicyHints, *, prompt_tokens: int
 ) -> PlacementRequest:
-    """Make the placement request of a client's request, without expert counts.
+    """Make the placement request for a client's request; its other fields keep their defaults.
 
     Args:
         fields: as for `max_new_tokens`.
-        details: further fields of the placement request.
     """
     return PlacementRequest(
         request_id,
@@ -227,5 +230,4 @@ def make_placement_request(
         max_new_tokens=max_new_tokens(fields),
         domain=hints.domain,
         labels=hints.labels,
-        **details,
     )

@@ -62,8 +62,11 @@ class Attempt:
                 await self._placement.wait_for_decode()
                 self._placement.check_slots(context)
                 await self._prefill.tokenise_for_admission(context)
-                context.admission = await self._latency_admission.admit(context)
-                self._prompt = await self._prefill.prepare(context)
+                admission = await self._latency_admission.admit(context)
+                context.record.prediction = admission.prediction
+                self._prompt = await self._prefill.prepare(context, admission)
+                if self._prompt.prefilled_ids is not None:
+                    context.prefilled_ids = self._prompt.prefilled_ids
                 with context.record.stage("place") as placing:
                     context.lease = lease = await self._placement.place(context, self._prompt)
             self._decode_call = self._decode.make_call(context, self._prompt, lease)

@@ -1,4 +1,4 @@
-"""An attempt's use of its decode engine: a place in the queue, the answer, and measured expert counts."""
+"""One call to a decode engine: its place in the queue, its answer, and measured expert counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecodeCall:
         lease: the lease of the decode worker.
         worker: the decode worker.
         channel_call: the call over the channel; None until it is sent.
-        has_begun: part of the answer has arrived by this call.
+        has_begun: part of the answer has arrived over this call.
         has_ended: the engine no longer works on the call.
     """
 

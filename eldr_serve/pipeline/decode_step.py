@@ -150,7 +150,7 @@ class DecodeStep:
             )
 
     def _count_resumption(self, context: RequestContext) -> None:
-        """Count an answer that goes on at this engine, and end its move if it has moved."""
+        """Count an answer that continues on this engine, and end its move if it has moved."""
         has_moved = self._moves.end(context.request_id)
         self._counters.count(IngressEvent.MOVED if has_moved else IngressEvent.RESUMED)
 

@@ -1,4 +1,4 @@
-"""Reasons for the end of an attempt, by which the next one avoids engines."""
+"""Failures of a request's attempts; the next attempt avoids the engines at fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DecodeFailedError(Exception):
 
     Attributes:
         worker: the decode worker.
-        has_begun: part of the answer had arrived by this call.
+        has_begun: part of the answer had arrived over this call.
         suspect_replica: the prefill replica whose blocks may be at fault; "" if there is none.
     """
 
@@ -43,7 +43,7 @@ class Failures:
     Attributes:
         messages: one sentence for each failure.
         prefills: number of failed prefill calls.
-        decode_workers: decode workers that failed the request.
+        decode_workers: decode workers whose calls failed.
         prefill_replicas: prefill replicas to avoid, once for each failure for which they may be at fault.
         lost_engines: number of engines that closed their channel during a call, as they do when they die.
         streams: number of failed decode calls after the client had received part of the answer.

@@ -17,7 +17,7 @@ _NOTICE_S = 5.0  # time for a decode engine to notify the prefill engine that it
 
 
 class KvRelease:
-    """Releases KV blocks in the background, since requests also end by being cancelled."""
+    """Releases KV blocks in the background, since a cancelled request cannot wait for the release."""
 
     def __init__(self, prefill: Fleet) -> None:
         self._prefill = prefill
@@ -48,4 +48,4 @@ class KvRelease:
                 await asyncio.sleep(_NOTICE_S)
             await self._prefill.call(replica, RELEASE, EngineRequest(id=request_id)).wait_until_ended()
         except ChannelLostError as error:
-            logger.info("could not release KV blocks of %s; their lease will end: %s", request_id, error)
+            logger.info("could not free KV blocks of %s before their lease ends: %s", request_id, error)

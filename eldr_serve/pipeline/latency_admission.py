@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.metrics import IngressEvent
@@ -12,20 +13,35 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.latency_predictor import LatencyPredictor, WorkerLatencies, late_names
 from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.request_context import AdmissionResult, RequestContext
+from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.request_decode_loads import request_decode_loads
 from eldr_serve.queues.prediction import WINDOW_S, LatencyPrediction
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.router_client.client import RouterClient
 
-_TRIAL_S = 10.0  # time without a measured answer after which a hopeless request is admitted
+_TRIAL_S = 10.0  # time without a measured answer after which a request is admitted as a trial
+
+
+@dataclass(frozen=True)
+class AdmissionResult:
+    """The result of an admission by predicted latency.
+
+    Attributes:
+        prediction: predicted latencies; None for a request without an objective, and for a retry.
+        late_replicas: prefill replicas on which the request would miss its objective.
+        late_workers: whole replicas on which the request would miss its objective.
+    """
+
+    prediction: LatencyPrediction | None = None
+    late_replicas: tuple[str, ...] = ()
+    late_workers: tuple[str, ...] = ()
 
 
 class LatencyAdmission:
     """Refuses requests whose predicted latency would miss their objective.
 
-    A request is admitted if its predicted latencies and their margins are within its objective at some
-    worker. A latency that cannot be predicted does not count.
+    A request is admitted if its predicted latencies, with their margins, are within its objective at some
+    worker. A latency that cannot be predicted is ignored.
 
     Args:
         clock: returns the time, s; the clock of RequestRecord.
@@ -50,7 +66,7 @@ class LatencyAdmission:
         self._recorder = recorder
         self._clock = clock
         self._retries = RetryTimes(clock=clock)  # one unit for each request
-        self._trial_at_s = -math.inf  # newest admission for the sake of a measurement, or first refusal
+        self._trial_at_s = -math.inf  # time of the newest trial, or of the first refusal
 
     async def admit(self, context: RequestContext) -> AdmissionResult:
         """Admit a request whose predicted latencies meet its objective, if it has one; admit any retry.
@@ -62,8 +78,8 @@ class LatencyAdmission:
             return AdmissionResult()
         block_tokens = self._fleets.decode.block_tokens
         loads = await request_decode_loads(self._router_client, context, block_tokens)
-        # The caller's next steps do not wait while there is room, so requests that arrive together count
-        # each other.
+        # While there is room, nothing is awaited from here until the prompt is in a queue. So the prediction
+        # includes the requests that were admitted just before.
         num_tokens = self._prefill_admission.estimate_tokens(context)
         other_s = self._clock() - context.record.started_at_s + self._router_client.queue_wait_s
         latencies = self._predictor.predict(num_tokens, loads, other_s)
@@ -80,7 +96,7 @@ class LatencyAdmission:
                 for name in ttft_delays.keys() | tpot_delays.keys()
             }
             delay_s = min(delays.values(), default=0.0)
-            # A request that waits in the decode queue may find other loads when its turn comes.
+            # If requests wait in the decode queue, the loads will have changed when this one gets a worker.
             if loads is not None and not loads.waiting:
                 late_workers = late_names(delays)
         else:
@@ -94,7 +110,7 @@ class LatencyAdmission:
     def _predict_delays(
         self, context: RequestContext, latencies: WorkerLatencies, prediction: LatencyPrediction
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return after how long the objective's TTFT and TPOT could be met, by worker, s."""
+        """Return the delays after which the objective's TTFT and TPOT could be met, by worker, s."""
         objective, num_returning = context.request.objective, self._retries.tokens
         ttft_delays: dict[str, float] = {}
         tpot_delays: dict[str, float] = {}
@@ -111,8 +127,9 @@ class LatencyAdmission:
     ) -> None:
         """Refuse the request, or return without an error if it is admitted as a trial.
 
-        An objective that even an idle engine would miss, by what was measured before, cannot change the
-        prediction while all such requests are refused. So one is admitted if none was measured for _TRIAL_S.
+        If even an idle engine is predicted to miss the objective, and all such requests were refused, nothing
+        would be measured and the prediction would never change. So one request is admitted if none was
+        measured for _TRIAL_S.
 
         Raises:
             OverloadedError: with the time after which the objective could be met.
@@ -142,4 +159,4 @@ def _reason(context: RequestContext, prediction: LatencyPrediction) -> str:
     if objective.tpot_s is not None and prediction.tpot_s is not None:
         tpot_ms = 1000 * (prediction.tpot_s + prediction.tpot_margin_s)
         parts.append(f"a token every {tpot_ms:.1f} ms (objective: {1000 * objective.tpot_s:g} ms)")
-    return f"the request would miss its objective: {' and '.join(parts)} are predicted"
+    return f"the request would miss its objective; the prediction is {' and '.join(parts)}"

@@ -41,7 +41,7 @@ class LatencyPredictor:
     """Predicts the latencies of one ingress's requests.
 
     - The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the
-      uncached tokens of this one, and the waits for a decode worker and for a slot of its engine.
+      uncached tokens of this one, plus the waits for a decode worker and for a slot of its engine.
     - The TPOT is predicted for each decode worker. It is the time of a step with this request and with an
       even share of the requests that have no worker yet.
     """
@@ -84,9 +84,9 @@ class LatencyPredictor:
     def _predict_compute_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
         """Return the time that each worker needs for the prompt, s; empty until a rate is measured.
 
-        A rate counts all tokens of prompts, also the share that the mean prompt has in the prefix cache. If
-        the router knows how many tokens of this prompt a worker has cached, its uncached tokens are divided
-        by the uncached share of the mean prompt.
+        A rate counts all tokens of prompts, including those in the prefix cache. If the router knows how many
+        tokens of this prompt a worker has cached, the uncached tokens are divided by the mean uncached share
+        of prompts.
         """
         queues, names = self._queues, self._fleets.prefill_capable.live_names
         if not queues.is_measured(names):
@@ -102,8 +102,8 @@ class LatencyPredictor:
     def predict_local_costs(self, latencies: WorkerLatencies, queues: PrefillQueues) -> dict[str, float]:
         """Return the cost of a prompt that a decode worker computes beside prefill engines, s, by worker.
 
-        It is the time to the first token, and the time by which the prompt delays the worker's running
-        requests, summed over them. It is empty until the steps of decode engines with prompts are measured.
+        The cost is the time to the first token, plus the delay of each of the worker's running requests. The
+        result is empty until steps of decode engines that compute prompts are measured.
 
         Args:
             queues: prompts that the decode workers have yet to compute.
@@ -122,9 +122,9 @@ class LatencyPredictor:
         return costs_s
 
     def _predict_batches(self, loads: DecodeLoads | None) -> dict[str, float]:
-        """Return the requests that each decode worker would have with this one; empty if steps have no cost.
+        """Return the requests that each decode worker would have with this one; empty without a step cost.
 
-        Requests that have no worker yet are shared evenly.
+        Requests that have no worker yet are divided evenly among the workers.
         """
         if loads is None or loads.step.cost is None or not loads.workers.names:
             return {}
@@ -138,7 +138,7 @@ class LatencyPredictor:
     def _predict_step_s(
         self, loads: DecodeLoads | None, worker: str, batch: float, num_tokens: float
     ) -> float:
-        """Return a worker's step time at this batch size if its mean KV length includes this request's, s."""
+        """Return a worker's step time for a batch of this size, s; the mean KV length counts this request."""
         assert loads is not None
         workers, row = loads.workers, loads.workers.rows[worker]
         batch = min(batch, self._decode_starts.slots(worker) or math.inf)
@@ -150,7 +150,7 @@ class LatencyPredictor:
     def predict_ttft_delays(
         self, latencies: WorkerLatencies, bound_s: float, num_returning: float
     ) -> dict[str, float]:
-        """Return the delay after which the TTFT at each worker meets a bound, s; inf: not even when idle.
+        """Return the delay after which the TTFT at each worker meets a bound, s; inf if it never does.
 
         A wait becomes one second shorter in each second.
 
@@ -175,7 +175,8 @@ class LatencyPredictor:
     ) -> dict[str, float]:
         """Return the delay after which the TPOT at each decode worker meets a bound, s.
 
-        By then, enough of its requests have ended. inf: even a request that runs alone exceeds the bound.
+        After the delay, enough of the worker's requests have ended. The delay is inf if even a request that
+        runs alone exceeds the bound.
 
         Args:
             num_returning: number of refused requests that return before this one.
@@ -198,13 +199,13 @@ class LatencyPredictor:
         return delays
 
     def _num_fitting(self, latencies: WorkerLatencies, worker: str, bound_s: float) -> int:
-        """Return how many requests a decode worker may have with a step time within the bound."""
+        """Return how many requests a decode worker can have while its step time is within the bound."""
         sizes = range(1, math.ceil(latencies.batches[worker]))
 
         def is_too_slow(size: int) -> bool:
             return self._predict_step_s(latencies.loads, worker, size, latencies.num_tokens) > bound_s
 
-        return bisect_left(sizes, True, key=is_too_slow)  # the smaller batches are the faster ones
+        return bisect_left(sizes, True, key=is_too_slow)  # smaller batches are faster
 
 
 def late_names(delays: Mapping[str, float]) -> tuple[str, ...]:

@@ -1,9 +1,8 @@
-"""Prefill by the decode engine beside prefill engines, for short prompts that are computed sooner there."""
+"""Local prefill: a decode engine computes a short prompt if that is sooner than on a prefill engine."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
@@ -17,25 +16,25 @@ from eldr_serve.pipeline.request_decode_loads import request_decode_loads
 from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.router_client.client import RouterClient
 
-_MARGIN = 0.2  # a prompt is prefilled locally if that is sooner even if it costs this share more
+_MARGIN = 0.2  # the cost at the decode engine counts as larger by this share
 
 
 class LocalPrefill:
     """Chooses whether a prefill engine or the decode engine computes a prompt.
 
-    The decode engine computes a prompt of at most `path.local_prefill_tokens` tokens if its predicted cost
-    there and a margin are less than the predicted time by a prefill engine. Without all of the measurements
-    that both predictions need, a prefill engine computes it.
+    The decode engine computes a prompt of at most `path.local_prefill_tokens` tokens if the predicted cost
+    with a margin is less than the predicted time that a prefill engine and the hand-over take. If a
+    measurement for these predictions is missing, a prefill engine computes the prompt.
 
     Args:
         fleets: the replicas of prefill and of decode engines.
-        router_client: knows the loads of the decode workers.
+        router_client: requests the loads of the decode workers.
         counters: counters of the ingress.
         max_tokens: longest prompt that a decode engine computes, in tokens; 0 if it computes no prompts.
         admission: estimates the tokens of prompts.
         predictor: predicts both times.
-        stage_latencies: the durations of the stages of earlier requests that were prefilled elsewhere.
-        tokenizer: tokenises prompts, to find their cached tokens.
+        stage_latencies: the durations of the stages of earlier requests that a prefill engine computed.
+        tokenizer: tokenises prompts, so that their cached tokens are known.
     """
 
     def __init__(
@@ -64,40 +63,46 @@ class LocalPrefill:
     async def choose(self, context: RequestContext) -> TicketedPrompt | None:
         """Return the prompt if its decode engine should compute it; None if a prefill engine should.
 
-        A retry keeps the choice of the first attempt, but an answer that has grown beyond the bound goes to a
-        prefill engine.
+        A retry keeps the choice of the first attempt, unless prompt and answer are now longer than the bound.
         """
         if not self._is_short(context):
             return None
         if self._tokenizer is not None:
-            await self._tokenizer.add_to(context)
+            await self._tokenizer.add_ids_to(context)
+        workers_to_avoid: tuple[str, ...] = ()
         if not context.is_retry:
-            await self._choose_first(context)
-        if not context.prefills_locally or not self._is_short(context):
+            workers_to_avoid = await self._choose_first(context)
+        if not context.record.prefilled_locally or not self._is_short(context):
             return None
         num_tokens = self._admission.estimate_tokens(context)
         ticket = self._local.queues.enter(None, num_tokens, context.retry_key)
-        return TicketedPrompt(ticket, self._local, context.prompt_ids, context.answer.num_ids)
+        return TicketedPrompt(
+            ticket,
+            self._local,
+            context.prompt_ids,
+            num_generated=context.answer.num_ids,
+            workers_to_avoid=workers_to_avoid,
+        )
 
     def _is_short(self, context: RequestContext) -> bool:
         return bool(self._max_tokens) and self._admission.estimate_tokens(context) <= self._max_tokens
 
-    async def _choose_first(self, context: RequestContext) -> None:
-        """Choose for a first attempt: set `prefills_locally`, and the workers at which that is not sooner."""
+    async def _choose_first(self, context: RequestContext) -> tuple[str, ...]:
+        """Record the choice for a first attempt; return the workers at which local prefill is not sooner."""
         loads = await request_decode_loads(self._router_client, context, self._fleets.decode.block_tokens)
         handover_s = self._stage_latencies.median_s("first_token")
         num_tokens = self._admission.estimate_tokens(context)
-        # A request that waits in the decode queue would find other loads when its turn comes.
+        # If requests wait in the decode queue, the loads will have changed when this one gets a worker.
         if loads is None or loads.waiting or handover_s is None or num_tokens > self._max_tokens:
-            return
+            return ()
         latencies = self._predictor.predict(num_tokens, loads, 0.0)
         self._local.discard_dead_queues()
         costs_s = self._predictor.predict_local_costs(latencies, self._local.queues)
         if not latencies.ttft_s:
-            return
+            return ()
         split_s = min(latencies.ttft_s.values()) + handover_s
         late_workers = tuple(name for name, cost_s in costs_s.items() if cost_s * (1 + _MARGIN) >= split_s)
         if len(late_workers) < len(costs_s):
-            context.prefills_locally = True
-            context.admission = replace(context.admission, late_workers=late_workers)
+            context.record.prefilled_locally = True
             self._counters.count(IngressEvent.PREFILLED_LOCALLY)
+        return late_workers

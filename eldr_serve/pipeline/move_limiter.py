@@ -1,4 +1,4 @@
-"""Protection of the other decode engines from all the answers of a draining engine at once."""
+"""A limit on simultaneous moves, so that the answers of a draining engine do not flood other engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_MOVES = 3  # moves of one answer, which then stays at its engine until it en
 class MoveLimiter:
     """Limits how many answers move at once; a move ends with the next engine's first token.
 
-    An answer that may not move goes on where it is, so nothing waits for a move.
+    An answer that may not move continues on its engine, so nothing waits for a move.
 
     Args:
         decode: the decode replicas.
@@ -35,7 +35,7 @@ class MoveLimiter:
         if answer.complete or not answer.can_continue or len(drained_workers) >= MAX_MOVES:
             return False
         targets = set(self._decode.live_names).difference(drained_workers, [worker])
-        # Answers that move already will need a slot too.
+        # Answers that are moving already will need a slot too.
         if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.free_slots, targets))):
             return False
         drained_workers.append(worker)
@@ -43,7 +43,7 @@ class MoveLimiter:
         return True
 
     def is_moving(self, request_id: str) -> bool:
-        """Return whether the answer moves: its next engine has not sent a token yet."""
+        """Return whether the answer is moving: its next engine has not sent a token yet."""
         return request_id in self._moving
 
     def end(self, request_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""The state with which another engine continues an answer whose engine is lost or drained."""
+"""The part of an answer that has arrived, after which another engine can continue."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class PartialAnswer:
 
     Attributes:
         num_tokens: number of generated tokens.
-        encoded_ids: ids of the generated tokens, uint32 bytes as in calls to engines, if known.
-        sent: the client has received part of the answer.
-        complete: the client has received the complete answer.
+        encoded_ids: known ids of the generated tokens, as the uint32 bytes that calls to engines contain.
+        sent: part of the answer was sent to the client.
+        complete: the complete answer was sent to the client.
         created: timestamp in the answer's chunks, s since 1970; None before the first chunk of a stream.
     """
 

@@ -91,7 +91,7 @@ class RequestPath:
             failures.add_prefill(failure)
             more = options.prefill_attempts - failures.prefills
             if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live_names):
-                return False  # without a live replica one more attempt may be prefilled by a decode engine
+                return False  # without a live prefill replica, a decode engine may prefill one more attempt
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True
         failures.add_decode(failure, sent=answer.sent)

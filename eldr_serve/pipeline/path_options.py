@@ -13,8 +13,8 @@ class PrefillRouterOptions(BaseModel, frozen=True, extra="forbid"):
     max_load_ratio: float = Field(
         default=1.25,
         ge=1.0,
-        description="a replica whose load, the calls of all ingresses, exceeds the mean by this factor is "
-        "skipped",
+        description="a replica is skipped if its load, which is the calls of all ingresses, exceeds the mean "
+        "by this factor",
     )
     max_kv_usage: float = Field(
         default=0.95,
@@ -73,8 +73,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         default=16,
         ge=0,
         description="maximum answers of one ingress that move at the same time from decode engines that are "
-        "drained, updated or scaled down; others go on where they are until they can move or end; 0: none "
-        "moves",
+        "drained, updated or scaled down; others continue on their engines until they can move or end; 0: "
+        "none moves",
     )
     prefill_timeout_s: float = Field(
         default=60.0,

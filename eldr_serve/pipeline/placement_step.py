@@ -1,10 +1,11 @@
-"""Placement of a request on a decode worker, and what must hold before it."""
+"""Placement of a request on a decode worker, and the conditions for it."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
+from dataclasses import replace
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
@@ -27,7 +28,7 @@ class PlacementStep:
     Args:
         fleet: the decode replicas.
         decode_starts: estimates the wait for a slot of a decode engine.
-        outliers: knows the decode workers that may get a request.
+        outliers: excludes decode workers that fail repeatedly.
     """
 
     def __init__(
@@ -74,22 +75,24 @@ class PlacementStep:
 
     async def place(self, context: RequestContext, prompt: Prompt) -> Lease:
         """Return a lease of a worker; raise OverloadedError if no engine can take the request."""
+        client_request, prompt_ids = context.request, context.prompt_ids
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
-        prompt_ids, ids_to_compute = context.prompt_ids, prompt.ids_to_compute
         blocks = None
-        if ids_to_compute is not None:
-            blocks = context.blocks(ids_to_compute, self._fleet.block_tokens)
-        request = make_placement_request(
-            context.request_id,
-            context.request.fields,
-            context.request.hints,
-            prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
+        if prompt.ids_to_compute is not None:
+            blocks = context.blocks(prompt.ids_to_compute, self._fleet.block_tokens)
+        request = replace(
+            make_placement_request(
+                context.request_id,
+                client_request.fields,
+                client_request.hints,
+                prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
+            ),
             blocks=blocks,
-            exclude=self._workers_to_avoid(context),
-            prompt_key=prompt_key(context.request.fields, context.request.adapter),
-            adapter=context.request.adapter,
-            tenant=context.request.tenant,
-            priority=context.request.priority,
+            exclude=self._workers_to_avoid(context, prompt),
+            prompt_key=prompt_key(client_request.fields, client_request.adapter),
+            adapter=client_request.adapter,
+            tenant=client_request.tenant,
+            priority=client_request.priority,
             worker_failed=bool(failed_workers),
             first_token_due_in_s=context.due_in_s,
         )
@@ -104,11 +107,11 @@ class PlacementStep:
         """End the request's lease, if it has one."""
         self._router_client.release(context.request_id)
 
-    def _workers_to_avoid(self, context: RequestContext) -> tuple[str, ...]:
+    def _workers_to_avoid(self, context: RequestContext, prompt: Prompt) -> tuple[str, ...]:
         """Return the workers to avoid.
 
         These are workers that failed this request or left while they answered it, other ranks of their
-        replicas, ejected workers, and those that would miss the request's objective.
+        replicas, ejected workers, and those that would compute the prompt or the answer too late.
         """
         past_workers = (*context.failures.decode_workers, *context.drained_workers)
         replicas, usable_workers = set(map(replica_of, past_workers)), set(self._outliers.usable_names)
@@ -117,4 +120,4 @@ class PlacementStep:
             for name in self._fleet.live_names
             if name not in usable_workers or replica_of(name) in replicas
         )
-        return tuple(dict.fromkeys((*past_workers, *other_workers, *context.admission.late_workers)))
+        return tuple(dict.fromkeys((*past_workers, *other_workers, *prompt.workers_to_avoid)))

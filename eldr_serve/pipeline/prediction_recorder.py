@@ -26,7 +26,7 @@ class PredictionRecorder:
         self.measured_at_s = -math.inf
         self._clock = clock
         self._ttft, self._tpot = PredictionAccuracy(clock), PredictionAccuracy(clock)
-        self._ends = WaitEstimator(clock=clock)  # of requests that held a decode worker
+        self._ends = WaitEstimator(clock=clock)  # ends of requests that held a decode worker
         self._concurrency = Concurrency(clock)
 
     @property
@@ -43,7 +43,7 @@ class PredictionRecorder:
         return self._ttft.compute_margin_s(load), self._tpot.compute_margin_s(load)
 
     def estimate_ends_s(self, num_requests: float) -> float:
-        """Estimate the time until so many running requests have ended, s; 0 if too few have ended so far."""
+        """Estimate the time until this many running requests have ended, s; 0 if too few ended so far."""
         return self._ends.estimate_wait_s(num_requests)
 
     @contextmanager
@@ -63,10 +63,10 @@ class PredictionRecorder:
         """Record the latencies of a complete answer of one sequence that stayed at its engine.
 
         Args:
-            growth: mean number of requests that ran meanwhile, divided by the number at the admission.
+            growth: mean number of running requests during this one, divided by the number at its admission.
         """
-        request, record, prediction = context.request, context.record, context.admission.prediction
-        first_token_at_s = record.first_token_at_s
+        request, record = context.request, context.record
+        prediction, first_token_at_s = record.prediction, record.first_token_at_s
         if prediction is None or first_token_at_s is None or record.error:
             return
         if context.failures.attempts or context.drained_workers:

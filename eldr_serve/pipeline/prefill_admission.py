@@ -25,7 +25,7 @@ class PrefillAdmission:
         bound_s: maximum estimated wait, s.
 
     Attributes:
-        queues: the prompts that each engine has yet to compute, as far as this ingress knows.
+        queues: the prompts of this ingress that each engine has yet to compute.
     """
 
     def __init__(self, fleet: Fleet, *, bound_s: float, counters: IngressCounters) -> None:
@@ -67,8 +67,7 @@ class PrefillAdmission:
     ) -> list[str]:
         """Return the workers whose queue the prompt may join.
 
-        Before the first measurement the prompt waits for it briefly, since no retry time can be estimated
-        until then.
+        Before the first measurement no retry time can be estimated, so the prompt waits briefly for it.
 
         Raises:
             OverloadedError: there are workers, but none of their queues is short enough.

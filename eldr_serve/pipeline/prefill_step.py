@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from eldr_serve.pipeline.latency_admission import AdmissionResult
 from eldr_serve.pipeline.prompt import Prompt
 from eldr_serve.pipeline.request_context import RequestContext
 
@@ -14,5 +15,5 @@ class PrefillStep(Protocol):
     async def tokenise_for_admission(self, context: RequestContext) -> None:
         """Tokenise the prompt for its admission, if no prefill engine will tokenise it."""
 
-    async def prepare(self, context: RequestContext) -> Prompt:
+    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
         """Return the prompt, ready for placement."""

@@ -1,4 +1,4 @@
-"""A prompt before its decode call: the engine that computes it, and the resources that it holds meanwhile."""
+"""A prompt before its decode call: the engine that computes it, and the resources that it holds."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ class Prompt:
         kv_transfer_params: vLLM's parameters of the KV transfer; None if the decode engine computes the
             prompt.
         prefilled_at_s: end of its prefill, time.monotonic(); None if the decode engine computes it.
-        ids_to_compute: uint32[n], the prompt's token ids if the decode engine computes it and they are known.
-        tokens_to_compute: number of tokens in the queue of the decode engine, estimated; 0 if not queued.
+        prefilled_ids: uint32[n], its token ids from the prefill engine; None if a decode engine computes it.
+        ids_to_compute: uint32[n], its token ids if it has a ticket and they are known.
+        tokens_to_compute: estimated number of tokens that the decode engine computes; 0 without a ticket.
+        workers_to_avoid: decode workers that would compute the prompt or the answer too late.
     """
 
     prefill_replica = ""
     kv_transfer_params: dict[str, Any] | None = None
     prefilled_at_s: float | None = None
+    prefilled_ids: NDArray[np.uint32] | None = None
     ids_to_compute: NDArray[np.uint32] | None = None
     tokens_to_compute = 0.0
+    workers_to_avoid: tuple[str, ...] = ()
 
     @property
     def expert_counts(self) -> NDArray[np.uint32] | None:
@@ -67,8 +71,8 @@ class HeldPrompt(Prompt):
     """A prompt whose KV blocks a prefill replica holds for one decode call.
 
     When an engine has read the blocks, the prefill engine reuses them at once, so no second call may name
-    them. They are not freed while the first call may still read them either, since the decode engine would
-    keep wrong data in its prefix cache.
+    them. Nor may they be freed while the first call may still read them, since the decode engine would keep
+    wrong data in its prefix cache.
     An engine whose channel is lost may be alive; then the blocks are freed when their lease ends.
 
     Args:
@@ -80,10 +84,12 @@ class HeldPrompt(Prompt):
         request_id: str,
         prefill_replica: str,
         *,
+        prefilled_ids: NDArray[np.uint32],
         kv_transfer_params: dict[str, Any],
         prefilled_at_s: float,
         kv_release: KvRelease,
     ) -> None:
+        self.prefilled_ids = prefilled_ids
         self.kv_transfer_params: dict[str, Any] = kv_transfer_params
         self.prefilled_at_s = prefilled_at_s
         self._request_id = request_id
@@ -111,7 +117,7 @@ class TicketedPrompt(Prompt):
     """A prompt that the decode engine computes, with a ticket for its prefill queue.
 
     Args:
-        num_generated: tokens of a resumed answer, which the engine computes too.
+        num_generated: number of tokens of a resumed answer, which the engine computes too.
     """
 
     def __init__(
@@ -119,9 +125,12 @@ class TicketedPrompt(Prompt):
         ticket: Ticket,
         admission: PrefillAdmission,
         ids_to_compute: NDArray[np.uint32] | None,
-        num_generated: int = 0,
+        *,
+        num_generated: int,
+        workers_to_avoid: tuple[str, ...],
     ) -> None:
         self.ids_to_compute = ids_to_compute
+        self.workers_to_avoid = workers_to_avoid
         self.tokens_to_compute = ticket.num_tokens
         self._num_generated = num_generated
         self._ticket = ticket

@@ -1,4 +1,4 @@
-"""The tokens of prompts in the ingress, from which it predicts experts before an engine has the prompt."""
+"""Tokenisation of prompts in the ingress, for predictions before an engine has the prompt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PromptTokenizer:
         return await asyncio.to_thread(tokenizer_fingerprint, self._tokenizer.get_vocab())
 
     async def size(self) -> int:
-        """Return the vocabulary size: all token ids are below it. Load the tokenizer like `fingerprint`."""
+        """Return the vocabulary size, above all token ids; load the tokenizer if needed."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load)
         return 1 + max(self._tokenizer.get_vocab().values())
@@ -60,8 +60,8 @@ class PromptTokenizer:
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer of {self._source} cannot be read: {error}") from error
 
-    async def add_to(self, context: RequestContext) -> None:
-        """Tokenise the prompt of a request, for its placement."""
+    async def add_ids_to(self, context: RequestContext) -> None:
+        """Tokenise the prompt of a request whose token ids are unknown, and set `tokenised_ids`."""
         if context.prompt_ids is None:
             context.tokenised_ids = await self.tokenise(context.request.fields)
 

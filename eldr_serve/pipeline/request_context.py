@@ -1,4 +1,4 @@
-"""The state that the steps of a request share with each other and with the log."""
+"""A request over all its attempts, and what they leave for each other and for the log."""
 
 from __future__ import annotations
 
@@ -18,50 +18,31 @@ from numpy.typing import NDArray
 from eldr_serve.pipeline.failures import Failures
 from eldr_serve.pipeline.partial_answer import PartialAnswer
 from eldr_serve.pipeline.request_record import RequestRecord
-from eldr_serve.queues.prediction import LatencyPrediction
 from eldr_serve.request import Request, has_exact_ids
 from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
 
 
-@dataclass(frozen=True)
-class AdmissionResult:
-    """The result of an admission by predicted latency.
-
-    Attributes:
-        prediction: predicted latencies; None for a request without an objective, and for a retry.
-        late_replicas: prefill replicas on which the request would miss its objective.
-        late_workers: workers that would compute its prompt and its answer too late; see LocalPrefill for
-            decode workers beside prefill engines.
-    """
-
-    prediction: LatencyPrediction | None = None
-    late_replicas: tuple[str, ...] = ()
-    late_workers: tuple[str, ...] = ()
-
-
 @dataclass(eq=False)
 class RequestContext:
-    """State of one request, and a context manager for the work on it.
+    """A request over all its attempts, and a context manager for the work on it.
+
+    Within an attempt, the steps return an AdmissionResult, a Prompt and a Lease, which Attempt passes on.
 
     Attributes:
         request: the client's request.
         url_path: path of the URL.
         on_end: called when the work has ended.
-        on_overflow: called when the client is too slow and too much is buffered; the answer ends there.
+        on_overflow: called when the client reads too slowly and the buffer is full; the answer ends there.
         trace_id: id of the trace; "" if the request is not traced.
         request_id: id in answers, logs and engines.
-        lease: newest lease of a decode worker.
-        record: times and outcome, for the log.
 
+        lease: newest lease of a decode worker; set by Attempt.
+        prefilled_ids: uint32[n], the prompt's token ids from a prefill engine, set by Attempt; None before.
+        tokenised_ids: uint32[n], its token ids from this ingress, set by PromptTokenizer; None before.
         failures: failures of the attempts.
-        drained_workers: decode workers off which the answer has moved because their replicas drain.
-        num_prefills: number of prefill calls, including failed ones.
-        prefilled_ids: uint32[n], the prompt's token ids, from the prefill engine's answer; None before it.
-        tokenised_ids: uint32[n], the prompt's token ids as this ingress tokenised it; None if it did not.
-        answer: the answer so far.
-        prefills_locally: its decode engine computes the prompt beside prefill engines, see LocalPrefill.
-
-        admission: result of the newest attempt's admission by predicted latency.
+        drained_workers: decode workers that the answer has left because their replicas drain.
+        answer: the answer so far; appended to by DecodeStep.
+        record: times and outcome, for the log; each step adds its own.
     """
 
     request: Request
@@ -71,16 +52,12 @@ class RequestContext:
     trace_id: str = ""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     lease: Lease | None = None
-    record: RequestRecord = field(default_factory=RequestRecord)
-    # These fields hold the prompt, its answer and failures so far.
-    failures: Failures = field(default_factory=Failures)
-    drained_workers: list[str] = field(default_factory=list)
-    num_prefills: int = 0
     prefilled_ids: NDArray[np.uint32] | None = None
     tokenised_ids: NDArray[np.uint32] | None = None
+    failures: Failures = field(default_factory=Failures)
+    drained_workers: list[str] = field(default_factory=list)
     answer: PartialAnswer = field(init=False)
-    prefills_locally: bool = False
-    admission: AdmissionResult = field(default_factory=AdmissionResult)
+    record: RequestRecord = field(default_factory=RequestRecord)
 
     def __post_init__(self) -> None:
         self.answer = PartialAnswer(stream=bool(self.request.fields.stream))
@@ -114,7 +91,7 @@ class RequestContext:
 
     @cached_property
     def retry_key(self) -> bytes:
-        """Return a digest of tenant and body, by which a tenant's retry of the request is recognised."""
+        """Return a digest of tenant and body, from which a tenant's retry of the request is recognised."""
         digest = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
         digest.update(self.request.body)
         return digest.digest()
@@ -125,7 +102,7 @@ class RequestContext:
         return bool(self.answer.num_tokens or self.failures.attempts)
 
     def used_tokens(self, prompt_tokens: int) -> int:
-        """Return the tokens that count towards the tenant's limit; none without a lease.
+        """Return the number of tokens that count towards the tenant's limit; 0 without a lease.
 
         Args:
             prompt_tokens: estimated length of the prompt, used if its tokens were not counted.
@@ -160,7 +137,7 @@ class RequestContext:
             "policy": lease.policy if lease else None,
             "reason": lease.reason if lease else None,
             "prefill": record.prefill_replica,
-            "local_prefill": self.prefills_locally,
+            "local_prefill": record.prefilled_locally,
             "decode": lease.worker if lease else None,
             "prompt_tokens": lease.request.prompt_tokens if lease else None,
             "tokens": lease.generated_tokens if lease else 0,

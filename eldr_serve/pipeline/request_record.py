@@ -1,4 +1,4 @@
-"""The record of a request that its line in the log and its trace show."""
+"""The times and the outcome of a request, for its line in the log and its trace."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from eldr_serve.errors import one_line_message
 from eldr_serve.pipeline.stage import DecodeStages, Stage
+from eldr_serve.queues.prediction import LatencyPrediction
 
 
 @dataclass(eq=False)
@@ -16,10 +17,12 @@ class RequestRecord:
     """Times and outcome of one request.
 
     Attributes:
-        started_at_s, ended_at_s: begin and end of the work, time.monotonic().
+        started_at_s, ended_at_s: start and end of the work, time.monotonic().
         first_token_at_s: time of the first token, time.monotonic(); None before it.
         handover_s: time from the end of prefill to the first answer of decode, s; None if either is missing.
         stages: finished stages, in the order of their ends.
+        prediction: latencies that the newest attempt's admission predicted; None if it predicted none.
+        prefilled_locally: the first attempt left the prompt to its decode engine, see LocalPrefill.
         status: HTTP status of the answer; None if the client disconnected before it.
         error: why a client that waited got no complete answer.
         client_disconnected: the client disconnected before the end.
@@ -30,6 +33,8 @@ class RequestRecord:
     first_token_at_s: float | None = None
     handover_s: float | None = None
     stages: list[Stage] = field(default_factory=list)
+    prediction: LatencyPrediction | None = None
+    prefilled_locally: bool = False
     status: int | None = None
     error: str = ""
     client_disconnected: bool = False
@@ -50,6 +55,11 @@ class RequestRecord:
     def decode_stages(self, worker: str) -> DecodeStages:
         """Time the stages of a decode call."""
         return DecodeStages(self.stages, worker)
+
+    @property
+    def num_prefills(self) -> int:
+        """Return the number of prefill calls that have ended, including failed ones."""
+        return sum(stage.name == "prefill" for stage in self.stages)
 
     @property
     def prefill_replica(self) -> str | None:

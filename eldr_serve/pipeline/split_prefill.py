@@ -18,6 +18,7 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.failures import PrefillFailedError
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.kv_release import KvRelease
+from eldr_serve.pipeline.latency_admission import AdmissionResult
 from eldr_serve.pipeline.local_prefill import LocalPrefill
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
@@ -50,7 +51,7 @@ class SplitPrefill:
         kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
         stage_latencies: latencies of the prefill stage.
         local_prefill: chooses the prompts that decode engines compute.
-        tokenizer: tokenises prompts that decode engines prefill; None: they stay without token ids.
+        tokenizer: tokenises prompts that decode engines prefill; None: these have no known token ids.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class SplitPrefill:
     async def tokenise_for_admission(self, context: RequestContext) -> None:
         """Do nothing: admission needs no token ids here, and `prepare` adds them."""
 
-    async def prepare(self, context: RequestContext) -> Prompt:
+    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 
-        A short prompt that a decode engine computes sooner is left to it, see LocalPrefill.
+        A short prompt that a decode engine computes sooner is left to that engine (see LocalPrefill).
         If prefill fails for an answer that has already begun, the next decode engine computes the prompt.
 
         Raises:
@@ -99,7 +100,7 @@ class SplitPrefill:
             if local_prompt is not None:
                 return local_prompt
             try:
-                prompt = await self._prefill(context)
+                prompt = await self._prefill(context, admission)
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:
                 if not context.answer.num_tokens:
                     raise
@@ -107,12 +108,12 @@ class SplitPrefill:
                     f"prefill failed, so the next decode engine computes the prompt: {error}"
                 )
                 self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
-        if self._tokenizer is not None:
-            await self._tokenizer.add_to(context)
+        if self._tokenizer is not None and prompt.prefilled_ids is None:
+            await self._tokenizer.add_ids_to(context)
         return prompt
 
-    async def _prefill(self, context: RequestContext) -> Prompt:
-        """Prefill the prompt; return it uncomputed if it is to be prefilled by a decode engine.
+    async def _prefill(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+        """Prefill the prompt; return it uncomputed if a decode engine must prefill it.
 
         Raises:
             OverloadedError: no engine has room, or none can be reached.
@@ -124,7 +125,7 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
-        replicas = [name for name in replicas if name not in context.admission.late_replicas] or replicas
+        replicas = [name for name in replicas if name not in admission.late_replicas] or replicas
         open_calls, other_calls = self._fleet.open_calls, self._queues.other_calls(replicas)
         replica = choose_prefill(
             context.request.adapter.encode() + prompt_head(context.request.fields),
@@ -142,8 +143,7 @@ class SplitPrefill:
         request = context.request
         waiting_call = ticket.waiting_call
         assert waiting_call is not None
-        request_id = f"{context.request_id}-p{context.num_prefills}"
-        context.num_prefills += 1
+        request_id = f"{context.request_id}-p{context.record.num_prefills}"
         call: Call | None = None
         try:
             engine_request = EngineRequest(
@@ -176,7 +176,7 @@ class SplitPrefill:
             self._abandon(call, request_id, replica)
             raise
         self._outliers.record_success(replica)
-        context.prefilled_ids = prompt_ids = np.frombuffer(reply.token_ids, np.uint32)
+        prompt_ids = np.frombuffer(reply.token_ids, np.uint32)
         self._admission.finish(ticket, len(prompt_ids) + context.answer.num_ids)
         self._admission.learn_size(context, len(prompt_ids))
         self._counters.count(IngressEvent.PREFILLS)
@@ -184,6 +184,7 @@ class SplitPrefill:
         return HeldPrompt(
             request_id,
             replica,
+            prefilled_ids=prompt_ids,
             kv_transfer_params=reply.kv_transfer_params,
             prefilled_at_s=stage.ended_at_s,
             kv_release=self._kv_release,
@@ -198,7 +199,7 @@ class SplitPrefill:
     # -- room --------------------------------------------------------------------------------------
 
     async def _eligible_replicas(self, context: RequestContext, num_tokens: float) -> list[str]:
-        """Return the prefill replicas that may take the prompt; empty if a decode engine prefills it."""
+        """Return the prefill replicas that may take the prompt; empty if a decode engine must prefill it."""
         while await self._wait_for_kv_room(context, num_tokens):
             if context.is_retry:
                 return self._replicas_with_room()
@@ -207,9 +208,10 @@ class SplitPrefill:
         return []
 
     async def _wait_for_kv_room(self, context: RequestContext, num_tokens: float) -> bool:
-        """Wait until a prefill replica has room. Return False if none is reachable: a decode engine prefills.
+        """Wait until a prefill replica has room; return False if a decode engine must prefill the prompt.
 
-        Requests prefilled by decode engines proceed in order of arrival, at a limited rate.
+        That is so while no prefill replica can be reached. Then requests proceed in order of arrival, at a
+        limited rate.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._options.prefill_wait_s

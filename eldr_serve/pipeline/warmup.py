@@ -1,8 +1,8 @@
 """Warm-up requests for each prefill-decode pair, or each whole replica, before clients are served.
 
 Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
-samplers, which blocks a decode engine for seconds: with log-probabilities, and with a batch of one and of
-several.
+samplers, which blocks a decode engine for seconds. There are samplers for log-probabilities, for one request
+and for several.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIRST_PERIOD_S = 0.2  # until the first pair is warm, since the service is star
 
 
 class Warmup:
-    """Warms up each pair of live replicas; the router learns the shape of expert counts from it."""
+    """Warms up each pair of live replicas, and reports the shape of their expert counts to the router."""
 
     def __init__(
         self, *, fleets: Fleets, handles: list[DeploymentHandle], router: RouterClient, model_id: str
@@ -62,8 +62,8 @@ class Warmup:
     def not_ready_reason(self) -> str | None:
         """Return why the service is not ready, one sentence; None if it is.
 
-        At first all pairs must be warm. Later one warm decode engine is enough: new engines are warmed
-        during traffic, and requests are prefilled by decode engines if no prefill engine is warm.
+        At first all pairs must be warm. Later one warm decode engine is enough: new engines are warmed up
+        during traffic, and decode engines prefill requests if no prefill engine is warm.
         """
         if self._all_were_warm:
             warm_workers = {decode for _, decode in self._warm_pairs}
@@ -112,7 +112,7 @@ class Warmup:
             prompt = await read_prefill_reply(call)
             counts = expert_counts_of(prompt.kv_transfer_params)
             if counts is None:
-                logger.warning("prefill replica %s sends no expert counts, its pairs are not warmed", prefill)
+                logger.warning("prefill replica %s sends no expert counts; its pairs stay cold", prefill)
                 return
             reader = self._generate(decode, f"{request_id}-d", prompt.kv_transfer_params)
             await _read(reader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eldr_serve.fleet.outliers import OutlierDetector
+from eldr_serve.pipeline.latency_admission import AdmissionResult
 from eldr_serve.pipeline.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.prompt import Prompt, TicketedPrompt
 from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
@@ -14,7 +15,7 @@ class WholePrefill:
     """Prefill on the engines that also decode: the admission of prompts to their queues.
 
     Args:
-        outliers: knows the workers that may get a prompt.
+        outliers: excludes workers that fail repeatedly.
         tokenizer: tokenises prompts before placement.
     """
 
@@ -28,9 +29,9 @@ class WholePrefill:
     async def tokenise_for_admission(self, context: RequestContext) -> None:
         """Tokenise the prompt, to find its cached tokens."""
         if self._tokenizer is not None:
-            await self._tokenizer.add_to(context)
+            await self._tokenizer.add_ids_to(context)
 
-    async def prepare(self, context: RequestContext) -> Prompt:
+    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
         If an answer arrives only as a whole, it does not show when its prompt has been computed. Such
@@ -48,4 +49,10 @@ class WholePrefill:
             if not context.is_retry:
                 await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
         ticket = self._queues.enter(None, num_tokens, context.retry_key)
-        return TicketedPrompt(ticket, self._admission, context.prompt_ids, context.answer.num_ids)
+        return TicketedPrompt(
+            ticket,
+            self._admission,
+            context.prompt_ids,
+            num_generated=context.answer.num_ids,
+            workers_to_avoid=admission.late_workers,
+        )

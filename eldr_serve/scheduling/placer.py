@@ -1,4 +1,4 @@
-"""Assignment of requests to workers and the decode queue, shared by the server and the simulator.
+"""Assignment of requests to workers, shared by the server and the simulator.
 
 This module does not use Ray or simulated time and never waits, so each call is atomic.
 """
@@ -6,7 +6,6 @@ This module does not use Ray or simulated time and never waits, so each call is 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -19,27 +18,22 @@ from numpy.typing import NDArray
 from eldr_serve.scheduling.adapters import LoadedAdapters
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.decode_loads import WorkerLoads
-from eldr_serve.scheduling.fairness import fair_order
+from eldr_serve.scheduling.decode_queue import DecodeQueue
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, is_most_similar
-from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PrefixMap, PromptBlocks
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PromptBlocks
 from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, LeaseState, Loads, PlacementRequest
-
-# A request without an objective takes its turn in the decode queue as if its first token were due after this
-# time: half of the default of `path.queue_timeout_s`, after which it would be refused.
-PATIENCE_S = 5.0
+from eldr_serve.scheduling.worker_set import WorkerSet
 
 
 class Placer:
     """Assigns decode workers to prefilled requests by a policy, and notifies it of their progress.
 
-    The position of a worker is its index in the loads that policies see. A worker is available if it may get
-    requests: its position is not vacant and it does not drain. A request also avoids its excluded workers and
-    those that its ingress cannot reach, as long as others are available. Under a policy with a decode queue,
-    requests that may wait do so until the policy assigns them a worker. Only `submit` and `dispatch` ask the
-    policy, so call one of them after any change of loads or workers.
+    Under a policy with a decode queue, requests that may wait do so until the policy assigns them a worker.
+    Only `submit` and `dispatch` ask the policy, so call one of them after any change of loads or workers.
+    WorkerSet defines positions, and which workers are available.
 
     Args:
         policy: the live policy, until `set_policy` replaces it.
@@ -52,8 +46,7 @@ class Placer:
 
     Attributes:
         running: requests that hold a worker, by id.
-        queue: waiting requests, by id, in order of arrival.
-        prefixes: blocks that were sent to each worker.
+        prefixes: see WorkerSet.
     """
 
     def __init__(
@@ -67,21 +60,19 @@ class Placer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.running: dict[str, Lease] = {}
-        self.queue: dict[str, Lease] = {}
-        self.prefixes = PrefixMap()
-        self._adapters = adapters or LoadedAdapters()
         self._policy = GuardedPolicy(policy, on_policy_error)
         self._shadow: Shadow | None = None
         self._on_policy_error = on_policy_error
         self._ledger = LoadLedger() if ledger is None else ledger
+        self._workers = WorkerSet(self._ledger, adapters or LoadedAdapters())
+        self.prefixes = self._workers.prefixes
+        self._queue = DecodeQueue(clock)
         self._rng = np.random.default_rng(seed)
-        self._clock = clock
-        self._workers: list[str | None] = []
-        # Position of each worker; for each position its row in the ledger and whether it may get requests.
-        self._position: dict[str, int] = {}
-        self._ledger_rows = np.zeros(0, np.int64)
-        self._available = np.zeros(0, bool)
-        self._unreachable: dict[str, frozenset[str]] = {}  # workers that an ingress cannot reach
+
+    @property
+    def queue(self) -> Mapping[str, Lease]:
+        """Return the leases of waiting requests, by id, in order of arrival."""
+        return self._queue.leases
 
     # -- workers and policy ----------------------------------------------------------------------
 
@@ -97,21 +88,11 @@ class Placer:
             draining: workers that get no more requests.
             unreachable: workers that an ingress cannot reach, by ingress; all others reach all workers.
         """
-        self._unreachable = {ingress: frozenset(names) for ingress, names in unreachable.items()}
-        changed = list(workers) != self._workers
+        changed = self._workers.update(workers, draining, unreachable)
         if changed:
-            self._workers = list(workers)
-            self._position = {
-                worker: position for position, worker in enumerate(workers) if worker is not None
-            }
-            self._ledger_rows = self._ledger.rows(workers)
-            self.prefixes.keep(self._position)
-            self._adapters.keep(self._position)
-            self._policy.on_workers_changed(self._workers)
-        available = [worker is not None and worker not in draining for worker in workers]
-        self._available = np.array(available, bool)
+            self._policy.on_workers_changed(self._workers.names)
         if self._shadow is not None:
-            self._shadow.set_workers(self._workers, self._available)
+            self._shadow.set_workers(self._workers.names, self._workers.available)
         if changed:
             for observer in self._observers():
                 self._notify_of_running(observer)
@@ -124,7 +105,7 @@ class Placer:
     def set_policy(self, policy: Policy, cost: StepCost | None = None) -> None:
         """Change the policy; notify the new one of workers, step cost and running requests."""
         self._policy = GuardedPolicy(policy, self._on_policy_error)
-        self._policy.on_workers_changed(self._workers)
+        self._policy.on_workers_changed(self._workers.names)
         if cost is not None:
             self._policy.update_cost_model(cost)
         self._notify_of_running(self._policy)
@@ -137,7 +118,7 @@ class Placer:
         """
         self._shadow = shadow
         if shadow is not None:
-            shadow.set_workers(self._workers, self._available)
+            shadow.set_workers(self._workers.names, self._workers.available)
             self._notify_of_running(shadow)
 
     def discard_scores(self) -> None:
@@ -168,9 +149,7 @@ class Placer:
 
     def loads(self, exclude: Iterable[str] = ()) -> Loads:
         """Return the loads of all positions; the excluded workers are not available."""
-        available = self._available.copy()
-        available[[self._position[worker] for worker in exclude if worker in self._position]] = False
-        return self._ledger.loads(self._ledger_rows, available)
+        return self._workers.loads(exclude)
 
     def worker_loads(self, blocks: PromptBlocks | None = None) -> WorkerLoads:
         """Return the loads of all available workers.
@@ -178,32 +157,7 @@ class Placer:
         Args:
             blocks: blocks of a prompt, of which each worker may have some in its prefix cache.
         """
-        loads = self.loads()
-        positions = loads.available_positions
-        names = tuple(str(self._workers[position]) for position in positions.tolist())
-        if blocks is None:
-            cached_tokens = np.zeros(len(names), np.int64)
-        else:
-            cached_tokens = self.prefixes.cached_tokens(names, blocks)
-        return WorkerLoads(names, loads.in_flight[positions], loads.kv_tokens[positions], cached_tokens)
-
-    def _loads_for(self, lease: Lease) -> Loads:
-        """Return the loads for a request, and its prompt's cached tokens."""
-        request = lease.request
-        loads = self._loads_without(*self._excluded_for(lease))
-        if request.adapter:
-            loads = replace(loads, lacks_adapter=self._adapters.lacks_adapter(self._workers, request.adapter))
-        if request.blocks is None:
-            return loads
-        return replace(loads, cached_tokens=self.prefixes.cached_tokens(self._workers, request.blocks))
-
-    def _loads_without(self, *groups: Collection[str]) -> Loads:
-        """Return the loads without the first group whose exclusion leaves a worker, or else all loads."""
-        for workers in groups:
-            loads = self.loads(workers)
-            if loads.available.any():
-                return loads
-        return self.loads()
+        return self._workers.worker_loads(blocks)
 
     # -- one request -----------------------------------------------------------------------------
 
@@ -216,52 +170,46 @@ class Placer:
         new_leases = []
         for lease in leases:
             request = lease.request
-            loads = self._loads_for(lease)
+            loads = self._workers.loads_for(lease)
             if not loads.available.any():
                 continue
             if self._policy.has_queue and request.may_wait and not request.worker_failed:
-                self._enqueue(lease)
+                self._stop(lease.request_id)
+                self._queue.add(lease)
             else:
                 new_leases.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
         return new_leases + self.dispatch()
 
     def dispatch(self) -> list[Lease]:
         """Let the policy assign workers to queued requests; return the new leases."""
-        if not self.queue:
+        if not self.queue or not self._workers.available.any():
             return []
-        if not self._available.any():
-            return []
-        waiting = self._sort_queue_fairly()
+        waiting = self._queue.in_turn(self.running.values())
         new_leases: list[Lease] = []
         if self._policy.has_queue:
             full = set[tuple[frozenset[str], ...]]()
             # The policy gets successive requests together only if they may use the same workers. So the
             # order is fair over all ingresses, and no group takes all slots before another's turn.
-            for excluded, successive in groupby(waiting, self._excluded_for):
+            for excluded, successive in groupby(waiting, self._workers.excluded_for):
                 if excluded in full:
                     continue
-                group, loads = list(successive), self._loads_without(*excluded)
+                group, loads = list(successive), self._workers.loads_without(*excluded)
                 decisions = self._policy.dispatch([lease.request for lease in group], loads, self._rng)
                 new_leases += [self._assign(group[index], decision, loads) for index, decision in decisions]
                 if len(decisions) < len(group):
                     full.add(excluded)
         else:  # the policy was changed to one without a queue
             for lease in waiting:
-                present_loads = self._loads_for(lease)  # with the requests of this loop
+                present_loads = self._workers.loads_for(lease)  # with the requests of this loop
                 decision = self._policy.select(lease.request, present_loads, self._rng)
                 new_leases.append(self._assign(lease, decision, present_loads))
         return new_leases
-
-    def _excluded_for(self, lease: Lease) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the workers that a request avoids, and of these the ones that its ingress cannot reach."""
-        unreachable = self._unreachable.get(lease.ingress, frozenset())
-        return unreachable.union(lease.request.exclude), unreachable
 
     def adopt_lease(self, lease: Lease) -> None:
         """Add a lease that is granted already, for example by its ingress."""
         self.finish(lease.request_id)
         self._register_running(lease)
-        self._record_use(lease)
+        self._workers.record_use(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
@@ -292,49 +240,17 @@ class Placer:
 
     def finish(self, request_id: str) -> None:
         """Remove a waiting or running request; ignored if unknown."""
-        waiting = self.queue.pop(request_id, None)
-        if waiting is not None:
-            waiting.become(LeaseState.ENDED)
+        if self._queue.end(request_id):
             for observer in self._observers():
                 observer.on_finished(request_id)
         self._stop(request_id)
 
     # -- implementation --------------------------------------------------------------------------
 
-    def _enqueue(self, lease: Lease) -> None:
-        self._stop(lease.request_id)
-        before = self.queue.get(lease.request_id)
-        now_s = self._clock()
-        lease.queued_at_s = now_s if before is None else before.queued_at_s
-        if before is not None:
-            lease.first_token_deadline_s = before.first_token_deadline_s
-        elif lease.request.first_token_due_in_s is not None:
-            lease.first_token_deadline_s = now_s + lease.request.first_token_due_in_s
-        lease.become(LeaseState.QUEUED)
-        self.queue[lease.request_id] = lease
-
-    def _sort_queue_fairly(self) -> list[Lease]:
-        """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
-
-        Every request has a deadline. Without an objective, or if its first token is late already, its
-        deadline is PATIENCE_S after its arrival. So every request has its turn, and without objectives the
-        order is that of arrival.
-        """
-        waiting = list(self.queue.values())
-        if any(lease.first_token_deadline_s is not None for lease in waiting):
-            now_s = self._clock()
-            waiting.sort(key=lambda lease: _turn_s(lease, now_s))
-        tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
-        if len(set(tenants)) < 2:
-            return waiting
-        running = Counter(lease.request.tenant for lease in self.running.values())
-        return [waiting[index] for index in fair_order(tenants, running)]
-
     def _assign(self, lease: Lease, decision: Decision, loads: Loads) -> Lease:
-        worker = self._workers[decision.position]
+        worker = self._workers.names[decision.position]
         assert worker is not None, "a policy chose a vacant position"
-        if self.queue.pop(lease.request_id, None) is lease:
-            lease.waited_s = self._clock() - lease.queued_at_s
+        self._queue.remove_assigned(lease)
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(LeaseState.GRANTED)
         lease.worker, lease.position = worker, decision.position
@@ -342,19 +258,11 @@ class Placer:
         lease.is_most_similar = is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._register_running(lease, decision)
-        self._record_use(lease)
+        self._workers.record_use(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
             self._ledger.add_prefill(lease.request_id, missing)
         return lease
-
-    def _record_use(self, lease: Lease) -> None:
-        """Record the adapter; set the prompt's cached tokens, then add its blocks to the prefix cache."""
-        if lease.worker in self._position:
-            self._adapters.use(lease.worker, lease.request.adapter)
-            if (blocks := lease.request.blocks) is not None:
-                lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
-                self.prefixes.record_prompt(lease.worker, blocks)
 
     def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease
@@ -374,7 +282,7 @@ class Placer:
     def _notify_assigned(
         self, observer: GuardedPolicy | Shadow, lease: Lease, decision: Decision | None = None
     ) -> None:
-        position = self._position.get(lease.worker)
+        position = self._workers.positions.get(lease.worker)
         if position is None:
             observer.on_finished(lease.request_id)
             return
@@ -390,10 +298,3 @@ class Placer:
     def _notify_of_running(self, observer: GuardedPolicy | Shadow) -> None:
         for lease in self.running.values():
             self._notify_assigned(observer, lease)
-
-
-def _turn_s(lease: Lease, now_s: float) -> float:
-    """Return the deadline of a waiting request, by which it takes its turn."""
-    patient_s = lease.queued_at_s + PATIENCE_S
-    deadline_s = lease.first_token_deadline_s
-    return patient_s if deadline_s is None or deadline_s < now_s else min(deadline_s, patient_s)

@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.attempt",
-        "self._prompt = await self._prefill.prepare(context)",
-        "self._prompt = context.__dict__.get('kept') or await self._prefill.prepare(context)\n"
+        "self._prompt = await self._prefill.prepare(context, admission)",
+        "self._prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission)\n"
         "                context.__dict__['kept'] = self._prompt",
     ),
     Mutation(
@@ -204,14 +204,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a request that is given up stays in the decode queue",
-        "eldr_serve.scheduling.placer",
-        "waiting = self.queue.pop(request_id, None)",
-        "waiting = None",
+        "eldr_serve.scheduling.decode_queue",
+        "lease = self.leases.pop(request_id, None)",
+        "lease = None",
     ),
     Mutation(
         "prefixes of workers that have gone are remembered",
-        "eldr_serve.scheduling.placer",
-        "self.prefixes.keep(self._position)",
+        "eldr_serve.scheduling.worker_set",
+        "self.prefixes.keep(self.positions)",
     ),
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",

@@ -92,7 +92,7 @@ def test_every_mutation_of_the_code_is_found() -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "wrong", "seeds"),
     [
-        (SplitPrefill, "prepare", lambda step, context: step._prefill(context), 5),
+        (SplitPrefill, "prepare", lambda step, *arguments: step._prefill(*arguments), 5),
         (Leases, "adopt_lease", lambda leases, lease: None, 5),
         (Placer, "finish", lambda placer, request_id: placer._stop(request_id), 40),
         (RouterClient, "send_leases", lambda client, leases: None, 20),

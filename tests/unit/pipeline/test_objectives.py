@@ -172,7 +172,7 @@ def test_without_an_objective_or_measurements_nothing_is_refused_or_asked() -> N
         num_calls = len(service.router.blocks)
         context = await service.send()
         assert context is not None
-        assert context.admission.prediction is None
+        assert context.record.prediction is None
         assert len(service.router.blocks) == num_calls
 
     run(service, main)
@@ -324,7 +324,7 @@ def test_cached_tokens_of_a_whole_replica_take_no_time() -> None:
         context = await service.send(2000, ttft_s=1.0)
         assert context is not None
         # The rate is that of prompts that are half cached.
-        assert context.admission.prediction.ttft_s == pytest.approx({"d0": 4.0, "d1": 0.2})
+        assert context.record.prediction.ttft_s == pytest.approx({"d0": 4.0, "d1": 0.2})
         assert len(service.router.blocks[-1].hashes) == 2000 // 16 - 1
         assert service.router.placements[-1][0].exclude == ("d0",)
 
