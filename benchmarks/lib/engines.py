@@ -120,7 +120,8 @@ def start_process(command: list[str], *, env: dict[str, str], log: Path) -> Iter
     try:
         yield started
     finally:
-        for how in (signal.SIGINT, signal.SIGKILL, signal.SIGKILL):
+        # Not SIGINT, which processes ignore that a shell has started in the background, and their children.
+        for how in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(started.pid, how)
                 started.wait(15)
