@@ -78,7 +78,7 @@ def _demo() -> Any:
 
 @app.command("calibrate", cls=LazyCommand, rich_help_panel=_JOBS)
 def _calibrate() -> Any:
-    """Record which experts prompts use, on one engine."""
+    """Record which experts prompts use, on one or more engines."""
     from offline.calibrate import calibrate
 
     return calibrate

@@ -28,8 +28,8 @@ PARTS = {
     "engine": [*PARALLEL, *ALONE, *_ENGINE, *sorted(_OTHERS)],
     "end-to-end": ["tests/e2e", *(f"--ignore={file}" for file in ALONE)],
 }
-BESIDE = {"types": [sys.executable, "-m", "mypy"]}  # commands that start with the first part
-SHOWN = 10  # maximum failed tests listed per part, so that every part is near the end
+BESIDE = {"types": [sys.executable, "-m", "mypy"]}  # commands like mypy, which start with the first part
+SHOWN = 10  # maximum failures listed per part, so that every part is near the end
 
 
 @dataclass(frozen=True)
@@ -37,29 +37,38 @@ class Result:
     """The end of one part, or of a command beside the parts.
 
     Attributes:
-        lines: pytest's output, or the command's in the same form.
+        failures: a line for each failure, at most SHOWN and one for the others; none if it passed.
+        summary: the line that counts.
     """
 
     name: str
     status: int
-    lines: list[str]
+    failures: list[str]
+    summary: str
     seconds: float
 
-    def failed(self) -> list[str]:
-        """Return pytest's lines on failed tests, or the exit status if it failed without naming any."""
-        if self.status == 0:
-            return []
-        start = max((n for n, line in enumerate(self.lines) if "test summary info" in line), default=0)
-        found = [line for line in self.lines[start:] if line.startswith(("FAILED ", "ERROR "))]
-        found.sort(key=lambda line: line.startswith("ERROR "))
-        if more := found[SHOWN:]:
-            found[SHOWN:] = [f"... and {len(more)} more in {OUT / self.name}.txt"]
-        return found or [f"FAILED no test by name: pytest ended with status {self.status}"]
 
-    def summary(self) -> str:
-        """Return pytest's last line, which counts the tests. Other processes may print after it."""
-        counts = (line for line in reversed(self.lines) if re.search(r"\d \w+.* in [\d.]+s\b", line))
-        return next(counts, "no summary of pytest")
+def pytest_result(name: str, status: int, lines: list[str], seconds: float) -> Result:
+    """Return a part's result from the output of pytest, after whose last line other processes may print."""
+    start = max((n for n, line in enumerate(lines) if "test summary info" in line), default=0)
+    found = [line for line in lines[start:] if line.startswith(("FAILED ", "ERROR "))]
+    found.sort(key=lambda line: line.startswith("ERROR "))
+    found = found or [f"FAILED no test by name: pytest ended with status {status}"]
+    counts = (line for line in reversed(lines) if re.search(r"\d \w+.* in [\d.]+s\b", line))
+    return Result(name, status, _failures(name, status, found), next(counts, "no summary of pytest"), seconds)
+
+
+def mypy_result(name: str, status: int, lines: list[str], seconds: float) -> Result:
+    """Return the result of a command whose output has a line for each error, and last their number."""
+    found = [line for line in lines if ": error:" in line] or lines[-SHOWN:]
+    return Result(name, status, _failures(name, status, found), lines[-1] if lines else "no output", seconds)
+
+
+def _failures(name: str, status: int, found: list[str]) -> list[str]:
+    if status == 0:
+        return []
+    more = [f"... and {len(found) - SHOWN} more in {OUT / name}.txt"] if len(found) > SHOWN else []
+    return found[:SHOWN] + more
 
 
 def run(parts: Mapping[str, list[str]], folder: Path, beside: Mapping[str, list[str]] = {}) -> int:
@@ -78,7 +87,7 @@ def run(parts: Mapping[str, list[str]], folder: Path, beside: Mapping[str, list[
     print("\n##### all parts")
     for result in results:
         print(f"{result.name}: {'failed' if result.status else 'passed'} in {result.seconds:.0f} s")
-        print(*result.failed(), result.summary(), sep="\n")
+        print(*result.failures, result.summary, sep="\n")
     return int(any(result.status for result in results))
 
 
@@ -96,21 +105,17 @@ def _run(name: str, arguments: list[str], output: Path) -> Result:
             print(text, end="", flush=True)
             file.write(text)
     lines = output.read_text().strip().splitlines()
-    return Result(name, process.returncode, lines, time.monotonic() - began)
+    return pytest_result(name, process.returncode, lines, time.monotonic() - began)
 
 
 def _run_beside(name: str, command: list[str], output: Path) -> Result:
-    """Run a command that prints a line with ": error:" for each error, and last a line with their number."""
     began = time.monotonic()
     with output.open("w") as file:
         status = subprocess.run(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
         ).returncode
-    seconds = time.monotonic() - began
-    lines = output.read_text().strip().splitlines() or ["no output"]
-    errors = [line for line in lines if ": error:" in line] or lines[-SHOWN:]
-    summary = f"{lines[-1]} in {seconds:.1f}s"
-    return Result(name, status, [*(f"ERROR {line}" for line in errors), summary], seconds)
+    lines = output.read_text().strip().splitlines()
+    return mypy_result(name, status, lines, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 - activation_by_domain (1): each domain over-activates certain experts. The result is the decode activation of
   each expert by domain, relative to the mean over domains, at the layer where the domains differ most.
   `own_experts` is the number of the layer's experts that the domain uses more than any other domain.
-  `own_excess` says how far the domain's use of these experts exceeds the mean.
+  `own_to_mean_ratio` is the domain's use of these experts over the mean of the domains.
 - prefill_decode (3): prefill shows which experts decode will use. One correlation is over experts (normalised
   activation pooled over the domains, with a point for each expert of each layer). The other is over requests:
   rho, the rank correlation of pairwise distances (the paper's Eq. 1).
@@ -115,7 +115,7 @@ def activation_by_domain(data: CapturedRoutes, seed: int) -> list[Result]:
             share_in_layer = share[number, layer]
             row: dict[str, Any] = {"workload": workload, "domain": name, "layer": layer}
             row |= {"requests": int((domains == name).sum()), "own_experts": int(is_own.sum())}
-            row["own_excess"] = float(relative[number, layer][is_own].mean()) if is_own.any() else 0.0
+            row["own_to_mean_ratio"] = float(relative[number, layer][is_own].mean()) if is_own.any() else 0.0
             rows.append(
                 row | {"share_on_own_experts": float(share_in_layer[is_own].sum() / share_in_layer.sum())}
             )

@@ -4,8 +4,8 @@
     python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b --device cuda
 
 One layer with random bf16 weights at a model's shape runs through the kernel that vLLM uses: its CPU
-fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call uses other experts than the
-previous one, so that weights come from memory, as they do when other layers run in between.
+fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call draws its experts anew,
+since repeated calls with the same few experts would find their weights in the cache.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def moe_layer_latency(
     unknown = [name for name in shapes if name not in SHAPES]
     if unknown:
         raise UserInputError(unknown_name("", unknown[0], SHAPES, "shape"))
+    sizes = options.numbers("--batches", batches), options.numbers("--active", active)
     os.environ |= {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}
     import torch
 
@@ -57,7 +58,6 @@ def moe_layer_latency(
             f"--device is {device}, but vLLM's kernels here are for {available}; leave the option out"
         )
     torch.set_num_threads(threads)
-    sizes = [int(size) for size in batches.split(",")], [int(many) for many in active.split(",")]
     rows = [row for name in shapes for row in _rows(name, available, *sizes, rounds, seed)]
     path = publish(
         "moe_layer_latency",

@@ -21,12 +21,14 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
 from eldr_serve.commands.errors import run
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import pack_counts
 from loadgen.results import publish
 from offline.route_files import read_trace_of_routes
 
 BENCHMARKS = {"signature_bytes": "default"}
 _LENGTHS = (64, 512, 2048)  # tokens of a prompt; records of GPT-OSS-20B have enough steps only for 64
+_TILES = 8  # prompts of GPT-OSS-20B side by side: 2 x 24 layers, 4 x 32 experts
 
 
 def draw_counts(tokens: int, preference_scale: float, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -49,6 +51,25 @@ def summary_row(routing: str, tokens: int, prompts: list[NDArray[Any]]) -> dict[
     return row | {"packed_p50_bytes": float(np.median(packed)), "packed_max_bytes": int(packed.max())}
 
 
+def tile_counts(
+    file: Path, counts: NDArray[Any], prompts: int, rng: np.random.Generator
+) -> list[NDArray[Any]]:
+    """Put counts of GPT-OSS-20B [N,24,32] side by side, drawn at random; return at most `prompts` of [L,E].
+
+    Raises:
+        UserInputError: the file has too few records for one.
+    """
+    groups = min(prompts, len(counts) // _TILES)
+    if not groups:
+        raise UserInputError(
+            f"--gptoss {file} has {len(counts)} records of more than {_LENGTHS[0]} tokens: name a file "
+            f"with at least {_TILES}"
+        )
+    drawn = counts[rng.permutation(len(counts))[: groups * _TILES]]
+    tiles = drawn.reshape(groups, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4)
+    return list(tiles.reshape(groups, LAYERS, EXPERTS))
+
+
 def signature_bytes(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind and length.")] = 20,
     gptoss: Annotated[
@@ -67,9 +88,7 @@ def signature_bytes(
     if gptoss is not None:
         cut = {"prompt_tokens": _LENGTHS[0], "output_tokens": 1, "min_output_tokens": 1}
         counts = read_trace_of_routes(gptoss, "gpt-oss-20b", **cut).prefill_counts
-        counts = counts[rng.permutation(len(counts))[: 8 * prompts]]
-        tiled_counts = counts.reshape(-1, 2, 4, *counts.shape[1:]).transpose(0, 1, 3, 2, 4)
-        rows.append(summary_row("GPT-OSS-20B", _LENGTHS[0], list(tiled_counts.reshape(-1, LAYERS, EXPERTS))))
+        rows.append(summary_row("GPT-OSS-20B", _LENGTHS[0], tile_counts(gptoss, counts, prompts, rng)))
     publish(
         "signature_bytes",
         rows,

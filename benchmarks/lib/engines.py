@@ -32,6 +32,7 @@ ENGINE_ENV = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits for a compiler
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+_NIXL_PORTS_BESIDE = {"prefill_config": 24000, "decode_config": 26000}  # of a second application
 
 
 def check_device(device: str) -> None:
@@ -79,6 +80,16 @@ def our_arguments(deployment: Path, model: Path, decode_replicas: int | None = N
     return arguments
 
 
+def change_nixl_ports(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a deployment's `args` with other NIXL ports, for engines beside those of the same file."""
+    changed = {}
+    for role in engine_roles(arguments):
+        own = arguments[role].get("experimental_configs") or {}
+        ports = {"NIXL_SIDE_CHANNEL_PORT_BASE": _NIXL_PORTS_BESIDE[role]}
+        changed[role] = arguments[role] | {"experimental_configs": own | ports}
+    return arguments | changed
+
+
 def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of Ray Serve LLM's own prefill/decode application on equal engines."""
     ingress = {"autoscaling_config": None, "max_ongoing_requests": 8192}
@@ -120,7 +131,8 @@ def start_process(command: list[str], *, env: dict[str, str], log: Path) -> Iter
     try:
         yield started
     finally:
-        for how in (signal.SIGINT, signal.SIGKILL, signal.SIGKILL):
+        # Not SIGINT: processes that a shell starts in the background ignore it, and so do their children.
+        for how in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(started.pid, how)
                 started.wait(15)

@@ -37,7 +37,7 @@ from benchmarks.lib.client import (
     summarise_answers,
 )
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.engines import our_arguments
+from benchmarks.lib.engines import change_nixl_ports, our_arguments
 from benchmarks.lib.live import serve_application, start_application, stop_application
 from benchmarks.lib.prompts import bodies
 from eldr_serve.commands.errors import run
@@ -55,7 +55,6 @@ _TTFT_SLACK, _TPOT_SLACK = 5, 3  # objectives over the median times of an idle s
 _REQUESTS_PER_CLIENT = 10  # of a closed loop
 _OVERLOAD = 1.5  # arrivals over the rate that fits
 _TIMEOUT_S = 120.0
-_OTHER_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # NIXL's, of the second application
 _REFUSED = ("HTTP 429", "HTTP 503")
 
 
@@ -160,16 +159,6 @@ def send_in_turn(
     return answers
 
 
-def change_ports(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a deployment's `args` whose engines can run beside those of the same deployment."""
-    other = dict(arguments)
-    for role, base in _OTHER_PORTS.items():
-        own = arguments[role].get("experimental_configs") or {}
-        ports = {"NIXL_SIDE_CHANNEL_PORT_BASE": base}
-        other[role] = arguments[role] | {"experimental_configs": own | ports}
-    return other
-
-
 def row(admission: str, answers: list[Answer], objective: LatencyObjective, seconds: float) -> dict[str, Any]:
     """Return the figures of one kind of admission.
 
@@ -219,7 +208,7 @@ def objectives(
     arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": False}
     with serve_application(arguments, port=port) as client:
         # Idle engines take CPU time too, so the load that fits is measured beside the other application.
-        other: dict[str, Any] = {"arguments": change_ports(arguments), "port": port + 2, "name": COUNT}
+        other: dict[str, Any] = {"arguments": change_nixl_ports(arguments), "port": port + 2, "name": COUNT}
         start_application(**other)
         asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
         idle = summarise_answers(asyncio.run(_send_closed_loop(client.url, requests, 1)))

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.cluster import wait_ready
-from benchmarks.lib.engines import engine_roles, our_arguments
+from benchmarks.lib.engines import change_nixl_ports, engine_roles, our_arguments
 from benchmarks.lib.ports import free_port
 from examples.demo_model import WEIGHTS
 from tests.e2e.service import ADMIN_KEY, ROOT, STOP_WAIT_S, Service
 
-_NIXL_PORTS = {"prefill_config": 24000, "decode_config": 26000}  # not the demo's
 _CACHE_BYTES = 2**28  # KV cache per engine, since several applications share the memory
 
 
@@ -33,15 +32,14 @@ def arguments_of(
 
 def beside_the_demo(arguments: dict[str, Any]) -> None:
     """Give the engines of an application small KV caches and ports for NIXL that the demo does not use."""
-    for role, port in _NIXL_PORTS.items():
-        if role in arguments:
-            config = arguments[role]
-            environment = config["runtime_env"]["env_vars"]
-            config["runtime_env"] = {
-                "env_vars": {k: v for k, v in environment.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
-            }
-            config["engine_kwargs"] = config["engine_kwargs"] | {"kv_cache_memory_bytes": _CACHE_BYTES}
-            config["experimental_configs"] = {"NIXL_SIDE_CHANNEL_PORT_BASE": port}
+    arguments.update(change_nixl_ports(arguments))
+    for role in engine_roles(arguments):
+        config = arguments[role]
+        environment = config["runtime_env"]["env_vars"]
+        config["runtime_env"] = {
+            "env_vars": {k: v for k, v in environment.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
+        }
+        config["engine_kwargs"] = config["engine_kwargs"] | {"kv_cache_memory_bytes": _CACHE_BYTES}
 
 
 def deploy(name: str, arguments: dict[str, Any], *, wait: bool = True) -> None:

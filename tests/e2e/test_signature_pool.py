@@ -112,7 +112,7 @@ def test_requests_follow_its_centroids(pool: Pool) -> None:
     pool.send(FIRST, 100)
     placements, best = (after - earlier for after, earlier in zip(pool.placed(), before, strict=True))
     assert placements == 100
-    assert best / placements > 0.6  # random placement gives 0.5
+    assert best / placements > 0.6  # random placement gives 0.5, and more than 0.6 in 2 of 100 runs
 
 
 def test_greedy_answers_equal_a_single_engine(

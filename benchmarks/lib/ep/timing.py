@@ -198,7 +198,13 @@ def time_rank_alone(rank: int, job: RankJob) -> list[dict[str, Any]]:
 
 
 def time_messages(rank: int, rounds: int) -> list[dict[str, Any]]:
-    """Time both ways to move tokens to experts and back; return medians by bytes received per rank."""
+    """Time both ways to move tokens to experts and back; return medians by bytes received per rank.
+
+    Raises:
+        ValueError: there are not two ranks, to which the sizes of the messages belong.
+    """
+    if (ranks := dist.get_world_size()) != 2:
+        raise ValueError(f"messages are timed between two ranks, got {ranks}: call on_ranks with 2")
     rows = []
     for size in MESSAGE_BYTES:
         own = torch.zeros(size, dtype=torch.uint8, device=device())

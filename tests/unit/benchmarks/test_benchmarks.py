@@ -5,13 +5,16 @@ import itertools
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.__main__ import MODULES, NAMES, WHEN, read_benchmarks
 from benchmarks.engine.cache_memory import CacheShape, compare, shape_of, smallest_block_size
+from benchmarks.engine.signature_bytes import tile_counts
 from benchmarks.lib import tables
 from benchmarks.lib.client import Answer, most_open, summarise_answers
 from benchmarks.lib.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
@@ -74,6 +77,23 @@ def test_a_benchmark_without_engines_writes_its_table(name: str, options: str, t
     assert any(re.search(r"_(ms|pct|mib|bytes)$", column) for column in result["rows"][0])
 
 
+def test_prompts_of_gpt_oss_are_put_side_by_side_in_whole_groups() -> None:
+    rng, counts = np.random.default_rng(0), np.arange(19 * 24 * 32).reshape(19, 24, 32)
+    prompts = tile_counts(Path("records"), counts, 5, rng)
+    assert [prompt.shape for prompt in prompts] == [(48, 128)] * 2
+    tiles = {
+        tile.tobytes()
+        for prompt in prompts
+        for rows in np.split(prompt, 2)
+        for tile in np.split(rows, 4, axis=1)
+    }
+    assert len(tiles) == 16
+    assert tiles <= {tile.tobytes() for tile in counts}
+    assert len(tile_counts(Path("records"), counts, 1, rng)) == 1
+    with pytest.raises(UserInputError, match=r"--gptoss records has 7 records .* at least 8"):
+        tile_counts(Path("records"), counts[:7], 5, rng)
+
+
 def peers(**options: object) -> str:
     return sentence(command("benchmarks.serving.peers", **options))
 
@@ -82,6 +102,9 @@ def test_bad_input_is_reported_in_one_sentence() -> None:
     assert "nobody" in peers(systems="nobody")
     assert "can be up at a time" in peers(systems="eldr,eldr-proxy", turns=2)
     assert "no-router spin" in peers(systems="eldr,no-router", turns=2)
+    latency = partial(command, "benchmarks.engine.moe_layer_latency")
+    assert "--batches must be comma-separated positive numbers, got 'x'" in sentence(latency(batches="x"))
+    assert "--active must be" in sentence(latency(active="0"))
 
 
 def test_the_count_caches_share_falls_with_the_block_size() -> None:

@@ -73,23 +73,3 @@ async def test_arrivals_name_the_objective_and_do_not_wait_for_answers(
     assert all(answer.error is None for answer in answers)
     assert max(answer.started_at_s for answer in answers) < min(answer.ended_at_s for answer in answers)
     assert headers_sent == [{"x": "y"}] * len(answers)
-
-
-def test_the_second_application_has_its_own_ports_and_keeps_every_other_argument() -> None:
-    port, interval = "NIXL_SIDE_CHANNEL_PORT_BASE", {"stream_batching_interval_ms": 0}
-    arguments = {
-        "prefill_config": {"a": 1, "experimental_configs": interval},
-        "decode_config": {"b": 2, "experimental_configs": interval | {port: 20000}},
-        "router": {},
-    }
-
-    other = objectives.change_ports(arguments)
-
-    experimental = {
-        role: other[role].pop("experimental_configs") for role in ("prefill_config", "decode_config")
-    }
-    ports = {configs.pop(port) for configs in experimental.values()}
-    assert len(ports - {20000}) == 2
-    assert experimental == dict.fromkeys(experimental, interval)
-    assert other == {"prefill_config": {"a": 1}, "decode_config": {"b": 2}, "router": {}}
-    assert arguments["prefill_config"]["experimental_configs"] == interval

@@ -29,6 +29,7 @@ from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from examples.demo_model import WEIGHTS
 from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.evaluate import forwarded_copies, work_of
+from tests.support.torch_experts import torch_products
 
 E, TOP_K, LAYER = 64, 4, 2  # the demo model's experts and top-k, and one of its layers
 SIZES = ([5, 3, 4, 6], [7, 0, 2, 1], [0, 0, 0, 0], [1, 0, 0, 0])  # tokens by rank; two ranks: the first two
@@ -74,20 +75,6 @@ def reference_output(x: Tensor) -> Tensor:
         gate, up = (w13[expert] @ x[token]).chunk(2)
         out[token] += weights[token, choice] * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
     return out
-
-
-def torch_products(w13: Tensor, w2: Tensor) -> Products:
-    """Compute experts in turn with plain torch, from w13 [S, 2I, H] (gate over up) and w2 [S, H, I]."""
-
-    def products(rows: Tensor, slot: Tensor) -> Tensor:
-        out = torch.empty_like(rows)
-        for number in np.unique(slot.cpu().numpy()).tolist():
-            of_expert = slot == number
-            gate, up = (rows[of_expert] @ w13[number].T).chunk(2, -1)
-            out[of_expert] = (torch.nn.functional.silu(gate) * up) @ w2[number].T
-        return out
-
-    return products
 
 
 class LayerCase(NamedTuple):
