@@ -27,10 +27,6 @@ from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, Prefix
 from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, LeaseState, Loads, PlacementRequest
 
-# A request without an objective takes its turn in the decode queue as if its first token were due after this
-# time: half of the default of `path.queue_timeout_s`, after which it would be refused.
-PATIENCE_S = 5.0
-
 
 class Placer:
     """Assigns decode workers to prefilled requests by a policy, and notifies it of their progress.
@@ -54,6 +50,8 @@ class Placer:
         running: requests that hold a worker, by id.
         queue: waiting requests, by id, in order of arrival.
         prefixes: blocks that were sent to each worker.
+        patience_s: a request without an objective takes its turn in the decode queue as if its first token
+            were due after this time, s; set it to half of the longest wait.
     """
 
     def __init__(
@@ -69,6 +67,7 @@ class Placer:
         self.running: dict[str, Lease] = {}
         self.queue: dict[str, Lease] = {}
         self.prefixes = PrefixMap()
+        self.patience_s = 5.0
         self._adapters = adapters or LoadedAdapters()
         self._policy = GuardedPolicy(policy, on_policy_error)
         self._shadow: Shadow | None = None
@@ -227,9 +226,7 @@ class Placer:
 
     def dispatch(self) -> list[Lease]:
         """Let the policy assign workers to queued requests; return the new leases."""
-        if not self.queue:
-            return []
-        if not self._available.any():
+        if not self.queue or not self._available.any():
             return []
         waiting = self._sort_queue_fairly()
         new_leases: list[Lease] = []
@@ -317,13 +314,13 @@ class Placer:
         """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
 
         Every request has a deadline. Without an objective, or if its first token is late already, its
-        deadline is PATIENCE_S after its arrival. So every request has its turn, and without objectives the
+        deadline is `patience_s` after its arrival. So every request has its turn, and without objectives the
         order is that of arrival.
         """
         waiting = list(self.queue.values())
         if any(lease.first_token_deadline_s is not None for lease in waiting):
             now_s = self._clock()
-            waiting.sort(key=lambda lease: _turn_s(lease, now_s))
+            waiting.sort(key=lambda lease: _turn_s(lease, now_s, self.patience_s))
         tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
         if len(set(tenants)) < 2:
             return waiting
@@ -392,8 +389,8 @@ class Placer:
             self._notify_assigned(observer, lease)
 
 
-def _turn_s(lease: Lease, now_s: float) -> float:
+def _turn_s(lease: Lease, now_s: float, patience_s: float) -> float:
     """Return the deadline of a waiting request, by which it takes its turn."""
-    patient_s = lease.queued_at_s + PATIENCE_S
+    patient_s = lease.queued_at_s + patience_s
     deadline_s = lease.first_token_deadline_s
     return patient_s if deadline_s is None or deadline_s < now_s else min(deadline_s, patient_s)
