@@ -140,10 +140,12 @@ class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     Attributes:
         lease: the lease that the ingress holds already, from local fallback or from an earlier connection.
+        generated_tokens: number of tokens that the answer has already, if it is resumed.
     """
 
     request: PlacementRequest
     lease: Granted | None = None
+    generated_tokens: int = 0
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True, array_like=True):

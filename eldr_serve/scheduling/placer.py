@@ -375,7 +375,10 @@ class Placer:
         if position is None:
             observer.on_finished(lease.request_id)
             return
-        observer.on_assigned(lease.request, position, decision)
+        if isinstance(observer, Shadow):
+            observer.on_assigned(lease.request, position, lease.generated_tokens)
+        else:
+            observer.on_assigned(lease.request, position, decision)
         if lease.generated_tokens:
             observer.on_progress({lease.request_id: lease.generated_tokens})
 
