@@ -134,6 +134,7 @@ def router_settings(eldr_args: EldrArgs, spec: EngineSpec) -> RouterSettings:
             "model_id": spec.model_id,
             "adapters": spec.adapters,
             "adapter_slots": spec.adapter_slots,
+            "queue_timeout_s": eldr_args.path.queue_timeout_s,
             "pool": pool if eldr_args.signatures.actors else None,
         }
     )

@@ -22,7 +22,7 @@ import struct
 from collections.abc import Iterator
 from enum import IntEnum
 
-VERSION = 4
+VERSION = 5
 HEAD = struct.Struct("!IBII")
 MAX_HELLO_BYTES = 1024
 MAX_FRAME_BYTES = 64 * 2**20  # holds a request's body and its prefill result

@@ -91,8 +91,6 @@ class DecodeStep:
         """
         worker = decode_call.worker
         is_resumed = context.answer.num_tokens > 0
-        if is_resumed:
-            self._router_client.set_generated_tokens(context.request_id, context.answer.num_tokens)
         with context.record.decode_stages(worker) as stages, decode_call:
             try:
                 channel_call = decode_call.send()

@@ -100,7 +100,11 @@ class PlacementStep:
         wait_s = 0.0 if failed_workers or drained_workers else self._options.queue_timeout_s
         token_ids = context.predictable_ids
         return await self._router_client.place(
-            request, prompt.expert_counts, token_ids=token_ids, wait_s=wait_s
+            request,
+            prompt.expert_counts,
+            token_ids=token_ids,
+            wait_s=wait_s,
+            generated_tokens=context.answer.num_tokens,
         )
 
     def release(self, context: RequestContext) -> None:

@@ -238,7 +238,9 @@ class _PlaceCall:
         """Ask for a lease, or take the one that the ingress holds."""
         self._withdraw()
         self.has_lease = message.lease is not None
-        lease = Lease(message.request, LeaseState.SENT, self._ingress)
+        lease = Lease(
+            message.request, LeaseState.SENT, self._ingress, generated_tokens=message.generated_tokens
+        )
         if message.lease is None:
             self._pending = lease
             self._ingress_calls.add_pending(lease)

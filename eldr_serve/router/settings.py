@@ -19,6 +19,9 @@ from eldr_serve.scheduling import DEFAULT_POLICY, StepCost, make_policy
 from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.signatures.settings import PoolSettings
 
+# A change of these fields does not override what an operator has changed.
+_OF_OTHER_SECTIONS = ("pool", "queue_timeout_s")
+
 
 def _file_reader(kind: type[Artifact]) -> BeforeValidator:
     """Return a validator that replaces a path by the file's bytes, for machines without the file."""
@@ -66,6 +69,9 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     adapter_slots: int = Field(
         default=1, ge=1, description="set automatically: number of adapters that an engine keeps"
     )
+    queue_timeout_s: float = Field(
+        default=10.0, gt=0, description="set automatically: `path.queue_timeout_s`"
+    )
     policy: str = Field(
         default=DEFAULT_POLICY,
         description="policy to start with, a name or my_package.module:MyPolicy; PUT /eldr/policy changes it",
@@ -110,11 +116,16 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     seed: int = Field(default=0, description="seed of random choices")
 
     @property
+    def patience_s(self) -> float:
+        """Return the patience of the decode queue, s: half of the time after which it refuses a request."""
+        return self.queue_timeout_s / 2
+
+    @property
     def fingerprint(self) -> str:
-        """Return a fingerprint that is equal for equal settings; the pool's settings are not part of it."""
+        """Return a fingerprint that is equal for equal settings, whatever those of other sections are."""
         digest = hashlib.sha256()
         for name, value in self:
-            if name == "pool":
+            if name in _OF_OTHER_SECTIONS:
                 continue
             if not isinstance(value, bytes):  # the order of keys has no meaning
                 value = json.dumps(to_jsonable_python(value, fallback=repr), sort_keys=True).encode()

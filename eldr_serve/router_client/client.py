@@ -157,6 +157,7 @@ class RouterClient:
         *,
         token_ids: NDArray[np.uint32] | None = None,
         wait_s: float = 0.0,
+        generated_tokens: int = 0,
     ) -> Lease:
         """Lease a decode worker. If the router cannot decide, local fallback does.
 
@@ -166,6 +167,7 @@ class RouterClient:
                 predicted if there is a predictor.
             token_ids: uint32[n], the prompt's token ids, if a predictor may read them.
             wait_s: maximum wait in the decode queue, s; 0: place at once.
+            generated_tokens: number of tokens that the answer has already, if it is resumed.
 
         Raises:
             OverloadedError: no decode replica is known, or none was free in time.
@@ -174,7 +176,8 @@ class RouterClient:
         measured_counts = counts
         counts = self.scorer.predict(token_ids) if measured_counts is None else measured_counts
         is_predicted = measured_counts is None and counts is not None
-        lease = Lease(replace(request, expert_counts=counts, predicted=is_predicted, may_wait=wait_s > 0))
+        placed_request = replace(request, expert_counts=counts, predicted=is_predicted, may_wait=wait_s > 0)
+        lease = Lease(placed_request, generated_tokens=generated_tokens)
         self.leases[request.request_id] = lease
         try:
             if not self.router_unreachable:
@@ -247,7 +250,8 @@ class RouterClient:
     def _send(self, lease: Lease, granted: Granted | None = None) -> None:
         """Send a request scored by the live settings, or with the lease that it holds already."""
         request = lease.request if granted is not None else self.scorer.score(lease.request)
-        message, call = Place(request, granted), self._calls.get(lease.request_id)
+        message = Place(request, granted, lease.generated_tokens)
+        call = self._calls.get(lease.request_id)
         if call is not None:
             call.note(encode(message))
             return

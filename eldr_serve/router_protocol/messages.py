@@ -87,7 +87,7 @@ class StreamLatencies(msgspec.Struct, frozen=True):
     tpot_s: float | None
 
 
-class IngressReport(msgspec.Struct, tag="Report", frozen=True):
+class IngressReport(msgspec.Struct, tag=True, frozen=True):
     """Counts of an ingress since its last report.
 
     Attributes:
@@ -101,7 +101,7 @@ class IngressReport(msgspec.Struct, tag="Report", frozen=True):
     prediction: dict[str, Any] | None = None
 
 
-class Granted(msgspec.Struct, tag="Leased", frozen=True, array_like=True):
+class Granted(msgspec.Struct, tag=True, frozen=True, array_like=True):
     """The content of a granted lease, see Lease."""
 
     worker: str
@@ -140,10 +140,12 @@ class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
     Attributes:
         lease: the lease that the ingress holds already, from local fallback or from an earlier connection.
+        generated_tokens: number of tokens that the answer has already, if it is resumed.
     """
 
     request: PlacementRequest
     lease: Granted | None = None
+    generated_tokens: int = 0
 
 
 class Counted(msgspec.Struct, tag=True, frozen=True, array_like=True):

@@ -87,16 +87,23 @@ class ExpectedActivation:
             if self._is_running(request):  # a change of workers assigns all running requests again
                 return self.running[request.request_id][1]
             if not self._shape:
-                self._shape = counts.shape
-                order = np.arange(len(counts))
-                self.layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
-                self.num_coarse_cells = len(order[::_COARSE]) * counts.shape[1]
+                self._set_shape(counts.shape)
             p = counts[self.layers].reshape(-1).astype(np.float32)
             p /= request.prompt_tokens
             return levels_of(p)
         if self._mean_levels is None and self.mean is not None:
             self._mean_levels = levels_of(self.mean)
         return self._mean_levels
+
+    def _set_shape(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        order = np.arange(shape[0])
+        self.layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
+        self.num_coarse_cells = len(order[::_COARSE]) * shape[1]
+        num_workers = len(self.squared_levels)  # of these rows none has a cell yet
+        self.squared_levels, self._p_idle = self.squared_levels[:0], self._p_idle[:0]
+        self._expected_active = self._expected_active[:0]
+        self.grow(num_workers)
 
     def _is_running(self, request: PlacementRequest) -> bool:
         """Return whether the request is running with the same counts."""
@@ -144,9 +151,9 @@ class ExpectedActivation:
             self._changed.add(position)
 
     def grow(self, num_workers: int) -> None:
-        """Extend the arrays to at least this number of workers."""
+        """Extend the arrays to at least this number of workers; before the first counts rows are empty."""
         if num_workers > len(self.squared_levels):
-            num_cells = int(np.prod(self._shape))
+            num_cells = int(np.prod(self._shape)) if self._shape else 0
             self.squared_levels = extend_rows(self.squared_levels, num_workers, num_cells)
             self._p_idle = extend_rows(self._p_idle, num_workers, num_cells, fill=1)
             self._expected_active = extend_rows(self._expected_active, num_workers)

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterable
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.types import Lease, LeaseState
 
-# A request without an objective takes its turn in the decode queue as if its first token were due after this
-# time: half of the default of `path.queue_timeout_s`, after which it would be refused.
-PATIENCE_S = 5.0
-
 
 class DecodeQueue:
     """The requests that wait for a worker, and the order of their turns.
@@ -21,10 +17,13 @@ class DecodeQueue:
 
     Attributes:
         leases: leases of the waiting requests, by id, in order of arrival.
+        patience_s: a request without an objective takes its turn as if its first token were due after this
+            time, s; set it to half of the longest wait.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.leases: dict[str, Lease] = {}
+        self.patience_s = 5.0
         self._clock = clock
 
     def add(self, lease: Lease) -> None:
@@ -56,7 +55,7 @@ class DecodeQueue:
         """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
 
         Every request has a deadline. Without an objective, or if its first token is late already, its
-        deadline is PATIENCE_S after its arrival. So every request has its turn, and without objectives the
+        deadline is `patience_s` after its arrival. So every request has its turn, and without objectives the
         order is that of arrival.
 
         Args:
@@ -65,7 +64,7 @@ class DecodeQueue:
         waiting = list(self.leases.values())
         if any(lease.first_token_deadline_s is not None for lease in waiting):
             now_s = self._clock()
-            waiting.sort(key=lambda lease: _turn_s(lease, now_s))
+            waiting.sort(key=lambda lease: _turn_s(lease, now_s, self.patience_s))
         tenants = [(lease.request.tenant, lease.request.priority) for lease in waiting]
         if len(set(tenants)) < 2:
             return waiting
@@ -73,8 +72,8 @@ class DecodeQueue:
         return [waiting[index] for index in fair_order(tenants, num_running)]
 
 
-def _turn_s(lease: Lease, now_s: float) -> float:
+def _turn_s(lease: Lease, now_s: float, patience_s: float) -> float:
     """Return the deadline of a waiting request, by which it takes its turn."""
-    patient_s = lease.queued_at_s + PATIENCE_S
+    patient_s = lease.queued_at_s + patience_s
     deadline_s = lease.first_token_deadline_s
     return patient_s if deadline_s is None or deadline_s < now_s else min(deadline_s, patient_s)

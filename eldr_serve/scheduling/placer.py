@@ -70,6 +70,15 @@ class Placer:
         self._rng = np.random.default_rng(seed)
 
     @property
+    def patience_s(self) -> float:
+        """The time after which a request without an objective takes its turn; see DecodeQueue."""
+        return self._queue.patience_s
+
+    @patience_s.setter
+    def patience_s(self, seconds: float) -> None:
+        self._queue.patience_s = seconds
+
+    @property
     def queue(self) -> Mapping[str, Lease]:
         """Return the leases of waiting requests, by id, in order of arrival."""
         return self._queue.leases
@@ -286,7 +295,10 @@ class Placer:
         if position is None:
             observer.on_finished(lease.request_id)
             return
-        observer.on_assigned(lease.request, position, decision)
+        if isinstance(observer, Shadow):
+            observer.on_assigned(lease.request, position, lease.generated_tokens)
+        else:
+            observer.on_assigned(lease.request, position, decision)
         if lease.generated_tokens:
             observer.on_progress({lease.request_id: lease.generated_tokens})
 

@@ -15,7 +15,7 @@ from eldr_serve.scheduling.activation import ExpectedActivation
 from eldr_serve.scheduling.cost import StepCost, StepSums
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy
-from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
+from eldr_serve.scheduling.types import Loads, PlacementRequest
 
 _BLOCK_S = 10.0  # the interval uses block means, since neighbouring tokens are correlated
 _BLOCKS = 360  # one hour
@@ -92,9 +92,13 @@ class Shadow:
         """Set the worker of each position, and whether it is available."""
         self._events.append(partial(self._set_workers, tuple(workers), available))
 
-    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
-        """Add a request that the live policy has placed on the worker at `position`."""
-        self._events.append(partial(self._assign, request, position))
+    def on_assigned(self, request: PlacementRequest, position: int, generated_tokens: int) -> None:
+        """Add a request that the live policy has placed on the worker at `position`.
+
+        Args:
+            generated_tokens: tokens of its answer so far; for a new request they are not priced.
+        """
+        self._events.append(partial(self._assign, request, position, generated_tokens))
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         """Set totals of generated tokens by request id."""
@@ -160,14 +164,14 @@ class Shadow:
                 self._shadow.finish(request.request_id)
                 self._place(request)
 
-    def _assign(self, request: PlacementRequest, live_position: int) -> None:
+    def _assign(self, request: PlacementRequest, live_position: int, generated_tokens: int) -> None:
         name = request.request_id
         if request.table_version != self._table_version:  # scored with another table
             request = replace(request, similarity=None)
         request = replace(request, may_wait=False, exclude=())
         before, self._requests[name] = self._requests.get(name), request
         if before is None:
-            self._generated[name] = 0
+            self._generated[name] = generated_tokens
             self._place(request)
         elif name in self._shadow.positions and _is_measured_again(before, request):
             position = self._shadow.positions[name]

@@ -73,14 +73,24 @@ class FakeRouterClient:
         self.token_ids: list[Any] = []
         self.counts: list[tuple[str, Any, Any, int]] = []
         self.waits: list[float] = []
+        self.resumed_at: list[int] = []  # tokens that the answer had at each placement
         self.leases: set[str] = set()
         self.tokens: list[int] = []
         self.cached_tokens = 0  # of each lease
 
-    async def place(self, request: PlacementRequest, counts: Any, *, token_ids: Any, wait_s: float) -> Lease:
+    async def place(
+        self,
+        request: PlacementRequest,
+        counts: Any,
+        *,
+        token_ids: Any,
+        wait_s: float,
+        generated_tokens: int,
+    ) -> Lease:
         self.placements.append((request, counts))
         self.token_ids.append(token_ids)
         self.waits.append(wait_s)
+        self.resumed_at.append(generated_tokens)
         self.leases.add(request.request_id)
         replica = next(r for r in self.workers if r not in request.exclude)
         return Lease(

@@ -121,14 +121,16 @@ def test_a_replica_has_the_gpus_of_its_data_parallel_ranks(
     assert not config.accelerator.requires_remote_initialization  # no GPU of the node is left for such a task
 
 
-def test_the_router_starts_with_the_table_in_the_file(
+def test_the_router_starts_with_the_table_in_the_file_and_the_timeout_of_its_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     unit_table(2, model="eldr-demo").save(tmp_path / "table.safetensors")
-    app = build_app(arguments("cpu_demo") | {"router": {"table": str(tmp_path / "table.safetensors")}})
+    router = {"table": str(tmp_path / "table.safetensors")}
+    app = build_app(arguments("cpu_demo") | {"router": router, "path": {"queue_timeout_s": 7.0}})
     spec = app._bound_deployment.init_kwargs["router_settings"]
     assert spec.table == unit_table(2, model="eldr-demo").to_bytes()
+    assert spec.queue_timeout_s == 7.0  # of the section `path`
 
 
 def test_the_cluster_file_passes_rays_own_validation() -> None:

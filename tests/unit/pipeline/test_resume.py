@@ -101,6 +101,7 @@ async def test_a_whole_answer_resumes_repeatedly() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)))
     assert await pipeline.run(stream=False) == WHOLE
     assert pipeline.decode.requests[-1].header["generated"] == pack_ids(*range(5))
+    assert pipeline.router.resumed_at == [0, 3, 5]  # so these tokens are not counted as new ones
 
 
 async def test_without_token_ids_a_stream_ends_and_a_whole_answer_starts_again() -> None:

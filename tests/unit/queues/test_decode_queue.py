@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -11,7 +12,6 @@ from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import Restore
 from eldr_serve.scheduling import Lease, LeaseState
-from eldr_serve.scheduling.decode_queue import PATIENCE_S
 from tests.support.clock import Clock
 from tests.support.fake_router import SLOTS, SlotPolicy, ingress_lease, loads, place, release, router_state
 from tests.support.tables import counts_for, request, unit_table
@@ -355,10 +355,12 @@ def test_requests_that_are_late_already_go_after_those_that_are_not() -> None:
     assert new_leases(state).keys() == {"soon"}
 
 
-def test_urgent_requests_starve_no_other() -> None:
-    """A request without an objective is served within PATIENCE_S and the turns that were due before."""
+@pytest.mark.parametrize("patience_s", [2.0, 5.0])
+def test_urgent_requests_starve_no_other(patience_s: float) -> None:
+    """A request without an objective is served within `patience_s` and the turns that were due before."""
     clock = Clock()
     state = router(workers=1, clock=clock)
+    state.placer.patience_s = patience_s
     place(state, "first", "plain")
     running, number = "first", 0
     while running != "plain":
@@ -369,7 +371,7 @@ def test_urgent_requests_starve_no_other() -> None:
         new_leases(state)
         release(state, running)
         (running,) = new_leases(state)
-    assert clock.now <= PATIENCE_S + 1.0
+    assert clock.now <= patience_s + 1.0
 
 
 def test_deadlines_order_the_requests_within_a_tenant_alone() -> None:

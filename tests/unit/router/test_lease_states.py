@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from eldr_serve.channel import CallFailedError, ChannelLostError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.router_protocol.messages import Granted, LiveSettings, Queued, Unplaced, decoder, encode
+from eldr_serve.router_protocol.messages import (
+    Counted,
+    Granted,
+    IngressReport,
+    LiveSettings,
+    Place,
+    Queued,
+    Restore,
+    Unplaced,
+    Workers,
+    decoder,
+    encode,
+)
 from eldr_serve.scheduling import Lease, LeaseState
 from tests.support.fake_router import FakeActor
 from tests.support.tables import request, unit_table
@@ -37,6 +49,13 @@ def test_only_the_listed_transitions_are_allowed(before: LeaseState, after: Leas
     else:
         with pytest.raises(ValueError, match=f"a cannot go from {before.value} to {after.value}"):
             lease.become(after)
+
+
+@pytest.mark.parametrize(
+    "kind", [Restore, Workers, IngressReport, Granted, Queued, Unplaced, Place, Counted]
+)
+def test_a_message_is_tagged_with_its_name(kind: type[Any]) -> None:
+    assert kind.__struct_config__.tag == kind.__name__
 
 
 class Call:
@@ -183,7 +202,7 @@ def test_any_order_of_events_ends_the_request_and_leaves_nothing_behind(steps: l
         assert isinstance(leased, Lease | asyncio.CancelledError)
         assert (router.state is LeaseState.GRANTED) == ("a" in router.client.leases)
         if router.state is LeaseState.GRANTED:  # the router knows its worker
-            _, restored, lease = router.calls["place"].sent[0]
+            _, restored, lease, _ = router.calls["place"].sent[0]
             assert restored["request_id"] == "a"
             assert lease[1] == router.client.leases["a"].worker
         router.client.release("a")

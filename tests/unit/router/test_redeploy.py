@@ -74,6 +74,15 @@ async def test_a_deployment_changes_the_time_to_connect_again() -> None:
     assert router._ingress_calls._grace_s == 9.0
 
 
+async def test_a_deployment_changes_the_patience_of_the_queue_and_keeps_an_operators_policy() -> None:
+    router = DecodeRouter(FIRST.model_copy(update={"queue_timeout_s": 8.0}))
+    assert router._state.placer.patience_s == 4.0
+    put = await router.set_policy("random", {})
+    await router.configure(FIRST.model_copy(update={"queue_timeout_s": 20.0}))
+    assert router._state.placer.patience_s == 10.0
+    assert await router.settings() == put
+
+
 async def test_an_invalid_deployment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     router, apply_settings = DecodeRouter(FIRST), Mock()
     monkeypatch.setattr(router._pool, "apply_settings", apply_settings)

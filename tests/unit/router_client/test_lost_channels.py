@@ -12,7 +12,7 @@ from eldr_serve.channel import CallFailedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router_client import subscription
 from eldr_serve.router_protocol.messages import Place, Restore, encode
-from tests.support.fake_router import FakeActor, connected_client, router_and_client, wait_until
+from tests.support.fake_router import FakeActor, connected_client, loads, router_and_client, wait_until
 from tests.support.tables import counts_for, request
 
 
@@ -96,6 +96,13 @@ async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> No
         await wait_until(lambda: actor.running.keys() == {"b", "c"})
         assert actor.running["b"].generated_tokens == 5
         assert not client.router_unreachable
+
+
+async def test_the_router_knows_the_tokens_that_a_resumed_answer_has_already() -> None:
+    async with router_and_client("r0") as (actor, client):
+        lease = await client.place(request("a"), None, generated_tokens=7)
+        assert actor.running["a"].generated_tokens == lease.generated_tokens == 7
+        assert loads(actor.state) == {"r0": (1, 10 + 7)}
 
 
 async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_one() -> None:

@@ -50,6 +50,20 @@ def test_a_request_that_moves_or_is_measured_again_counts_once() -> None:
     assert not activation.squared_levels.any()
 
 
+def test_rows_from_before_the_first_counts_change_nothing() -> None:
+    """The price of a shadow's tokens needs a row of each worker, also while no counts are known."""
+    rng, grown, fresh = np.random.default_rng(3), ExpectedActivation(), ExpectedActivation()
+    assign(grown, request("unknown"), 0)
+    grown.grow(3)
+    assert grown.expected_active.tolist() == [0.0] * 3
+    first = counted_request("a", rng)
+    for activation in (grown, fresh):
+        assign(activation, first, 1)
+        activation.grow(3)
+    for name in ("p_idle", "expected_active", "squared_levels"):
+        np.testing.assert_array_equal(getattr(grown, name), getattr(fresh, name))
+
+
 def test_a_request_without_counts_gets_the_present_mean_when_it_is_assigned_again() -> None:
     rng, activation = np.random.default_rng(2), ExpectedActivation()
     unknown = request("unknown")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.scheduling import Lease, LeaseState
-from eldr_serve.scheduling.decode_queue import PATIENCE_S, DecodeQueue
+from eldr_serve.scheduling.decode_queue import DecodeQueue
 from tests.support.clock import Clock
 from tests.support.tables import request
 
@@ -27,7 +27,7 @@ def test_the_request_with_the_earliest_deadline_that_can_be_met_is_always_next(
     for number, (after_s, due_in_s) in enumerate(arrivals):
         clock.now += after_s
         queue.add(sent(str(number), first_token_due_in_s=due_in_s))
-        deadlines[str(number)] = [clock.now + PATIENCE_S]
+        deadlines[str(number)] = [clock.now + queue.patience_s]
         if due_in_s is not None:
             deadlines[str(number)].append(clock.now + due_in_s)
     clock.now += later_s

@@ -192,6 +192,39 @@ def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> Non
     assert shadow.totals[0] == before + 4
 
 
+def test_the_first_counts_may_come_after_the_first_tokens() -> None:
+    shadow = Shadow(OneWorker())
+    placer = shadowed_placer("shortest-queue", shadow, "a", "b")
+    placer.submit([Lease(PlacementRequest("unknown", 10, 20), LeaseState.SENT)])
+    placer.set_generated_tokens({"unknown": 2})
+    shadow.catch_up()
+    counted = a_request("counted", np.random.default_rng(7))
+    placer.submit([Lease(counted, LeaseState.SENT)])
+    placer.set_generated_tokens({"unknown": 3, "counted": 4})
+    shadow.catch_up()
+    assert shadow.totals[0] == 7
+
+
+@pytest.mark.parametrize("order", ["lease first", "shadow first"])
+def test_tokens_from_before_the_lease_or_the_shadow_are_not_priced(order: str) -> None:
+    """A restarted router adopts a lease with its tokens; a shadow that begins finds running answers."""
+    rng, shadow = np.random.default_rng(8), Shadow(OneWorker())
+    placer = Placer(make_policy("shortest-queue"), on_policy_error=fail)
+    placer.set_workers(["a", "b"])
+    if order == "shadow first":
+        placer.set_shadow(shadow)
+    lease = Lease(a_request("adopted", rng), LeaseState.GRANTED, worker="a", generated_tokens=500)
+    placer.adopt_lease(lease)
+    placer.submit([Lease(a_request("resumed", rng), LeaseState.SENT, generated_tokens=300)])
+    if order == "lease first":
+        placer.set_shadow(shadow)
+    shadow.catch_up()
+    assert shadow.totals[0] == 0
+    placer.set_generated_tokens({"adopted": 502, "resumed": 303})
+    shadow.catch_up()
+    assert shadow.totals[0] == 2 + 3
+
+
 def test_the_shadow_runs_outside_placement_and_must_keep_up(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Policy):
         def select(self, *_: Any) -> Decision:
