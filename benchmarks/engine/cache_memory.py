@@ -87,7 +87,7 @@ def compare(
         "kv_block_bytes": block_bytes,
         "row_bytes": cache.nbytes // num_blocks,
         "kv_cache_mib": kv_bytes / 2**20,
-        "signature_cache_mib": cache.nbytes / 2**20,
+        "expert_count_cache_mib": cache.nbytes / 2**20,
         "share_of_kv_pct": 100 * cache.nbytes / kv_bytes,
     }
 
@@ -131,7 +131,7 @@ def cache_memory(
         rows,
         inputs={"kv_gib": kv_gib, "goal_pct": GOAL_PCT},
         seed=0,
-        notes="one rank of a prefill engine; decode engines have no signature cache",
+        notes="one rank of a prefill engine; decode engines have no expert-count cache",
         out=out,
     )
 
