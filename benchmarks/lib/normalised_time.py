@@ -13,7 +13,7 @@ import numpy as np
 from eldr_serve.errors import UserInputError
 from loadgen.trial import Trial
 
-NORMALISED = "even"  # value of `clock` in stored rows whose times are normalised
+NORMALISED = "normalised"  # value of `clock` in stored rows whose times are normalised
 _WINDOW_S = 5.0  # window in which speed is assumed constant
 _SPARE_TRIALS = 4  # beyond one per group, to fit a slope
 
