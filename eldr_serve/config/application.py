@@ -19,7 +19,7 @@ from eldr_serve.validation import first_problem
 
 CONFIG_OF_ROLE = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
-AUTOSCALING_POLICY = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
+AUTOSCALING_POLICY = "eldr_serve.replicas.autoscaling:compute_desired_replicas"
 _MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave some to other processes
 
 

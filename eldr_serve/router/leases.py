@@ -131,7 +131,11 @@ class Leases:
     def finish_requests_of(self, ingress: str, *, keep: Collection[str] = ()) -> tuple[int, int]:
         """End an ingress's requests, except those to keep; return how many decoded, and how many waited."""
         running_ids, queued_ids = (
-            [name for name, lease in leases.items() if lease.ingress == ingress and name not in keep]
+            [
+                request_id
+                for request_id, lease in leases.items()
+                if lease.ingress == ingress and request_id not in keep
+            ]
             for leases in (self._placer.running, self._placer.queue)
         )
         for request_id in running_ids + queued_ids:

@@ -24,15 +24,15 @@ class StepBarrier:
         workers: the worker in each position; None for a vacant one.
 
     Attributes:
-        first: int64[W], the first position of each worker's replica.
+        first_positions: int64[W], the position of the first rank of each worker's replica.
     """
 
     def __init__(self, workers: Sequence[str | None]) -> None:
         replicas = np.array(["" if worker is None else replica_of(worker) for worker in workers])
-        _, first, self._replica, num_ranks = np.unique(
+        _, first_positions, self._replica, num_ranks = np.unique(
             replicas, return_index=True, return_inverse=True, return_counts=True
         )
-        self.first = first[self._replica]
+        self.first_positions = first_positions[self._replica]
         self._num_ranks = num_ranks[self._replica]
         self._order = np.argsort(self._replica, kind="stable")
         self._starts = np.cumsum(num_ranks) - num_ranks
@@ -87,5 +87,5 @@ class StepBarrier:
         in_flight, kv_tokens = loads.in_flight[positions], loads.kv_tokens[positions]
         order = np.lexsort((kv_tokens, in_flight, cost.seconds(in_flight, kv_tokens, 0), added_s))
         by_cost = positions[order]
-        _, best = np.unique(self.first[by_cost], return_index=True)
+        _, best = np.unique(self.first_positions[by_cost], return_index=True)
         return np.asarray(by_cost[best])

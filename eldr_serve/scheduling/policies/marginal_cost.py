@@ -102,7 +102,7 @@ class MarginalCost(Policy):
 
     def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of these positions in `activation` and `profiles`; ranks of a replica share one."""
-        return positions if self._barrier is None else self._barrier.first[positions]
+        return positions if self._barrier is None else self._barrier.first_positions[positions]
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         positions = available_workers(loads)
@@ -205,7 +205,7 @@ class MarginalCost(Policy):
     def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         data = decision.policy_data if decision is not None else None
         estimate: RequestEstimate | None = data if data is not None else self._estimate(request)
-        row = position if self._barrier is None else int(self._barrier.first[position])
+        row = position if self._barrier is None else int(self._barrier.first_positions[position])
         if estimate is not None and estimate.deviation is not None:
             self._learn(request.request_id, row, estimate.deviation)
         self.activation.on_assigned(request, row, estimate.levels if estimate is not None else None)
