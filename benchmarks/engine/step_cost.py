@@ -148,15 +148,15 @@ def point_rows(steps: list[TimedStep], layers: int) -> list[dict[str, Any]]:
     """Return one row for each batch and number of active experts: medians with intervals in milliseconds."""
     rows = []
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
-        of_point = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
+        point_steps = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
         row: dict[str, Any] = {
             "level": "point",
             "batch_size": batch,
             "active_experts": experts / layers,
-            "steps": len(of_point),
+            "steps": len(point_steps),
         }
         for name in ("forward", "step"):
-            times = [1e3 * getattr(step, f"{name}_s") for step in of_point]
+            times = [1e3 * getattr(step, f"{name}_s") for step in point_steps]
             row |= zip((f"{name}_p50_ms", f"{name}_low_ms", f"{name}_high_ms"), median_ci(times), strict=True)
         rows.append(row)
     return rows

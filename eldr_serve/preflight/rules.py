@@ -132,8 +132,10 @@ def check_agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeR
     """Yield the fields that prefill and decode must share but that vLLM resolves to different values."""
     results = {deployment.role: result for deployment, _, result in engines}
     if "prefill" in results and not any(result.refusal for result in results.values()):
-        of_prefill, of_decode = (results[role].shared_arguments for role in ("prefill", "decode"))
-        for sentence in BACKEND.differences(of_prefill, of_decode):
+        prefill_arguments, decode_arguments = (
+            results[role].shared_arguments for role in ("prefill", "decode")
+        )
+        for sentence in BACKEND.differences(prefill_arguments, decode_arguments):
             yield _error(sentence)
 
 

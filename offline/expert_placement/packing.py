@@ -119,7 +119,7 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     slots = slots.copy()
     experts = price.shape[1] - 1
     ranks, room = slots.shape[1:]
-    of_slot = np.repeat(np.arange(ranks), room)
+    rank_by_slot = np.repeat(np.arange(ranks), room)
     pending = np.arange(len(slots))
     while len(pending):
         rows = slots[pending]
@@ -131,13 +131,13 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
         a, b = rows[index, slow], rows.reshape(len(pending), -1)
         prices, every = price[pending], index[:, None]
         out_a, in_b = prices[every, a, slow[:, None]], prices[every, b, slow[:, None]]
-        out_b, in_a = prices[every, b, of_slot], prices[every, a][..., of_slot]
+        out_b, in_a = prices[every, b, rank_by_slot], prices[every, a][..., rank_by_slot]
         after = np.maximum(
             worst[:, None, None] - out_a[..., None] + in_b[:, None, :],
-            (cost[:, of_slot] - out_b)[:, None, :] + in_a,
+            (cost[:, rank_by_slot] - out_b)[:, None, :] + in_a,
         )
-        is_duplicate = hosts[every, b, slow[:, None]][:, None, :] | hosts[every, a][..., of_slot]
-        after[is_duplicate | (of_slot == slow[:, None])[:, None, :]] = np.inf
+        is_duplicate = hosts[every, b, slow[:, None]][:, None, :] | hosts[every, a][..., rank_by_slot]
+        after[is_duplicate | (rank_by_slot == slow[:, None])[:, None, :]] = np.inf
         flat = after.reshape(len(pending), -1)
         best = flat.argmin(axis=1)
         better = (flat[index, best] < worst * (1 - 1e-6)) & (worst > enough_s[pending])
@@ -145,7 +145,7 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
         i, j = best[improved] // b.shape[1], best[improved] % b.shape[1]
         out, into = a[improved, i], b[improved, j]
         slots[pending[improved], slow[improved], i] = into
-        slots[pending[improved], of_slot[j], j % room] = out
+        slots[pending[improved], rank_by_slot[j], j % room] = out
         pending = pending[better]
     return slots
 
@@ -161,8 +161,8 @@ def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: fl
     """
     slots = slots.copy()
     experts, ranks = token_s.shape
-    of_slot = np.repeat(np.arange(ranks), slots.shape[1])
-    row = np.arange(len(of_slot))
+    rank_by_slot = np.repeat(np.arange(ranks), slots.shape[1])
+    row = np.arange(len(rank_by_slot))
     whole = np.concatenate([token_s, np.zeros((1, ranks))])  # a last row for empty slots
     active = np.append(active_s, 0.0)
     while True:
@@ -175,7 +175,7 @@ def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: fl
             return slots
         flat = slots.reshape(-1)
         spare_slots = np.flatnonzero((copies[flat] > 1) | (flat == experts))
-        out, owner = flat[spare_slots], of_slot[spare_slots]
+        out, owner = flat[spare_slots], rank_by_slot[spare_slots]
         more = np.where(hosts, whole * (1 / np.maximum(copies - 1, 1) - 1 / copies)[:, None], 0.0)
         removed = more[out]
         removed[row[: len(out)], owner] = -price[out, owner]

@@ -32,17 +32,17 @@ def round_in_polytope(
     expert, column = np.nonzero(part > 1e-7)
     x = part[expert, column]
     columns = replicas.shape[1]
-    of_expert = (expert == np.unique(expert)[:, None]).astype(np.float64)
-    of_column = (column == np.arange(columns)[:, None]).astype(np.float64)
+    expert_members = (expert == np.unique(expert)[:, None]).astype(np.float64)
+    column_members = (column == np.arange(columns)[:, None]).astype(np.float64)
     cost = price / max(budget_s, 1e-300)
-    limits = np.concatenate([of_column, of_column * cost[expert, column]])
+    limits = np.concatenate([column_members, column_members * cost[expert, column]])
     excess = np.concatenate([replicas.sum(axis=0) - room, (replicas * cost).sum(axis=0) - 1])
     slack = np.maximum(-excess, 0)
     is_active = np.ones(2 * columns, bool)
     free = np.ones(len(x), bool)
     while free.any():
         tight = is_active & (slack < 1e-7) & (limits[:, free] != 0).any(axis=1)
-        rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
+        rows = np.concatenate([expert_members[:, free], limits[tight][:, free]])
         direction = _null_vector(rows, rng)
         if direction is None:
             if not tight.any():  # a row with a single fraction has a rounding error
@@ -50,7 +50,7 @@ def round_in_polytope(
             budgets = np.flatnonzero(tight[columns:])
             # Experts and slots alone have whole vertices; slots are relaxed last, only by rounding errors.
             row = (
-                columns + min(budgets, key=lambda n: of_column[n, free].sum())
+                columns + min(budgets, key=lambda n: column_members[n, free].sum())
                 if len(budgets)
                 else int(tight.argmax())
             )

@@ -156,8 +156,10 @@ class DecodeWorkers:
         if not jobs and not prompts:
             return 0.0
         # A prompt's first token in a step belongs to the request itself, as in the engines' records.
-        of_prompts = prompt_tokens - prompts
-        seconds = float(self._decode.cost.seconds(len(jobs) + prompts, worker.kv, active, of_prompts))
+        other_prompt_tokens = prompt_tokens - prompts
+        seconds = float(
+            self._decode.cost.seconds(len(jobs) + prompts, worker.kv, active, other_prompt_tokens)
+        )
         seconds += worker.owed_s
         worker.owed_s = 0.0
         if answers:  # else no request gets a token in this step
@@ -241,8 +243,8 @@ class DecodeWorkers:
             return on_mean_rank
         mask = self._masks[replica % len(self._masks)]  # [G, L, words]
         on_rank = np.bitwise_count(union.reshape(_AHEAD, 1, *mask.shape[1:]) & mask).sum(axis=3)  # [.., G, L]
-        of_fullest: list[float] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
-        return of_fullest
+        on_fullest_rank: list[float] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
+        return on_fullest_rank
 
     def end_step(self, w: int) -> EndedStep:
         """Give every running request of the worker a token."""

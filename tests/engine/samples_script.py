@@ -100,11 +100,11 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
     client = Client(engine, None if prefills is None else RemoteEngine(prefills))
     waiting = asyncio.Semaphore(AT_ONCE)
 
-    async def one(number: int, prompt: list[int]) -> None:
+    async def send(number: int, prompt: list[int]) -> None:
         async with waiting:
             await client.send(f"{number}", prompt, sampled=number % 4 != 3, leaves=number % 5 == 4)
 
-    await asyncio.gather(*(one(*numbered) for numbered in enumerate(prompts(many))))
+    await asyncio.gather(*(send(*numbered) for numbered in enumerate(prompts(many))))
     samples = engine.take_samples()
     from prometheus_client import REGISTRY
 
