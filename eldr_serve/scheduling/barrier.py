@@ -14,11 +14,11 @@ from eldr_serve.scheduling.worker_names import rank_of, replica_of
 
 
 class StepBarrier:
-    """The replica of each worker. A step of a replica ends on all its ranks together.
+    """The replica of each worker; all ranks of a replica end a step together.
 
-    The slowest rank sets the time of its requests and KV tokens. The ranks divide the experts that the
-    requests of all ranks activate. They are taken to divide them evenly, since the router does not know which
-    rank has which expert.
+    Requests and KV tokens take the time of the slowest rank. The ranks divide the experts that the requests
+    of all ranks activate. An even division is assumed, since the router does not know which rank has which
+    expert.
 
     Args:
         workers: the worker in each position; None for a vacant one.
@@ -79,7 +79,7 @@ class StepBarrier:
     def least_loaded_ranks(
         self, positions: NDArray[np.int64], loads: Loads, cost: StepCost, added_s: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Return a position of each replica: where `added_s` is least, in case of a tie the least loaded one.
+        """Return one position per replica: the one with the least `added_s`, or of several the least loaded.
 
         Args:
             added_s: float64[n], time that a request would add at each of `positions`.

@@ -92,7 +92,7 @@ def _copy(loads: Loads) -> Loads:
 
 def _check_decision(decision: Any, loads: Loads) -> Iterator[str]:
     if not isinstance(decision, Decision):
-        yield f"it returned {decision!r} where a Decision belongs"
+        yield f"it returned {decision!r} instead of a Decision"
     elif not 0 <= decision.position < len(loads):
         yield f"it chose position {decision.position} of {len(loads)}"
     elif not loads.available[decision.position]:
