@@ -43,7 +43,7 @@ def parse_placements(bodies: Sequence[bytes]) -> list[ExpertPlacement]:
 
 
 def check_placements(placements: Sequence[ExpertPlacement], table: RoutingTable) -> None:
-    """Raise ArtifactError unless the placements are alike, and each is one of a cluster of the table."""
+    """Raise ArtifactError unless each cluster of the table has a placement that fits it and the others."""
     require(
         len(placements) == len(table.centroids),
         f"there are {len(placements)} expert placements, but the table has {len(table.centroids)} clusters",
