@@ -46,7 +46,7 @@ class CacheShape:
         return max(2 * layers * math.ceil(heads / ranks) * dim for layers, heads, dim in self.kv_groups)
 
 
-# From the config.json of each model; a model folder is read instead of looked up.
+# Shapes from the config.json of each model. For a model in a folder, `shape_of` reads the file itself.
 SHAPES = {
     "Qwen/Qwen3-30B-A3B": CacheShape(48, 128, ((48, 4, 128),)),
     "Qwen/Qwen3-235B-A22B": CacheShape(94, 128, ((94, 4, 128),)),

@@ -81,7 +81,7 @@ def load_or_capture(
 ) -> CapturedRoutes:
     """Load the capture with these settings. Run it first if it does not exist.
 
-    Another device generates other texts.
+    The device is one of the settings, because another device generates other texts.
     """
     texts = [[prompt.id, prompt.domain, prompt.text] for prompt in read_prompts([prompts])]
     settings = [texts, requests, output_tokens, seed, weights_name()]
