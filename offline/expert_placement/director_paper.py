@@ -136,7 +136,9 @@ def search_budget(latencies: list[_Latency], slots: int) -> tuple[float, float, 
         [L, E, G], and the number of LPs solved.
     """
     experts, ranks = latencies[0].send_s.shape[1:]
-    shares = np.full((len(latencies), experts, ranks), 1 / ranks)  # within every constraint but the budget
+    shares = np.full(
+        (len(latencies), experts, ranks), 1 / ranks
+    )  # they satisfy all constraints except the budget
     high = sum(latency.seconds(x) for latency, x in zip(latencies, shares, strict=True))
     low, solves = 0.0, 0
     if ranks == 1 or not high:

@@ -34,7 +34,7 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
     if num_physical < num_experts:
         raise UserInputError(f"{num_physical} slots cannot hold {num_experts} experts")
     if groups % nodes:
-        groups, nodes = 1, 1  # groups do not fit on nodes: pack all experts as one flat pool
+        groups, nodes = 1, 1  # groups do not divide among nodes: pack all experts together
     for what, total, parts in (
         ("experts", num_experts, groups),
         ("groups", groups, nodes),

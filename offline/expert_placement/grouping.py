@@ -22,13 +22,13 @@ def spectral_groups(affinity: Floats, groups: int, *, seed: int = 0) -> Ints:
     """Group experts fully non-uniformly: affinity determines the sizes.
 
     Labels are assigned by pivoted QR, not by k-means. On observed routes of GPT-OSS-20B and of the demo model
-    this took a third of the time. The traffic was within 4 % of k-means', and the load a tenth to a quarter
-    less skewed.
+    this took a third of the time of k-means. The traffic differed by less than 4 %, and the load was a tenth
+    to a quarter less skewed.
     """
     n = len(affinity)
     if groups >= n or groups == 1:
         return np.arange(n) % groups
-    # The embedding needs a connected graph, also if an expert was never seen.
+    # The embedding needs a connected graph, even if an expert was never seen.
     connected = affinity + 1e-6 * max(float(affinity.mean()), 1e-6)
     clustering = SpectralClustering(
         groups, affinity="precomputed", assign_labels="cluster_qr", random_state=seed
@@ -40,9 +40,10 @@ def spectral_groups(affinity: Floats, groups: int, *, seed: int = 0) -> Ints:
 def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high: int) -> Ints:
     """Move experts until each group has `low` to `high` of them (Algorithm 2).
 
-    The weakest members of a group that is too large go where they add most affinity. A group that is too
-    small gets the weakest of the others. The paper's algorithm compares the groups' totals after the
-    move, which favours large groups. Here the gain is the added affinity alone.
+    The members with the least affinity leave a group that is too large, for the group where they add most
+    affinity. A group that is too small gets the experts of other groups that lose the least affinity. The
+    paper's algorithm compares the groups' totals after the move, which favours large groups. Here the gain is
+    the added affinity alone.
 
     Raises:
         UserInputError: bounds that no grouping of n experts meets.

@@ -1,4 +1,4 @@
-"""Packing of expert replicas into the slots of ranks for a fast slowest rank, in all layers at once.
+"""Packing of expert replicas into slots so that the slowest rank takes little time, in all layers at once.
 
 Arrays: L layers, E experts, G ranks, C slots per rank. Slots are int[L, G, C]; the id E marks an empty
 slot. A price list is float[L, E + 1, G]: the cost of one replica on each rank, s; the last row is zero.
@@ -80,7 +80,7 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
     if quota is not None:
         present = [hosts[:, :-1, column == n].sum(axis=2) for n in range(quota.shape[2])]
         remaining = quota - np.stack(present, axis=2)
-    # The first replica of each expert must find a slot before the second of any. Then the heaviest.
+    # First replicas of experts get slots before all second ones; among them, the heaviest comes first.
     is_first = hosts[:, :-1].sum(axis=2) == 0
     weight = price[:, :-1].mean(axis=2)
     layer = np.arange(size)
@@ -113,8 +113,8 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
 def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     """Improve by local search: the slowest rank swaps a slot with another rank.
 
-    Each swap is the one that makes the slower of the two ranks fastest. The search of a layer ends when it
-    reaches `enough_s` [L] or no swap helps. An empty slot swaps like any other.
+    Each swap is the one after which the slower of the two ranks takes the least time. The search of a layer
+    ends when it reaches `enough_s` [L] or no swap helps. An empty slot swaps like any other.
     """
     slots = slots.copy()
     experts = price.shape[1] - 1
@@ -154,7 +154,7 @@ def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: fl
     """Improve the replicas of one layer by local search.
 
     A slot of a spare replica, or an empty one, goes to an expert of the slowest rank, or is left empty,
-    whichever makes the slowest rank fastest.
+    whichever minimises the time of the slowest rank.
 
     Args:
         slots: [G, C]; token_s [E, G], active_s [E] as in `price_list`.

@@ -1,4 +1,4 @@
-"""Lower bounds of a placement's time: the LP relaxation of each layer, and whole slots for replicas.
+"""Lower bounds of a placement's time, from the LP relaxation of each layer and from whole slots.
 
 Arrays: L layers, E experts, G ranks, N columns of ranks.
 """

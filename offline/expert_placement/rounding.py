@@ -11,12 +11,12 @@ from eldr_serve.arrays import Floats, Ints
 def round_in_polytope(
     replicas: Floats, price: Floats, room: Ints, budget_s: float, rng: np.random.Generator
 ) -> Ints:
-    """Round fractional replicas by column, by a random walk.
+    """Round the fractional replicas in each column with a random walk.
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
-    column's slots, the budget) until a variable becomes whole or another constraint tight. Of its two
-    signs one is drawn so that the expected change is zero. If no direction is left, the budget of the column
-    with the fewest fractional variables is dropped, as in iterative relaxation.
+    column's slots, the budget) until a variable becomes whole or another constraint becomes tight. The
+    sign of the direction is drawn so that the expected change is zero. If no direction is left, the budget of
+    the column with the fewest fractional variables is dropped, as in iterative relaxation.
 
     Args:
         replicas: [E, N], whole row sums.
@@ -48,7 +48,8 @@ def round_in_polytope(
             if not tight.any():  # a row with a single fraction has a rounding error
                 break
             budgets = np.flatnonzero(tight[columns:])
-            # Experts and slots alone have whole vertices; slots are relaxed last, only by rounding errors.
+            # With constraints of experts and slots alone, vertices are whole. So slots are relaxed last, and
+            # only because of rounding errors.
             row = (
                 columns + min(budgets, key=lambda n: column_members[n, free].sum())
                 if len(budgets)
