@@ -57,7 +57,7 @@ def moe_layer_latency(
             f"--device is {device}, but vLLM's kernels here are for {available}; leave the option out"
         )
     torch.set_num_threads(threads)
-    sizes = [int(size) for size in batches.split(",")], [int(many) for many in active.split(",")]
+    sizes = [int(size) for size in batches.split(",")], [int(number) for number in active.split(",")]
     rows = [row for name in shapes for row in _rows(name, available, *sizes, rounds, seed)]
     path = publish(
         "moe_layer_latency",

@@ -66,10 +66,10 @@ class StepCost:
         if len(batch_s) == 1:
             raise ValueError("must list two batches or more, or none")
         rows = sorted(batch_s.items())
-        for (few, before), (many, after) in pairwise(rows):
+        for (batch, before), (larger, after) in pairwise(rows):
             if after < before:
                 raise ValueError(
-                    f"must not fall, but is {before:g} s for {few} requests and {after:g} s for {many}"
+                    f"must not fall, but is {before:g} s for {batch} requests and {after:g} s for {larger}"
                 )
         return dict(rows)
 
