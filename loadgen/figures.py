@@ -167,7 +167,7 @@ def _counts(policy: str, trials: list[Trial], requests: list[dict[str, Any]]) ->
             for name, (above, below, factor) in STEPS.items()
         },
         # Without a table no worker is known to be the most similar.
-        "best_worker_share": best / placements if best else math.nan,
+        "most_similar_worker_share": best / placements if best else math.nan,
     }
 
 

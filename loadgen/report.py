@@ -41,7 +41,7 @@ _STEPS = {
     "step_ms_per_token": "step that a token waits for, ms",
     "h100_ms_per_token": "predicted step time per token on an H100, ms",
 }
-_COUNTED = ("requests", "failures", "late_p99_ms", "batch_size", "best_worker_share")
+_COUNTED = ("requests", "failures", "late_p99_ms", "batch_size", "most_similar_worker_share")
 
 
 def figures_table(rows: list[dict[str, Any]], keys: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -149,7 +149,8 @@ def run_trial(
     requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     placed, best = (
-        counters_after.get(name, 0) - counters_before.get(name, 0) for name in ("placed", "best_worker")
+        counters_after.get(name, 0) - counters_before.get(name, 0)
+        for name in ("placed", "most_similar_worker")
     )
     start_s = load_start_unix_s(requests, samples)
     in_flight = [(s.unix_s - start_s, s.in_flight) for s in samples if s.unix_s >= start_s]

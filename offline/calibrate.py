@@ -1,4 +1,4 @@
-"""Run prompts through engines and record which experts they use: a CalibrationTrace.
+"""Run prompts through engines, and record the experts that they use in a CalibrationTrace.
 
     eldr calibrate --deployment deployments/cpu_demo.yaml --prompts prompts/ \\
         --out trace.safetensors
@@ -60,7 +60,7 @@ class EngineActor:
 def trace_texts(
     engine: CalibrationEngine, prompts: Sequence[WorkloadPrompt], sampling: Sampling, chat: bool
 ) -> list[dict[str, Any]]:
-    """Return one record per prompt. The text of prompts that exceed the context is cut at its end.
+    """Return one record per prompt. A prompt that exceeds the context loses the end of its text.
 
     Raises:
         UserInputError: the context has no room for a prompt beside its answer.
@@ -77,7 +77,7 @@ def trace_texts(
 
 
 def cut_text(tokens: list[int], empty: list[int], longest: int) -> list[int]:
-    """Return at most `longest` tokens of a prompt, with those of the chat template after the text.
+    """Return at most `longest` tokens of a prompt, including those of the chat template after the text.
 
     Args:
         empty: the tokens of a prompt without text.
@@ -160,7 +160,7 @@ def build_trace(
     )
     if trace.top_k != top_k:
         raise UserInputError(
-            f"engines counted {trace.top_k} experts per token, the model's configuration has {top_k}"
+            f"engines counted {trace.top_k} experts per token, but the model's configuration has {top_k}"
         )
     if not routes:
         return trace

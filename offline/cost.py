@@ -1,6 +1,8 @@
-"""Write what a decode step of a model costs on a GPU, from kernel times that NVIDIA measured.
+"""Write the cost of a model's decode step on a GPU, from kernel times that NVIDIA measured.
 
-python -m offline.cost --model Qwen/Qwen3-30B-A3B --gpu h100_sxm --out cost.json
+    python -m offline.cost --model Qwen/Qwen3-30B-A3B --gpu h100_sxm --out cost.json
+
+It needs no GPU, but NVIDIA's Python package aiconfigurator-core.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _SHOWN = (
     "ttft_p99_ms",
     "requests",
     "failures",
-    "best_worker_share",
+    "most_similar_worker_share",
 )
 
 

@@ -1,6 +1,8 @@
 """Fit a routing table on a calibration trace, on CPU, in seconds.
 
-python -m offline.fit --trace trace.safetensors --workers 4 --out table.safetensors
+    python -m offline.fit --trace trace.safetensors --workers 4 --out table.safetensors
+
+`eldr calibrate` and `eldr routes` write such traces.
 """
 
 from __future__ import annotations

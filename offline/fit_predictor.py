@@ -1,6 +1,8 @@
 """Fit a signature predictor on a calibration trace, on CPU, in seconds.
 
-python -m offline.fit_predictor --trace trace.safetensors --out predictor.safetensors
+    python -m offline.fit_predictor --trace trace.safetensors --out predictor.safetensors
+
+The trace must contain token ids, as those of `eldr calibrate` do.
 """
 
 from __future__ import annotations

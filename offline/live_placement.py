@@ -1,12 +1,12 @@
-"""Keep the experts of a live service's decode engines placed for the prompts that will decode next.
+"""Adapt the expert placement of a live service's decode engines to the prompts that will decode next.
 
 Unlike most of this package, it acts on a running service. It runs as a Ray job beside the service:
 
     ray job submit --no-wait --working-dir . -- python -m offline.live_placement --cost COST --top-k K
 
-It applies DIRECTOR's idea (docs/proactive_placement.md). The forecast is made from the expert counts of the
-prompts that decode or wait for a decode worker; if there are none, from those of the newest prompts. If the
-service samples its traffic, the decode correction is learnt from the samples.
+It applies DIRECTOR's idea (docs/proactive_placement.md). The forecast uses the expert counts of the prompts
+that decode or wait for a decode worker; if there are none, those of the newest prompts. If the service
+samples its traffic, the decode correction is learnt from the samples.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def update_placement(planner: Planner, client: OperatorClient, recent: Sequence[
     swaps = client.place_experts(content, sidecar, sorted(live))
     num_moved = sum(swap["experts"] for swap in swaps.values())
     gain = placement.report["gain"]
-    why = "first placement" if gain is None else f"{gain:.1%} less by the cost"
+    why = "first placement" if gain is None else f"{gain:.1%} less time according to the cost"
     return f"{why}: {num_moved} experts moved, placement {placement.id}"
 
 

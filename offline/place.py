@@ -1,7 +1,9 @@
 """Place experts on the ranks of an expert-parallel engine, on CPU, from observed routes.
 
-python -m offline.place --trace trace.safetensors --method grace --ranks 8 --nodes 2 --redundant 8 \\
-    --out placement.json
+    python -m offline.place --trace trace.safetensors --method grace --ranks 8 --nodes 2 --redundant 8 \\
+        --out placement.json
+
+offline/expert_placement/methods.py lists the methods.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class PlaceSettings:
 
 
 class WorkerSplit(NamedTuple):
-    """The requests of a trace from which the placement of a worker follows.
+    """The requests of a trace from which the placement of a worker is computed.
 
     Attributes:
         worker: number of the worker; "all" if all workers have the same placement.
@@ -207,14 +209,14 @@ def _split_by_worker(settings: PlaceSettings, trace: CalibrationTrace) -> list[W
 
 
 def _read_table(path: Path, workers: int | None, trace: CalibrationTrace) -> RoutingTable:
-    """Return a table with this number of clusters, if one is given, for the trace's model."""
+    """Return a table for the trace's model, with this number of clusters if one is given."""
     table = RoutingTable.load(path)
     sizes = (table.num_layers, table.num_experts)
     if (table.model, *sizes) != (trace.model, *trace.prefill_counts.shape[1:]):
         shape = trace.prefill_counts.shape
         raise UserInputError(
             f"{path} is for {table.model} with {sizes[0]} layers of {sizes[1]} experts, but "
-            f"the trace is of {trace.model} with {shape[1]} layers of {shape[2]} experts"
+            f"the trace is for {trace.model} with {shape[1]} layers of {shape[2]} experts"
         )
     if workers not in (None, len(table.centroids)):
         raise UserInputError(f"{path} has {len(table.centroids)} clusters, not {workers}")
@@ -239,7 +241,7 @@ def _evaluate_by_rule(
 
 
 def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]:
-    """Return the rules that can choose a replica, or one rule if there is no choice."""
+    """Return the rules that can choose a replica; return one rule if there is no choice."""
     if hosts.sum() == hosts.shape[0] * hosts.shape[1]:
         return [("-", serve_even)]
     local = local_rule(problem.load, hosts, problem.topology, seed=problem.seed)

@@ -20,11 +20,11 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 
-PENALTIES = np.geomspace(1e-4, 3, 10)  # of the ridge, relative to the kernel's mean diagonal
+PENALTIES = np.geomspace(1e-4, 3, 10)  # ridge penalties, relative to the kernel's mean diagonal
 FOLDS = 5
-# Noise of a prompt in online learning, in the unit of PENALTIES. Of the values from 1e-4 to 3 it was the best
-# or nearly the best on all traces, even where the fit's own penalty was far lower, because a diagonal
-# covariance overrates prompts.
+# Noise of a prompt in online learning, in the unit of PENALTIES. Of the values from 1e-4 to 3 this was the
+# best or nearly the best on all traces, even where the fit's own penalty was far lower, because a diagonal
+# covariance overestimates the information in a prompt.
 _NOISE = 0.3
 _RARE = 1e-4  # share of a token below which its weight is constant
 
@@ -39,7 +39,7 @@ def token_shares(prompts: Sequence[NDArray[Any]], vocabulary: int) -> csr_array:
 
 
 def expert_frequencies(trace: CalibrationTrace) -> Floats:
-    """Return float64[N, L*E], the share of a prompt's tokens that each expert got. A layer's sum is top_k."""
+    """Return float64[N, L*E], the share of a prompt's tokens that each expert got; a layer adds up to k."""
     counts = trace.prefill_counts.reshape(len(trace.ids), -1)
     frequencies: Floats = counts / np.maximum(trace.prompt_tokens, 1)[:, None]
     return frequencies

@@ -1,7 +1,7 @@
 """Fit a table for the live decode replicas, and swap it in under load.
 
-    eldr refit                                               # to recent traffic, by the signature pool
-    python -m offline.refit --trace trace.safetensors --swap # to a calibration trace
+    eldr refit                                               # the pool fits to recent traffic
+    python -m offline.refit --trace trace.safetensors --swap # fits to a calibration trace
 
 A Ray job finds the service on the Ray cluster; otherwise it is at --url. With --trace but without --swap the
 table is only written. The router swaps a table atomically; requests in flight keep their workers.

@@ -26,7 +26,7 @@ BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 BASE32 = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 _FILE_REMEDY = "get the whole file again"
 _MODEL_REMEDY = f"{_FILE_REMEDY}, or name its model by `eldr routes --model`"
-_UNKNOWN = 2**16 - 1  # stands for a letter that names no expert
+_UNKNOWN = 2**16 - 1  # id of a letter that names no expert
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Cut:
     min_output_tokens: int = 1
 
     def lengths(self, tokens: int) -> tuple[int, int]:
-        """Return the prompt's and the answer's tokens of a sample. The answer may have 0 or fewer."""
+        """Return the numbers of prompt and answer tokens of a sample. The latter may be 0 or negative."""
         prompt = self.prompt_tokens or max(1, int(self.prompt_share * tokens))
         rest = tokens - prompt
         return prompt, rest if self.output_tokens is None else min(rest, self.output_tokens)
@@ -59,7 +59,7 @@ class RouteFileFormat:
     Attributes:
         alphabet: letters of `routes`; the place of a letter is the expert's id.
         tokens_field: field with the number of tokens.
-        max_tokens: tokens whose routes a record has at most; None: all of them.
+        max_tokens: maximum number of tokens whose routes a record has; None: it has those of all tokens.
         cut: cut that the command uses by default.
     """
 
@@ -79,7 +79,7 @@ class RouteFileFormat:
         return counts.reshape(self.layers, self.experts).astype(np.uint32)
 
 
-# GPT-OSS-20B's records have decode steps only: the first ones stand in for the prompt.
+# GPT-OSS-20B's records have decode steps only; the first ones serve as the prompt.
 MODELS = {
     model.name: model
     for model in (
@@ -97,7 +97,7 @@ class Sample(NamedTuple):
 
 
 def find_model(name: str) -> RouteFileFormat:
-    """Return a known model. Otherwise raise UserInputError, which lists the models."""
+    """Return a known model; raise UserInputError, which lists the models, for others."""
     if name not in MODELS:
         raise UserInputError(unknown_name("", name, MODELS, "model"))
     return MODELS[name]
@@ -161,7 +161,7 @@ def trace_of(model: RouteFileFormat, samples: Iterable[Sample], cut: Cut | None 
 
 
 def select_long_enough(samples: Iterable[Sample], cut: Cut) -> list[Sample]:
-    """Return the samples whose answer has the minimum of tokens."""
+    """Return the samples whose answer has the minimum number of tokens."""
     return [s for s in samples if cut.lengths(len(s.routes))[1] >= max(1, cut.min_output_tokens)]
 
 

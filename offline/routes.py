@@ -1,6 +1,8 @@
 """Convert published expert choices of a real model to a calibration trace, on CPU, in seconds.
 
-python -m offline.routes deepseek_v2_lite_routes.jsonl.gz --model deepseek-v2-lite --out trace.safetensors
+    python -m offline.routes deepseek_v2_lite_routes.jsonl.gz --model deepseek-v2-lite --out trace.safetensors
+
+offline/route_files.py describes the format of the file.
 """
 
 from __future__ import annotations

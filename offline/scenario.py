@@ -55,7 +55,7 @@ class ArrivalTrace(ScenarioPart):
     requests: int | None = Field(
         default=None,
         ge=1,
-        description="total requests, drawn from the whole trace; its course is stretched or shortened to "
+        description="total requests, drawn from the whole trace, whose time is scaled to "
         "requests / rate_per_s seconds",
     )
     min_output_tokens: int = Field(default=1, ge=1, description="omit requests with shorter answers")
@@ -73,7 +73,7 @@ class ArrivalTrace(ScenarioPart):
 
 
 class Routes(ScenarioPart):
-    """The experts that requests use, as observed."""
+    """The experts that observed requests used."""
 
     kind: Literal["trace", "routes", "gpt-oss"] = Field(
         description="format of the file: trace is a CalibrationTrace with routes, routes are the published "
@@ -232,7 +232,7 @@ class ScenarioInputs:
         )
 
     def _resample(self, arrivals: ArrivalTrace, kinds: NDArray[np.int64] | None) -> Requests:
-        """Return requests drawn evenly from the whole recording, at the rate of the scenario.
+        """Return requests drawn uniformly from the whole recording, at the rate of the scenario.
 
         Each record occurs n / records times, rounded up or down at random. Copies are spread evenly between
         their record and the next later one, so that the load rises and falls as recorded.

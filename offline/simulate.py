@@ -1,7 +1,9 @@
 """Simulate a deployment under policies, or fit the cost of its decode steps.
 
-python -m offline.simulate --config scenario.yaml --out result.json
-python -m offline.simulate --calibrate-from steps.jsonl --out cost.json
+    python -m offline.simulate --config scenario.yaml --out result.json
+    python -m offline.simulate --calibrate-from steps.jsonl --out cost.json
+
+A scenario describes the cluster, the workload and the policies (offline/scenario.py).
 """
 
 from __future__ import annotations

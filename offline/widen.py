@@ -4,7 +4,7 @@ A new neuron has zero gate, up and down weights, so it adds silu(0) * 0 = 0 to i
 has a zero query and a zero output projection, so whatever it attends to is multiplied by 0. The widened model
 gives the same logits and the same expert choices. But each expert is as large in memory as a real one, so
 that a decode step pays a realistic price for each expert that its batch selects. The number of heads can be
-chosen so that it divides by the ranks of tensor parallelism.
+a multiple of the ranks of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
 def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -> None:
-    """Write `model` with experts of `intermediate` neurons to `out`, atomically.
+    """Write a copy of `model` with wider experts to `out`, atomically.
 
     Args:
-        heads: attention heads; None: unchanged.
+        intermediate: number of neurons of an expert.
+        heads: number of attention heads; None: unchanged.
 
     Raises:
-        UserInputError: `model` is not a Qwen3-MoE directory, `intermediate` is not a larger multiple of 32
-            (vLLM's CPU kernel needs whole blocks of 32), `heads` is not a larger multiple of the key-value
-            heads, or `out` exists.
+        UserInputError: `model` is not a Qwen3-MoE directory; `intermediate` is less than the model's, or not
+            a multiple of 32 (vLLM's CPU kernel needs whole blocks of 32); `heads` is less than the model's,
+            or not a multiple of the key-value heads; or `out` exists.
     """
     try:
         config = json.loads((model / "config.json").read_text("utf-8"))
         present_size = config["moe_intermediate_size"]
-        present_heads, size = config["num_attention_heads"], config["head_dim"]
-        groups = config["num_key_value_heads"]
+        present_heads, head_size = config["num_attention_heads"], config["head_dim"]
+        kv_heads = config["num_key_value_heads"]
         with safe_open(model / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
@@ -56,9 +57,9 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
             f"--intermediate must be a multiple of 32 and at least {present_size}, got {intermediate}"
         )
     heads = present_heads if heads is None else heads
-    if heads < present_heads or heads % groups:
+    if heads < present_heads or heads % kv_heads:
         raise UserInputError(
-            f"--heads must be a multiple of {groups} and at least {present_heads}, got {heads}"
+            f"--heads must be a multiple of {kv_heads} and at least {present_heads}, got {heads}"
         )
     if out.exists():
         raise UserInputError(f"{out} exists already")
@@ -69,10 +70,10 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
             shape = list(tensor.shape)
             shape[axis] = intermediate - present_size
             tensors[name] = torch.cat([tensor, tensor.new_zeros(shape)], axis).contiguous()
-        elif name.endswith(".self_attn.q_proj.weight"):  # [heads * size, hidden]
-            tensors[name] = _add_heads(tensor, groups, size, heads)
-        elif name.endswith(".self_attn.o_proj.weight"):  # [hidden, heads * size]
-            tensors[name] = _add_heads(tensor.T, groups, size, heads).T.contiguous()
+        elif name.endswith(".self_attn.q_proj.weight"):  # [heads * head_size, hidden]
+            tensors[name] = _add_heads(tensor, kv_heads, head_size, heads)
+        elif name.endswith(".self_attn.o_proj.weight"):  # [hidden, heads * head_size]
+            tensors[name] = _add_heads(tensor.T, kv_heads, head_size, heads).T.contiguous()
     temporary = out.with_name(out.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(model, temporary, ignore=shutil.ignore_patterns("model.safetensors", "SHA256SUMS"))
@@ -82,12 +83,12 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
     os.replace(temporary, out)
 
 
-def _add_heads(weight: torch.Tensor, groups: int, size: int, heads: int) -> torch.Tensor:
+def _add_heads(weight: torch.Tensor, kv_heads: int, head_size: int, heads: int) -> torch.Tensor:
     """Return the rows of each group of heads that share keys and values, and zeros for its new heads."""
-    grouped = weight.reshape(groups, -1, weight.shape[1])
-    more = heads // groups * size - grouped.shape[1]
-    new = grouped.new_zeros(groups, more, weight.shape[1])
-    return torch.cat([grouped, new], 1).reshape(heads * size, -1).contiguous()
+    grouped = weight.reshape(kv_heads, -1, weight.shape[1])
+    num_new_rows = heads // kv_heads * head_size - grouped.shape[1]
+    new = grouped.new_zeros(kv_heads, num_new_rows, weight.shape[1])
+    return torch.cat([grouped, new], 1).reshape(heads * head_size, -1).contiguous()
 
 
 def widen_experts(

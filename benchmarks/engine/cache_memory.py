@@ -46,7 +46,7 @@ class CacheShape:
         return max(2 * layers * math.ceil(heads / ranks) * dim for layers, heads, dim in self.kv_groups)
 
 
-# From the config.json of each model; a model folder is read instead of looked up.
+# Shapes from the config.json of each model. For a model in a folder, `shape_of` reads the file itself.
 SHAPES = {
     "Qwen/Qwen3-30B-A3B": CacheShape(48, 128, ((48, 4, 128),)),
     "Qwen/Qwen3-235B-A22B": CacheShape(94, 128, ((94, 4, 128),)),
@@ -87,7 +87,7 @@ def compare(
         "kv_block_bytes": block_bytes,
         "row_bytes": cache.nbytes // num_blocks,
         "kv_cache_mib": kv_bytes / 2**20,
-        "signature_cache_mib": cache.nbytes / 2**20,
+        "expert_count_cache_mib": cache.nbytes / 2**20,
         "share_of_kv_pct": 100 * cache.nbytes / kv_bytes,
     }
 
@@ -131,7 +131,7 @@ def cache_memory(
         rows,
         inputs={"kv_gib": kv_gib, "goal_pct": GOAL_PCT},
         seed=0,
-        notes="one rank of a prefill engine; decode engines have no signature cache",
+        notes="one rank of a prefill engine; decode engines have no expert-count cache",
         out=out,
     )
 

@@ -154,11 +154,11 @@ def messages_with(
     to_bytes, from_bytes, read_place = msgspec.msgpack.encode, msgspec.msgpack.decode, decoder(Place)
 
     def send() -> tuple[dict[str, Any], PrefillReply, Place, EngineRequest]:
-        of_core = from_bytes(to_bytes(params))
+        core_output = from_bytes(to_bytes(params))
         reply = from_bytes(to_bytes(PrefillReply(b"", params)), type=PrefillReply)
         place = read_place(encode(Place(replace(request, expert_counts=scorer.counts_for_policy(counts)))))
         _, header, _ = from_bytes(to_bytes((GENERATE, EngineRequest(expert_counts=packed), b"")))
-        return of_core, reply, place, msgspec.convert(header, EngineRequest)
+        return core_output, reply, place, msgspec.convert(header, EngineRequest)
 
     return send
 

@@ -1,12 +1,12 @@
-"""Compare two dispatches of an MoE layer on two simulated nodes: a token once to each rank, or to each node.
+"""Compare two dispatches of an MoE layer on two simulated nodes: one copy per rank, or one per node.
 
     python -m benchmarks.engine.ep_nodes --prompts DIR
 
 Four ranks run as processes that share this machine's cores. They compute the demo model's experts, which EPLB
 has placed without replicas, for its real routes. **The nodes are simulated**: after an all-to-all, a rank
 sleeps as long as its bytes to or from the other node would take. With GRACE-MoE's dispatch (section 5.1), a
-token is sent once to the other node and forwarded there. So fewer bytes cross, and each way has one more
-all-to-all.
+token is sent once to the other node and forwarded there. So fewer bytes pass between the nodes, but each
+direction has one more all-to-all.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def exact_counts(
     comparisons["V2", "V1"] = compare_with_report(reports["V2"], reports["V1"])
     rows = [
         _row(runner, against, number, cells, reports[runner])
-        for (runner, against), of_batches in comparisons.items()
-        for number, cells in enumerate(of_batches)
+        for (runner, against), batch_cells in comparisons.items()
+        for number, cells in enumerate(batch_cells)
     ]
     fields = ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
     publish(

@@ -70,14 +70,14 @@ def moe_layer_latency(
     )
     for name in shapes:
         picture = path.with_suffix(".png") if len(shapes) == 1 else path.with_name(f"{path.stem}_{name}.png")
-        of_shape = [row for row in rows if row["shape"] == name]
-        lines(of_shape, "active_experts", ["latency_p50_ms"], picture, by="batch_size")
+        shape_rows = [row for row in rows if row["shape"] == name]
+        lines(shape_rows, "active_experts", ["latency_p50_ms"], picture, by="batch_size")
 
 
 def _describe_fit(rows: list[dict[str, Any]], shape: str) -> str:
-    of_shape = [row for row in rows if row["shape"] == shape]
-    active = np.array([[1, row["active_experts"]] for row in of_shape])
-    fixed, slope = np.linalg.lstsq(active, 1e3 * np.array([row["latency_p50_ms"] for row in of_shape]))[0]
+    shape_rows = [row for row in rows if row["shape"] == shape]
+    active = np.array([[1, row["active_experts"]] for row in shape_rows])
+    fixed, slope = np.linalg.lstsq(active, 1e3 * np.array([row["latency_p50_ms"] for row in shape_rows]))[0]
     return f"{shape} {fixed:.1f} us + {slope:.2f} us per active expert"
 
 

@@ -91,8 +91,9 @@ class ComposedEngine(ReplayEngine):
 
             return store_prescribed
 
-        for kind in (DeviceCapture, HostCapture):  # the graphs capture this like all work of a hook
-            kind.store_choices = replace_choices(kind.store_choices)  # type: ignore[method-assign]
+        # CUDA graphs record this copy with the rest of the hook.
+        for capture_class in (DeviceCapture, HostCapture):
+            capture_class.store_choices = replace_choices(capture_class.store_choices)  # type: ignore[method-assign]
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
@@ -110,7 +111,8 @@ class ComposedEngine(ReplayEngine):
 
         full = np.resize(routed, self._table.shape)  # padding repeats the batch's experts
         self._table.copy_(torch.as_tensor(full, dtype=torch.int32))
-        return self.step()[2]
+        _, _, records = self.step()
+        return records
 
     def drain(self) -> None:
         """Finish all requests."""
@@ -148,15 +150,15 @@ def point_rows(steps: list[TimedStep], layers: int) -> list[dict[str, Any]]:
     """Return one row for each batch and number of active experts: medians with intervals in milliseconds."""
     rows = []
     for batch, experts in sorted({(step.requests, step.experts) for step in steps}):
-        of_point = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
+        point_steps = [step for step in steps if (step.requests, step.experts) == (batch, experts)]
         row: dict[str, Any] = {
             "level": "point",
             "batch_size": batch,
             "active_experts": experts / layers,
-            "steps": len(of_point),
+            "steps": len(point_steps),
         }
         for name in ("forward", "step"):
-            times = [1e3 * getattr(step, f"{name}_s") for step in of_point]
+            times = [1e3 * getattr(step, f"{name}_s") for step in point_steps]
             row |= zip((f"{name}_p50_ms", f"{name}_low_ms", f"{name}_high_ms"), median_ci(times), strict=True)
         rows.append(row)
     return rows
@@ -175,11 +177,11 @@ def fit_rows(steps: list[TimedStep]) -> list[dict[str, Any]]:
         rows.append({"level": "fit", "of": name, "steps": len(steps)})
         if (cost := sums.fit()) is None:
             continue
-        rest = seconds - cost.seconds(np.array(requests), 0, np.array(experts))
+        residuals = seconds - cost.seconds(np.array(requests), 0, np.array(experts))
         rows[-1] |= {"fixed_ms": 1e3 * cost.fixed_s, "per_request_us": 1e6 * cost.per_request_s}
         error_pct = 100 * sums.relative_rms_error(cost)
         rows[-1] |= {"per_expert_us": 1e6 * cost.per_expert_s, "relative_error_pct": error_pct}
-        rows[-1]["r2"] = 1 - float(np.mean(rest**2) / np.var(seconds))
+        rows[-1]["r2"] = 1 - float(np.mean(residuals**2) / np.var(seconds))
     return rows
 
 
@@ -239,7 +241,7 @@ def step_cost(
     longest = len(prompts[0]) + max(map(len, points.values())) * rounds + _WARM_UP
     longest = BLOCK * (1 + -(-longest // BLOCK))
     kv_bytes = (sizes[-1] + 1) * longest * layers * KV_BYTES
-    room: dict[str, Any] = {} if device == "cpu" else {"kv_cache_memory_bytes": kv_bytes}
+    kv_cache: dict[str, Any] = {} if device == "cpu" else {"kv_cache_memory_bytes": kv_bytes}
     shape = {"layers": layers, "vocabulary": vocabulary, "hidden": hidden, "intermediate": intermediate}
     steps: list[TimedStep] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -252,7 +254,7 @@ def step_cost(
             batches=sizes,
             step_tokens=min(STEP_TOKENS, sizes[-1] * len(prompts[0])),
             **DUMMY,
-            **room,
+            **kv_cache,
         )
         for size, possible in points.items():
             steps += composed_steps(engine, prompts[:size], possible, rounds, rng)

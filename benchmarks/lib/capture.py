@@ -81,7 +81,7 @@ def load_or_capture(
 ) -> CapturedRoutes:
     """Load the capture with these settings. Run it first if it does not exist.
 
-    Another device generates other texts.
+    The device is one of the settings, because another device generates other texts.
     """
     texts = [[prompt.id, prompt.domain, prompt.text] for prompt in read_prompts([prompts])]
     settings = [texts, requests, output_tokens, seed, weights_name()]
@@ -145,8 +145,8 @@ def capture(
         part = slice(start, start + _TOGETHER)
         # One extra token: the last sampled token never reaches the gates.
         sampling = [
-            Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=of_prompt, routes=True)
-            for of_prompt in range(start, start + len(ids[part]))
+            Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=prompt_seed, routes=True)
+            for prompt_seed in range(start, start + len(ids[part]))
         ]
         records += trace_tokens(engine, chosen[part], ids[part], sampling)
     trace.parent.mkdir(parents=True, exist_ok=True)

@@ -31,8 +31,8 @@ from benchmarks.lib.frames_in_grpc import carry
 from eldr_serve.channel import Channel, ChannelServer, Chunk, Reply
 from eldr_serve.channel.client import SILENT_S
 from eldr_serve.channel.frames import MAX_FRAME_BYTES, PING_S
-from eldr_serve.channel.server import _SILENT_S as SERVER_SILENT_S
-from eldr_serve.channel.server import _Connection as ServerPeer
+from eldr_serve.channel.server import SILENT_S as SERVER_SILENT_S
+from eldr_serve.channel.server import ServerConnection
 
 TRANSPORTS = ("channel", "grpc", "channel-in-grpc")
 PAYLOAD = b'data: {"id":"cmpl-0","object":"text_completion","choices":[{"text":" token"}]}\n\n'.ljust(250)
@@ -224,7 +224,7 @@ def _frames_methods(engine: Engine) -> Json:
     server = _channel_server(engine)
 
     async def frames(requests: Any, context: Any) -> None:
-        await carry(ServerPeer(server), context)
+        await carry(ServerConnection(server), context)
 
     return {"frames": grpc.stream_stream_rpc_method_handler(frames)}
 

@@ -13,7 +13,7 @@ import numpy as np
 from eldr_serve.errors import UserInputError
 from loadgen.trial import Trial
 
-NORMALISED = "even"  # value of `clock` in stored rows whose times are normalised
+NORMALISED = "normalised"  # value of `clock` in stored rows whose times are normalised
 _WINDOW_S = 5.0  # window in which speed is assumed constant
 _SPARE_TRIALS = 4  # beyond one per group, to fit a slope
 
@@ -45,7 +45,7 @@ class NormalisedTime:
         records = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
         if not any(records):
             raise UserInputError(f"{folder} has no records of the cores' speed")
-        return cls([np.array(of_core, float) for of_core in records if of_core])
+        return cls([np.array(core_records, float) for core_records in records if core_records])
 
     def change_sensitivity(self, sensitivity: float) -> NormalisedTime:
         """Return a clock from the same records, for work with this sensitivity to the probe."""

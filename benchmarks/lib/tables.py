@@ -56,7 +56,7 @@ _HEADINGS = {
     "rate/s": "arrivals/s",
     "way": "way in",
 }
-_VALUES = {"clock": {"wall": "as measured", "even": "normalised"}}  # key -> value -> words of its cell
+_VALUES = {"clock": {"wall": "as measured", "normalised": "normalised"}}  # key -> value -> words of its cell
 _UNITS = {"pct": "%", "ms": "ms", "us": "us", "s": "s", "mib": "MiB"}
 _NAMES = {
     name.lower(): name for name in ("TPOT", "TTFT", "CPU", "GPUs", "KV", "EP", "TP", "EPLB", "JSQ", "vLLM")

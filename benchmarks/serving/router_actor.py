@@ -72,10 +72,10 @@ class Caller:
     async def bare(self, actor: Any, calls: int, in_flight: int) -> list[float]:
         """Return the seconds of each call that does nothing."""
 
-        async def one() -> None:
+        async def call_actor() -> None:
             await actor.call.remote()
 
-        return await _latencies(one, calls, in_flight)
+        return await _latencies(call_actor, calls, in_flight)
 
     async def place(self, calls: int, in_flight: int) -> list[float]:
         """Return the seconds of each placement. Each request is released as soon as it is placed."""

@@ -97,7 +97,7 @@ async def _load(
     body = request_body(tokens, gap_ms)
     async with open_session(_TIMEOUT_S) as http:
 
-        async def one(number: int) -> Answer:
+        async def send(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / count)
             answer = await (request_completion if way == "own" else _whole)(http, url, body)
             check_text(answer, tokens)
@@ -110,7 +110,7 @@ async def _load(
                 await asyncio.sleep(3.0)
 
         killer = asyncio.create_task(kill_in_turn())
-        answers = await asyncio.gather(*(one(number) for number in range(count)))
+        answers = await asyncio.gather(*(send(number) for number in range(count)))
         await killer
     return list(answers)
 

@@ -57,11 +57,11 @@ async def _load(url: str, streams: int, tokens: int, gap_ms: float, ramp_s: floa
     body = request_body(tokens, gap_ms)
     async with open_session(_TIMEOUT_S) as http:
 
-        async def one(number: int) -> Answer:
+        async def send(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / streams)
             return await request_completion(http, url, body)
 
-        return list(await asyncio.gather(*(one(number) for number in range(streams))))
+        return list(await asyncio.gather(*(send(number) for number in range(streams))))
 
 
 def _measure(

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 5.0
 _LINGER_S = 0.25  # a draining server waits this long for frames that are still in transit
 _MAX_UNSENT_BYTES = 64 * 2**20
-_SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
+SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
 
 
 class Reply:
@@ -41,7 +41,7 @@ class Reply:
         engine_report: report on the call, sent with its end; values that msgpack can encode.
     """
 
-    def __init__(self, connection: _Connection, call: int) -> None:
+    def __init__(self, connection: ServerConnection, call: int) -> None:
         self._connection = connection
         self.call = call
         self.engine_report: dict[str, Any] = {}
@@ -127,7 +127,7 @@ class ChannelServer:
         self._limited_methods = limited_methods
         self._full_error = full_error
         self._server: asyncio.Server | None = None
-        self.connections: set[_Connection] = set()
+        self.connections: set[ServerConnection] = set()
         self.open_methods = open_methods
         self.is_suspended = self.is_leaving = False
         self._idle = asyncio.Event()
@@ -137,7 +137,7 @@ class ChannelServer:
     async def start(self, host: str) -> int:
         """Listen on a free port of `host` and return the port."""
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Connection(self), host, 0, family=socket.AF_UNSPEC
+            lambda: ServerConnection(self), host, 0, family=socket.AF_UNSPEC
         )
         return self.address[1]
 
@@ -246,11 +246,11 @@ class ChannelServer:
 _CALL = msgspec.msgpack.Decoder(tuple[str, dict[str, Any], bytes])
 
 
-class _Connection(Peer):
+class ServerConnection(Peer):
     """A connection of an ingress replica; it can make calls once it has presented the secret."""
 
     def __init__(self, server: ChannelServer) -> None:
-        super().__init__(MAX_HELLO_BYTES, silent_s=_SILENT_S)
+        super().__init__(MAX_HELLO_BYTES, silent_s=SILENT_S)
         self._server = server
         self.is_authenticated = False
         self._calls: dict[int, asyncio.Task[bytes]] = {}

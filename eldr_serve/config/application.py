@@ -19,7 +19,7 @@ from eldr_serve.validation import first_problem
 
 CONFIG_OF_ROLE = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
-AUTOSCALING_POLICY = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
+AUTOSCALING_POLICY = "eldr_serve.replicas.autoscaling:compute_desired_replicas"
 _MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave some to other processes
 
 
@@ -33,14 +33,16 @@ class EldrArgs(BaseModel):
 
     `prefill_config` and `decode_config` are Ray Serve LLM's `LLMConfig`. `build_app` fills in the KV
     connector, the scheduler and the request routers. Without `prefill_config`, the engines of
-    `decode_config` are whole replicas, which also prefill.
+    `decode_config` are whole replicas, which also prefill (aggregated serving).
     """
 
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(default="eldr", description="name of the DecodeRouter actor; unique per application")
     prefill_config: dict[str, Any] | None = Field(
-        default=None, description="LLMConfig of the prefill deployment; null: decode engines prefill too"
+        default=None,
+        description="LLMConfig of the prefill deployment (disaggregated serving); null: decode engines also "
+        "prefill (aggregated serving)",
     )
     decode_config: dict[str, Any] = Field(description="LLMConfig of the decode deployment")
     router: RouterSettings = Field(default_factory=RouterSettings)

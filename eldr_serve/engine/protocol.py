@@ -20,6 +20,7 @@ from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 
+# "whole": the engine prefills and decodes (aggregated serving); the others serve disaggregated.
 EngineRole = Literal["prefill", "decode", "whole"]
 Device = Literal["gpu", "cpu"]
 MAX_SAMPLES = 256  # maximum that an engine keeps until `take_samples`

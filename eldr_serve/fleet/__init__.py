@@ -1,4 +1,4 @@
-"""The ingress's view of the engine replicas: which replicas are live, channels to them, and calls of them.
+"""The engine replicas as an ingress knows them: the live ones, the channels to them, and its calls.
 
-Everything here runs in an ingress, in whose process Serve's handles run replica_publisher.
+All modules run in the process of an ingress, where Serve's handles call `replica_publisher`.
 """

@@ -19,14 +19,18 @@ class DecodeStartEstimator:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._call_starts = CallStartEstimator(clock=_now_s)
-        self._waits: dict[str, WaitEstimator] = {}  # of workers with more calls than slots
+        self._waits: dict[str, WaitEstimator] = {}  # only workers with more calls than slots
 
     def enter(self, worker: str, expected_s: float = 0.0) -> WaitingCall:
         """Add a call whose prompt is expected to be computed after `expected_s` seconds."""
         return self._call_starts.enter(worker, expected_s)
 
     def leave(self, call: WaitingCall, *, answered: bool) -> None:
-        """Remove a call that has its first token or ended; `answered` tells whether its worker began it."""
+        """Remove a call that has its first token or has ended.
+
+        Args:
+            answered: whether the worker has started on it.
+        """
         num_before = self._call_starts.num_waiting(call.worker)
         self._call_starts.leave(call, answered=answered)
         num_waiting = self._call_starts.num_waiting(call.worker)
@@ -40,7 +44,7 @@ class DecodeStartEstimator:
     def estimate_wait_s(self) -> float:
         """Estimate the wait of a new request for the first free slot of any worker, s."""
         workers = self._fleet.live_names
-        if not all(map(self._has_waiting_calls, workers)):  # most often not even the first
+        if not all(map(self._has_waiting_calls, workers)):  # often the first one already has a free slot
             return 0.0
         if any(name not in self._waits for name in workers):
             return 0.0
@@ -62,7 +66,7 @@ class DecodeStartEstimator:
         return call.expected_start_at_s
 
     def free_slots(self, worker: str) -> float:
-        """Return how many further calls a live worker could start on now; inf if its slots are unknown."""
+        """Return the number of further calls that a live worker could start on now; inf if unknown."""
         slots = self.slots(worker)
         return max(slots - self._calls(worker), 0) if slots else math.inf
 

@@ -1,4 +1,4 @@
-"""The choice of prefill replicas with free KV cache, by the reports that they send every second."""
+"""The choice of prefill replicas with free KV cache, from the reports that they send every second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KvUsage:
     """The KV usage of workers, for back-pressure before prefill, where blocks stay until decode reads them.
 
     A worker whose reports have stopped counts as full, so that an old low value attracts no prompts.
-    If all reports have stopped, assume that reporting failed, not the engines, and count no worker as full.
+    If all reports have stopped, the fault is assumed to be in reporting, and no worker counts as full.
     A worker that has never sent a report has just started and counts as empty.
 
     Args:

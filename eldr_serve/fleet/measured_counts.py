@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.experts.signature import unpack_counts
 
-_MAX_DELAY_S = 1.0  # maximum delay after the answer to the request itself
+_MAX_DELAY_S = 1.0  # maximum delay after the end of the request
 
 _Answer = tuple[int, str]  # tokens of the prompt, its packed counts
 OnCounts = Callable[[NDArray[np.uint32], int], None]  # counts [L, E], tokens of the prompt

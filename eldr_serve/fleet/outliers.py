@@ -16,10 +16,10 @@ from eldr_serve.scheduling.worker_names import replica_of
 
 logger = logging.getLogger(__name__)
 
-FAILURES = 3  # in a row
+FAILURES = 3  # failures in a row, after which a replica is ejected
 _FIRST_EJECTION_S = 10.0  # doubled for each further ejection
 _MAX_EJECTION_S = 120.0
-_FORGET_S = 600.0  # since the last failure
+_RECORD_S = 600.0  # time after the last failure, after which a record is removed
 
 
 @dataclass
@@ -53,7 +53,7 @@ class OutlierDetector:
             return
         replica, now_s = replica_of(worker), self._clock()
         self._records = {
-            name: record for name, record in self._records.items() if now_s - record.failed_at_s < _FORGET_S
+            name: record for name, record in self._records.items() if now_s - record.failed_at_s < _RECORD_S
         }
         record = self._records.setdefault(replica, _Record())
         record.failed_at_s = now_s

@@ -12,7 +12,7 @@ from eldr_serve.fleet.directory import ReplicaDirectory, get_directory
 class ReplicaPublisher(RequestRouter):
     """Publishes the live replicas, as a request router of Serve; a call goes to any of them.
 
-    Set it by `deployment_config.request_router_config`. Keyword arguments (request_router_kwargs):
+    Configure it in `deployment_config.request_router_config`. Keyword arguments (request_router_kwargs):
         directory_name: name of the ReplicaDirectory that the ingress of this process reads.
     """
 

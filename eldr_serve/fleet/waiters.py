@@ -36,7 +36,7 @@ class Waiters:
                 await changed
 
     def wake(self) -> None:
-        """Let all waiting requests check their condition; call this in the event loop."""
+        """Wake all waiting requests, which then check their conditions; call this in the event loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -94,7 +94,7 @@ class OpenAIEndpoints:
         adapter = "" if fields.model == self._base_model else fields.model or ""
         pipeline_request = _request(method, request, body, fields, adapter)
         context = self._log.begin(request.scope["path"], pipeline_request, on_overflow=sending.cancel)
-        state.reservation.used = partial(context.used_tokens, prompt_tokens)
+        state.reservation.set_usage(partial(context.used_tokens, prompt_tokens))
         state.id_headers = _id_headers(context)
         run = self._request_path.generate(context)
         try:
@@ -139,7 +139,7 @@ class OpenAIEndpoints:
         if method in _COMPUTED:
             prompt_tokens = len(body) // _BYTES_PER_TOKEN
             reservation.reserve(prompt_tokens)
-            reservation.used = lambda: prompt_tokens
+            reservation.set_usage(lambda: prompt_tokens)
         engine_request = EngineRequest(method, body, headers=_headers_for_engines(request), cache_salt=salt)
         return Response(await self._request_path.forward(engine_request), media_type="application/json")
 

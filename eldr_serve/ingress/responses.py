@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from eldr_serve.errors import EnginesLostError, RequestRefusedError, error_body
 
-_NOT_AGAIN = {"x-should-retry": "false"}  # for OpenAI's clients, which send a request with 500 again
+_NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's clients, which retry a request that got 500
 
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
@@ -29,7 +29,7 @@ def refusal(
 
 def refused_response(error: RequestRefusedError) -> Response:
     """Return the response to a refused request."""
-    headers = _NOT_AGAIN if isinstance(error, EnginesLostError) else None
+    headers = _NO_RETRY if isinstance(error, EnginesLostError) else None
     return refusal(str(error), error.status, error.retry_after_s, error.kind, error.param, headers)
 
 

@@ -106,15 +106,11 @@ class Tenant:
 
 
 class TokenReservation:
-    """Tokens of a tenant's limit that one request reserves, and later pays by its true usage.
-
-    Attributes:
-        used: returns the tokens that the request has used.
-    """
+    """The tokens of a tenant's limit that one request reserves; its true usage replaces them at its end."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
-        self.used: Callable[[], int] = lambda: 0
+        self._count_used_tokens: Callable[[], int] = lambda: 0
         self._reserved = 0
 
     def reserve(self, tokens: int) -> None:
@@ -123,9 +119,13 @@ class TokenReservation:
         self._reserved = tokens
         self.tenant.tokens.charge(tokens)
 
+    def set_usage(self, count_used_tokens: Callable[[], int]) -> None:
+        """Set the function that returns the tokens that the request has used; before, it has used none."""
+        self._count_used_tokens = count_used_tokens
+
     def settle(self) -> None:
         """Replace the reservation by the true usage of the finished request."""
-        used = self.used()
+        used = self._count_used_tokens()
         self.tenant.tokens.charge(used - self._reserved)
         self._reserved = used
 

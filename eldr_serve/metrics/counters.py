@@ -30,7 +30,11 @@ class RouterEvent(_Event):
     """Events that the router counts."""
 
     PLACED = "placed", "requests", "granted leases"
-    MOST_SIMILAR_WORKER = "best_worker", "requests", "placed on the worker with the most similar centroid"
+    MOST_SIMILAR_WORKER = (
+        "most_similar_worker",
+        "requests",
+        "placed on the worker with the most similar centroid",
+    )
     REROUTED = "rerouted", "requests", "placed again after a failure"
     QUEUED = "queued", "requests", "waited in the decode queue"
     PLACED_BY_INGRESS = (
@@ -96,7 +100,7 @@ class IngressEvent(_Event):
     )
     PREFILL_RETRIES = "prefill_retries", "calls", "prefill calls that failed and were retried"
     PREFILLED_BY_DECODE = (
-        "whole_without_prefill",
+        "prefilled_by_decode",
         "requests",
         "prefilled by a decode engine: no prefill engine was reachable, or one failed or was full mid-answer",
     )
@@ -161,12 +165,9 @@ class NamedCounter(StrEnum):
         return f"{self}:{name}"
 
 
-# Metric names that do not follow from the key.
-_OTHER_NAMES: dict[str, str] = {RouterEvent.REROUTED: "eldr_reroute_total"}
-
 COUNTERS = {
     event.value: Metric(
-        _OTHER_NAMES.get(event, f"eldr_{event}_total"),
+        f"eldr_{event}_total",
         COUNTER,
         event.unit,
         event.about,

@@ -44,7 +44,7 @@ ENGINE = index_by_name(
         (1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
         only=_STEPPED,
     ),
-    # The same as exact sums, since Ray exports only the buckets of a histogram.
+    # The same quantities as exact sums, since Ray exports only the buckets of a histogram.
     Metric(
         "eldr_decode_steps_total",
         COUNTER,

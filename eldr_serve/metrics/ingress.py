@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, index_by_name
 
-_SPLIT = "with prefill engines"
+_WITH_PREFILL = "with prefill engines"
 
 INGRESS_STATUS = {
     "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "1: all engines are up and warm"),
@@ -23,7 +23,7 @@ INGRESS_STATUS = {
         "calls",
         "open calls to the prefill replica",
         ("worker",),
-        only=_SPLIT,
+        only=_WITH_PREFILL,
     ),
     "prefill_oldest_s": Metric(
         "eldr_prefill_oldest_seconds",
@@ -31,7 +31,7 @@ INGRESS_STATUS = {
         "s",
         "age of the oldest open call to the prefill replica",
         ("worker",),
-        only=_SPLIT,
+        only=_WITH_PREFILL,
     ),
     "prefill_wait_s": Metric(
         "eldr_prefill_wait_seconds",
@@ -46,7 +46,7 @@ INGRESS_STATUS = {
         "ratio",
         "share of the prefill replica's KV blocks in use",
         ("worker",),
-        only=_SPLIT,
+        only=_WITH_PREFILL,
     ),
     "decode_kv_usage": Metric(
         "eldr_decode_kv_usage_ratio",

@@ -31,7 +31,7 @@ class LoopMetrics:
 
 
 class LoopWatch:
-    """Detects stalls of an event loop, as delays of a timer; up to `_TICK_S` of each is not seen.
+    """Detects stalls of an event loop by delays of a timer; it measures up to `_TICK_S` less than a stall.
 
     A loop stalls while something in it computes or blocks without `await`, and while its process is stopped
     or gets no core.

@@ -116,7 +116,7 @@ class DecodeStep:
                     error, context, decode_call, suspects_prefill=not decode_call.has_begun
                 )
             except CallFailedError as error:
-                if error.status < 500 and not context.answer.sent and not decode_call.has_begun:
+                if error.status < 500 and not context.answer.has_started and not decode_call.has_begun:
                     raise
                 if error.status >= 500:  # else the resumed request is at fault, for example too long
                     self._outliers.record_failure(worker, error)
@@ -168,7 +168,7 @@ def _raise_unless_complete(
         suspects_prefill: the prompt's blocks may be at fault, because the worker's replica reported the
             failure itself or sent no token in time.
     """
-    if not context.answer.complete:
+    if not context.answer.is_complete:
         raise _decode_failure(error, decode_call, suspects_prefill=suspects_prefill) from error
 
 

@@ -152,7 +152,7 @@ class LatencyPredictor:
     ) -> dict[str, float]:
         """Return the delay after which the TTFT at each worker meets a bound, s; inf if it never does.
 
-        A wait becomes one second shorter in each second.
+        The wait at a worker decreases by one second per second.
 
         Args:
             num_returning: number of refused requests that return before this one.

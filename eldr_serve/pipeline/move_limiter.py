@@ -32,7 +32,7 @@ class MoveLimiter:
     def begin(self, context: RequestContext, worker: str) -> bool:
         """Begin to move an answer away from a worker, if it may move now; return whether it does."""
         answer, drained_workers = context.answer, context.drained_workers
-        if answer.complete or not answer.can_continue or len(drained_workers) >= MAX_MOVES:
+        if answer.is_complete or not answer.can_continue or len(drained_workers) >= MAX_MOVES:
             return False
         targets = set(self._decode.live_names).difference(drained_workers, [worker])
         # Answers that are moving already will need a slot too.

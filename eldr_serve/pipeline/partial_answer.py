@@ -12,13 +12,13 @@ class PartialAnswer:
     """The answer to one request so far, over all its attempts.
 
     Args:
-        stream: the client gets the answer as a stream.
+        stream: whether the client gets the answer as a stream.
 
     Attributes:
         num_tokens: number of generated tokens.
-        encoded_ids: known ids of the generated tokens, as the uint32 bytes that calls to engines contain.
-        sent: part of the answer was sent to the client.
-        complete: the complete answer was sent to the client.
+        encoded_ids: ids of the generated tokens, uint32 bytes as in calls to engines, if known.
+        has_started: whether part of the answer was sent to the client.
+        is_complete: whether the complete answer was sent to the client.
         created: timestamp in the answer's chunks, s since 1970; None before the first chunk of a stream.
     """
 
@@ -26,8 +26,8 @@ class PartialAnswer:
         self._stream = stream
         self.num_tokens = 0
         self.encoded_ids = bytearray()
-        self.sent = False
-        self.complete = False
+        self.has_started = False
+        self.is_complete = False
         self.created: int | None = None
 
     @property
@@ -46,10 +46,10 @@ class PartialAnswer:
         self.encoded_ids += chunk.ids
         if not chunk.payload:
             return
-        if not self.sent and self._stream:
+        if not self.has_started and self._stream:
             self.created = created_at(chunk.payload)
-        self.sent = True
-        self.complete = not self._stream or is_end(chunk.payload)
+        self.has_started = True
+        self.is_complete = not self._stream or is_end(chunk.payload)
 
     def discard(self) -> None:
         """Discard what has been generated."""

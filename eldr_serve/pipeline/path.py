@@ -52,11 +52,11 @@ class RequestPath:
                     if not self._handle_failure(context, failure):
                         break
                 except (RequestRefusedError, CallFailedError) as error:
-                    if not answer.sent:
+                    if not answer.has_started:
                         raise
                     failures.messages.append(f"the answer could not continue on another engine: {error}")
                     break
-            if not answer.sent:
+            if not answer.has_started:
                 raise self._refusal(failures)
             self._services.counters.count(IngressEvent.STREAMS_LOST)
             context.record.error = "engine_lost"
@@ -94,8 +94,8 @@ class RequestPath:
                 return False  # without a live prefill replica, a decode engine may prefill one more attempt
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True
-        failures.add_decode(failure, sent=answer.sent)
-        if lost_too_many or (answer.sent and (failures.streams > 1 or not answer.can_continue)):
+        failures.add_decode(failure, sent=answer.has_started)
+        if lost_too_many or (answer.has_started and (failures.streams > 1 or not answer.can_continue)):
             return False
         if not answer.can_continue:
             answer.discard()

@@ -100,7 +100,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
         "does, s; must exceed the longest step, including a compilation. There is no limit before its first "
         "answer to a client",
     )
-    whole_per_s: float = Field(
+    prefilled_by_decode_per_s: float = Field(
         default=8.0,
         ge=0,
         description="maximum rate of one ingress's requests that are prefilled by decode engines while no "

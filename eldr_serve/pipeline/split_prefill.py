@@ -77,7 +77,7 @@ class SplitPrefill:
         self._tokenizer = tokenizer
         self._outliers = OutlierDetector(fleets.prefill, counters)
         self._without_prefill = CallRateLimiter(
-            options.whole_per_s, clock=lambda: asyncio.get_running_loop().time()
+            options.prefilled_by_decode_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
 
     async def tokenise_for_admission(self, context: RequestContext) -> None:

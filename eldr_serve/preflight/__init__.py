@@ -1,1 +1,1 @@
-"""`eldr check`: the check whether a deployment would start on a described cluster; it starts nothing."""
+"""`eldr check`, which checks whether a deployment would start on a cluster, without starting anything."""

@@ -1,4 +1,4 @@
-"""The check of a deployment on a cluster, from the file to the findings."""
+"""The check of a deployment on a cluster, from its file to the findings."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _DeploymentPlan:
         assignment: the nodes of the replicas.
         gpus: for each role, the GPU of its engines; None on CPUs, or if no replica was placed.
         probes: for each role, the engine to probe; None if it needs a GPU and none was found.
-        unreadable: why the file could not be read; empty if it could.
+        unreadable: the reason why the file could not be read; empty if it could.
     """
 
     path: Path

@@ -17,7 +17,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.preflight.document import Document, check_overrides
 from eldr_serve.preflight.node_assignment import ReplicaDemand
 
-_MODELS = "models"  # folder beside the deployment with config.json files, by model name in small letters
+_MODELS = "models"  # folder beside the deployment with a config.json for each model, named in lower case
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class NodePool:
 
 
 def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:
-    """Return a kind of GPU, with another size of memory if given.
+    """Return a kind of GPU, with this size of memory if given.
 
     Raises:
         UserInputError: the kind is unknown.

@@ -63,8 +63,8 @@ class NodeAssignment:
 
     Attributes:
         nodes: all nodes after the assignment.
-        missing: deployment -> number of its replicas that found no node.
-        spread: deployment -> number of its replicas that are on several nodes.
+        missing: number of replicas without a node, by deployment.
+        spread: number of replicas on several nodes, by deployment.
     """
 
     nodes: Sequence[Node]
@@ -123,11 +123,11 @@ def _choose_nodes(nodes: Sequence[Node], demand: ReplicaDemand) -> list[Node] | 
 def _choose_one_by_one(
     order: Sequence[Node], bundles: Sequence[Bundle], *, distinct: bool, prefer_used: bool
 ) -> list[Node] | None:
-    """Return a node for each bundle, in turn the first that fits; None if a bundle fits on none.
+    """Choose the first node that fits for each bundle in turn; return None if a bundle fits on none.
 
     Args:
-        distinct: every bundle needs another node.
-        prefer_used: prefer the nodes already chosen, instead of the others.
+        distinct: whether every bundle needs a different node.
+        prefer_used: whether to prefer the nodes already chosen to the others.
     """
     chosen: list[Node] = []
     try:

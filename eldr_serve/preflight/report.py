@@ -14,7 +14,7 @@ from eldr_serve.preflight.deployment import Deployment, EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import GIB, Gpu
 from eldr_serve.preflight.node_assignment import NodeAssignment
-from eldr_serve.replicas.autoscaling import by_requests_in_flight
+from eldr_serve.replicas.autoscaling import compute_desired_replicas
 
 
 def show(outcome: CheckOutcome, console: Console) -> None:
@@ -118,7 +118,7 @@ def _rows(
 def _scale(scaling: dict[str, Any]) -> str:
     policy = str(scaling["policy"]["policy_function"])
     target = f"{scaling.get('target_ongoing_requests', 'Serve default')}"
-    return f"requests in flight / {target}" if policy.endswith(by_requests_in_flight.__name__) else policy
+    return f"requests in flight / {target}" if policy.endswith(compute_desired_replicas.__name__) else policy
 
 
 def _ingress(deployment: Deployment, assignment: NodeAssignment) -> str:

@@ -1,4 +1,4 @@
-"""The rules that a deployment on a cluster must keep; each yields its violations, one sentence each."""
+"""The rules for a deployment on a cluster; each function yields violations, one sentence each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Finding:
 
 
 def check_resources(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
-    """Yield each requested resource that no node has."""
+    """Yield an error for each requested resource that no node has."""
     offered = {name for pool in node_pools for name in pool.resources}
     kinds = sorted(name.removeprefix(ACCELERATOR) for name in offered if name.startswith(ACCELERATOR))
     for demand in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
@@ -52,16 +52,16 @@ def check_resources(deployment: Deployment, node_pools: Sequence[NodePool]) -> I
             if name.startswith(ACCELERATOR):
                 yield _error(
                     f"{demand.name} needs accelerator_type {name.removeprefix(ACCELERATOR)}, "
-                    f"and the nodes have {' and '.join(kinds) or 'no GPU'}"
+                    f"but the nodes have {' and '.join(kinds) or 'no GPU'}"
                 )
             elif name == "GPU":
-                yield _error(f"{demand.name} needs GPUs, and no node has any")
+                yield _error(f"{demand.name} needs GPUs, but no node has any")
             else:
                 yield _error(f"{demand.name} needs the resource {name!r}, which no node has")
 
 
 def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iterator[Finding]:
-    """Yield deployments whose replicas find no node, or whose engines would spread over several nodes."""
+    """Yield an error for each deployment whose replicas find no node or would spread over several nodes."""
     for demand in (*(engines.replicas for engines in deployment.engines), deployment.ingress):
         missing = assignment.missing.get(demand.name, 0)
         if missing:
@@ -83,20 +83,20 @@ def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iter
 
 
 def check_gpus(engines: EngineDeployment) -> Iterator[Finding]:
-    """Yield a number of whole GPUs that is not that of the ranks; shares of GPUs are not compared."""
+    """Yield an error if a replica's number of GPUs is not its number of ranks; ignore shares of GPUs."""
     amounts = [bundle["GPU"] for bundle in engines.bundles if bundle.get("GPU")]
     has_shares = not all(float(amount).is_integer() for amount in amounts)
     if engines.spec.device == "cpu" or has_shares or sum(amounts) == engines.spec.ranks:
         return
     yield _error(
-        f"a {engines.role} replica requests {sum(amounts):g} GPUs, and tensor_parallel_size x "
+        f"a {engines.role} replica requests {sum(amounts):g} GPUs, but tensor_parallel_size x "
         f"data_parallel_size is {engines.spec.ranks}: request one GPU per rank, as num_gpus of "
         "ray_actor_options for data-parallel ranks, and in placement_group_config for others"
     )
 
 
 def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
-    """Yield why vLLM or eldr_serve's extension would refuse an engine."""
+    """Yield an error if vLLM or eldr_serve's extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"
     hidden = [name for name, hides in result.kernels if hides]
     if hidden:
@@ -129,18 +129,20 @@ def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult
 
 
 def check_agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]) -> Iterator[Finding]:
-    """Yield the fields that prefill and decode must share but that vLLM resolves to different values."""
+    """Yield an error for each field that prefill and decode must share but vLLM resolves differently."""
     results = {deployment.role: result for deployment, _, result in engines}
     if "prefill" in results and not any(result.refusal for result in results.values()):
-        of_prefill, of_decode = (results[role].shared_arguments for role in ("prefill", "decode"))
-        for sentence in BACKEND.differences(of_prefill, of_decode):
+        prefill_arguments, decode_arguments = (
+            results[role].shared_arguments for role in ("prefill", "decode")
+        )
+        for sentence in BACKEND.differences(prefill_arguments, decode_arguments):
             yield _error(sentence)
 
 
 def check_host_memory(
     deployment: Deployment, assignment: NodeAssignment, results: Sequence[ProbeResult]
 ) -> Iterator[Finding]:
-    """Yield nodes whose CPU engines need more memory than the node has."""
+    """Yield an error for each node whose CPU engines need more memory than it has."""
     needed: dict[str, int] = {
         engines.role: engines.spec.ranks * (result.weights + result.reserve + result.kv)
         for engines, result in zip(deployment.engines, results, strict=True)
@@ -151,12 +153,12 @@ def check_host_memory(
         if node.pool.memory_gib and total > node.pool.memory_gib:
             yield _error(
                 f"the engines on node {node.name} need {total:.1f} GiB, "
-                f"and it has {node.pool.memory_gib:.1f} GiB"
+                f"but it has {node.pool.memory_gib:.1f} GiB"
             )
 
 
 def check_network(deployment: Deployment, assignment: NodeAssignment) -> Iterator[Finding]:
-    """Yield ports at which two processes on one node would listen."""
+    """Yield an error for each port at which two processes on one node would listen."""
     ports = {engines.role: engines.nixl_ports for engines in deployment.engines}
     for role, numbers in ports.items():
         for first, last, holder in _PORTS_IN_USE:
@@ -186,7 +188,7 @@ def check_network(deployment: Deployment, assignment: NodeAssignment) -> Iterato
 
 
 def check_this_machine(deployment: Deployment) -> Iterator[Finding]:
-    """Yield the ports of this machine at which another process listens."""
+    """Yield a finding for each port of this machine at which another process listens."""
     ingress = deployment.args.ingress
     own = (ingress.host, ingress.port) if ingress.port else None
     for where, address in (("ingress", own), ("http_options", deployment.proxy)):
@@ -213,7 +215,7 @@ def check_this_machine(deployment: Deployment) -> Iterator[Finding]:
 
 
 def check_keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> Iterator[Finding]:
-    """Yield the key file if the ingress could not read it, as far as this machine can tell."""
+    """Yield a finding if the ingress could not read the key file, as far as this machine can tell."""
     path = deployment.args.ingress.keys_file
     if path is None:
         return
@@ -229,7 +231,7 @@ def check_keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> I
 
 
 def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResult]) -> Iterator[Finding]:
-    """Yield why the decode engines could not take the expert placements of their positions."""
+    """Yield an error if the decode engines could not use the expert placements of their positions."""
     placements = parse_placements(deployment.args.router.expert_placements)
     if not placements:
         return
@@ -237,7 +239,7 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
     layers, experts = len(placements[0].physical_to_logical), placements[0].num_experts
     if decode.max_replicas > len(placements):
         yield _error(
-            f"router.expert_placements has placements of positions 0 to {len(placements) - 1}, and there are "
+            f"router.expert_placements has placements of positions 0 to {len(placements) - 1}, but there are "
             f"up to {decode.max_replicas} {decode.role} replicas: each position needs its own"
         )
         return
@@ -248,13 +250,13 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
     else:
         if any(shape) and shape != (layers, experts):
             yield _error(
-                f"router.expert_placements has placements of {layers} x {experts} experts, and the model of "
+                f"router.expert_placements has placements of {layers} x {experts} experts, but the model of "
                 f"{decode.role} has {shape[0]} x {shape[1]}"
             )
 
 
 def check_settings(engines: EngineDeployment) -> Iterator[Finding]:
-    """Yield faults of the engines' Serve settings."""
+    """Yield a finding for each fault of the engines' Serve settings."""
     options = engines.spec.deployment_config
     scaling = options.get("autoscaling_config") or {}
     if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):

@@ -29,8 +29,8 @@ class StepTimes:
 
     Attributes:
         steps: the steps; empty if they are not known.
-        why_not: why they are not known, in half a sentence.
-        source: where the times are from.
+        why_not: the reason if they are not known, as the end of a sentence.
+        source: origin of the times.
     """
 
     steps: tuple[ExpectedStep, ...] = ()

@@ -18,7 +18,7 @@ KV_IN_USE = "kv_in_use"  # name of the reported share of KV blocks in use
 KV_TARGET = 0.8  # target of the mean share; above it, requests are soon preempted or refused
 
 
-def by_requests_in_flight(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+def compute_desired_replicas(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """Return the desired number of engines.
 
     On average over `look_back_period_s`, each engine then has at most `target_ongoing_requests`, and at most

@@ -111,7 +111,7 @@ class DecodeRouter:
         )
 
     async def configure(self, settings: RouterSettings) -> None:
-        """Begin a new state if the deployed settings were changed; ingresses restore their leases in it.
+        """Begin a new state if the deployed settings have changed; ingresses restore their leases in it.
 
         The deployed settings replace those of operators, which ingresses would restore otherwise.
 
@@ -190,7 +190,7 @@ class DecodeRouter:
         return self._limits.exchange(ingress, usage)
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
-        """Return the loads of all workers, to predict the latency of a request with these blocks."""
+        """Return the loads of all workers, for a prediction of the latency of a request with these blocks."""
         return self._state.decode_loads(blocks)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
@@ -240,7 +240,7 @@ class DecodeRouter:
             if self._ingress_calls.has_ingresses:
                 self._connected_at_s = time.monotonic()
         await self._pool.end()
-        # exit_actor would only end this task, by its exception.
+        # exit_actor would end only this task, since it raises an exception.
         ray.kill(ray.get_runtime_context().current_actor)
 
 

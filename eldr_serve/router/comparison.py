@@ -45,7 +45,7 @@ class Comparison:
         """Start a comparison under these settings; `policy` is the shadow, None for no comparison.
 
         Keep the result of the previous comparison for the status, unless it priced no token or compared a
-        policy with itself. `eldr compare` does the latter when it makes the policy live that is the shadow.
+        policy with itself, as `eldr compare` does when it makes the shadow's policy live.
         """
         result = None if self._shadow is None or self._against_itself else _result(self._shadow)
         if result is not None:
@@ -69,7 +69,7 @@ class Comparison:
             self._shadow.observe_steps(steps)
 
     def catch_up(self, budget_s: float = float("inf")) -> bool:
-        """Let the shadow work for about `budget_s`; return whether it is still behind."""
+        """Run the shadow for about `budget_s`; return whether it is still behind."""
         if self._shadow is None:
             return False
         try:

@@ -43,25 +43,25 @@ def parse_placements(bodies: Sequence[bytes]) -> list[ExpertPlacement]:
 
 
 def check_placements(placements: Sequence[ExpertPlacement], table: RoutingTable) -> None:
-    """Raise ArtifactError unless the placements are alike, and each is one of a cluster of the table."""
+    """Raise ArtifactError unless each cluster of the table has a placement that fits it and the others."""
     require(
         len(placements) == len(table.centroids),
-        f"there are {len(placements)} expert placements, and the table has {len(table.centroids)} clusters",
+        f"there are {len(placements)} expert placements, but the table has {len(table.centroids)} clusters",
     )
-    of_table = (table.model, table.num_layers, table.num_experts)
+    table_shape = (table.model, table.num_layers, table.num_experts)
     for position, placement in enumerate(placements):
         layers, slots = placement.physical_to_logical.shape
-        of_placement = (placement.model, layers, placement.num_experts)
-        if of_placement != of_table:
+        placement_shape = (placement.model, layers, placement.num_experts)
+        if placement_shape != table_shape:
             raise ArtifactError(
-                f"the expert placement of position {position} is of {_describe(*of_placement)}, the table of "
-                f"{_describe(*of_table)}"
+                f"the expert placement of position {position} is for {_describe(*placement_shape)}, but the "
+                f"table is for {_describe(*table_shape)}"
             )
         first = placements[0]
         require(
             (placement.ranks, slots) == (first.ranks, first.physical_to_logical.shape[1]),
-            f"the expert placement of position {position} has {slots} slots on {placement.ranks} ranks, that "
-            f"of position 0 {first.physical_to_logical.shape[1]} on {first.ranks}",
+            f"the expert placement of position {position} has {slots} slots on {placement.ranks} ranks, but "
+            f"that of position 0 has {first.physical_to_logical.shape[1]} on {first.ranks}",
         )
 
 

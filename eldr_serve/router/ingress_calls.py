@@ -1,6 +1,6 @@
 """The router's end of its ingresses' open calls: one subscription per ingress, one lease per request.
 
-Releases, and leases that ingresses hold already, apply at once. Progress and requests for leases are
+Releases, and leases that ingresses hold already, are applied at once. Progress and requests for leases are
 collected during one iteration of the event loop and applied together, so the policy runs once for all of
 them.
 """
@@ -46,22 +46,20 @@ class IngressCalls:
         grace_s: time for an ingress to connect again after its channel is lost, until its leases are dropped.
 
     Attributes:
+        state: the state that the calls change.
         open_methods: methods for ChannelServer.
         by_ingress: subscriptions by ingress, including lost ones until they are dropped.
-        by_peer: subscriptions by connection, without lost ones.
         place_calls: open `place` calls by request id.
-        pending_leases: leases that `state` places in the event loop's next iteration.
-        generated_tokens: totals of generated tokens by request id, which `state` receives at the same time.
     """
 
     def __init__(self, state: RouterState, metrics: RouterMetrics, grace_s: float) -> None:
-        self.metrics = metrics
+        self._metrics = metrics
         self.open_methods: dict[str, OpenMethod] = {"subscribe": self._subscribe, "place": self._open_place}
         self.by_ingress: dict[str, _Subscription] = {}
-        self.by_peer: dict[object, _Subscription] = {}
         self.place_calls: dict[str, _PlaceCall] = {}
-        self.pending_leases: list[Lease] = []
-        self.generated_tokens: dict[str, int] = {}
+        self._by_peer: dict[object, _Subscription] = {}  # subscriptions by connection, without lost ones
+        self._pending_leases: list[Lease] = []  # `_apply` places them
+        self._generated_tokens: dict[str, int] = {}  # totals by request id; `_apply` sets them
         self._scheduled = False
         self.serve(state, grace_s)
 
@@ -69,13 +67,13 @@ class IngressCalls:
         """Serve this state; all ingresses connect again, and restore their leases in it."""
         self.state, self._grace_s = state, grace_s
         state.set_callbacks(on_granted=self._send_leases, on_settings=self._send_settings)
-        for subscription in list(self.by_peer.values()):
+        for subscription in list(self._by_peer.values()):
             subscription.reply.peer.close("the router's settings have changed")
 
     @property
     def has_ingresses(self) -> bool:
         """Return whether an ingress is connected."""
-        return bool(self.by_peer)
+        return bool(self._by_peer)
 
     def apply_soon(self) -> None:
         """Apply all collected messages, and dispatch the decode queue, in the event loop's next iteration."""
@@ -85,13 +83,18 @@ class IngressCalls:
 
     # -- called by the calls ------------------------------------------------------------------------
 
+    def add_report(self, ingress: str, report: IngressReport) -> None:
+        """Record the streams that an ingress reports, and add its counts to the state."""
+        self._metrics.record_streams(self.state, report.streams)
+        self.state.ingresses.add_report(ingress, report)
+
     def add_pending(self, lease: Lease) -> None:
         """Add a lease that the next `_apply` places."""
-        self.pending_leases.append(lease)
+        self._pending_leases.append(lease)
 
     def add_generated_tokens(self, request_id: str, tokens: int) -> None:
         """Add a request's total of generated tokens."""
-        self.generated_tokens[request_id] = tokens
+        self._generated_tokens[request_id] = tokens
         self.apply_soon()
 
     def remove_call(self, request_id: str, call: _PlaceCall) -> bool:
@@ -103,14 +106,14 @@ class IngressCalls:
 
     def finish(self, request_id: str, tokens: int) -> None:
         """End a request, with its final number of tokens."""
-        self.generated_tokens.pop(request_id, None)
+        self._generated_tokens.pop(request_id, None)
         self.state.leases.finish(request_id, tokens)
         self.apply_soon()
 
     def end_subscription(self, subscription: _Subscription) -> None:
         """End a subscription, and the ingress's leases too if it does not return in the grace period."""
-        if self.by_peer.get(subscription.reply.peer) is subscription:
-            del self.by_peer[subscription.reply.peer]
+        if self._by_peer.get(subscription.reply.peer) is subscription:
+            del self._by_peer[subscription.reply.peer]
             asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)
 
     def _drop(self, subscription: _Subscription) -> None:
@@ -122,9 +125,9 @@ class IngressCalls:
 
     def _apply(self) -> None:
         self._scheduled = False
-        generated_tokens, self.generated_tokens = self.generated_tokens, {}
-        pending = [lease for lease in self.pending_leases if lease.state is LeaseState.SENT]
-        self.pending_leases = []
+        generated_tokens, self._generated_tokens = self._generated_tokens, {}
+        pending = [lease for lease in self._pending_leases if lease.state is LeaseState.SENT]
+        self._pending_leases = []
         started_at_s = time.perf_counter()
         has_failed = False
         try:
@@ -137,7 +140,7 @@ class IngressCalls:
             logger.exception("the router cannot place %d requests", len(pending))
             has_failed = True
         if pending:
-            self.metrics.record_placement(self.state, time.perf_counter() - started_at_s)
+            self._metrics.record_placement(self.state, time.perf_counter() - started_at_s)
         for lease in pending:
             call = self.place_calls.get(lease.request_id)
             if call is None:  # sending a reply has closed its ingress's channel
@@ -167,14 +170,14 @@ class IngressCalls:
             if call is None:  # its ingress is lost, or connects again
                 continue
             if call.queued:
-                self.metrics.record_wait(self.state, lease)
+                self._metrics.record_wait(self.state, lease)
             call.has_lease = True
             call.reply.send(encode(Granted.from_lease(lease)))
-        self.metrics.record_leases(self.state, leases)
+        self._metrics.record_leases(self.state, leases)
 
     def _send_settings(self, settings: LiveSettings) -> None:
         message = encode(settings)
-        for subscription in list(self.by_peer.values()):
+        for subscription in list(self._by_peer.values()):
             subscription.reply.send(message)
 
     # -- new calls --------------------------------------------------------------------------------
@@ -186,15 +189,15 @@ class IngressCalls:
             previous.reply.peer.close("its ingress has connected again")  # its further messages are outdated
         self.state.restore_from_ingress(message)
         subscription = _Subscription(self, message.ingress, reply)
-        self.by_ingress[message.ingress] = self.by_peer[reply.peer] = subscription
+        self.by_ingress[message.ingress] = self._by_peer[reply.peer] = subscription
         reply.send(encode(self.state.settings))
         return subscription
 
     def _open_place(self, body: bytes, reply: Reply) -> _PlaceCall:
-        if reply.peer not in self.by_peer:
+        if reply.peer not in self._by_peer:
             raise ConnectionError("an ingress must subscribe before it places requests")
         message: Place = _decode_place(body)
-        call = _PlaceCall(self, self.by_peer[reply.peer].ingress, reply, message.request.request_id)
+        call = _PlaceCall(self, self._by_peer[reply.peer].ingress, reply, message.request.request_id)
         self.place_calls[message.request.request_id] = call
         call.place(message)
         return call
@@ -212,8 +215,7 @@ class _Subscription:
         if isinstance(message, Workers):
             self._ingress_calls.state.ingresses.set_reachable_workers(self.ingress, message.workers)
         else:
-            self._ingress_calls.metrics.record_streams(self._ingress_calls.state, message.streams)
-            self._ingress_calls.state.ingresses.add_report(self.ingress, message)
+            self._ingress_calls.add_report(self.ingress, message)
 
     def on_close(self, tokens: int) -> None:
         self.on_lost()
@@ -235,7 +237,7 @@ class _PlaceCall:
         self._pending: Lease | None = None  # not yet passed to the placer
 
     def place(self, message: Place) -> None:
-        """Ask for a lease, or take the one that the ingress holds."""
+        """Ask for a lease, or adopt the one that the ingress holds."""
         self._withdraw()
         self.has_lease = message.lease is not None
         lease = Lease(

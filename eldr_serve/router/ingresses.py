@@ -15,7 +15,7 @@ from eldr_serve.scheduling import Placer
 
 
 class Ingresses:
-    """The ingresses of a router, also lost ones until they are dropped.
+    """The ingresses of a router, including lost ones until they are dropped.
 
     A worker is a replica or one of its data-parallel ranks (see worker_names). Each ingress reports the
     workers that it can reach. If it can reach any, its requests go only to them.
@@ -68,7 +68,7 @@ class Ingresses:
         num_running, num_queued = self._leases.finish_requests_of(ingress)
         self.ids.discard(ingress)
         self.predictions.pop(ingress, None)
-        if self._positions.forget(ingress):
+        if self._positions.remove_ingress(ingress):
             self._update_workers()
         self._counters[RouterEvent.LEASES_OF_LOST_INGRESSES] += num_running
         self._counters[RouterEvent.QUEUED_OF_LOST_INGRESSES] += num_queued

@@ -26,9 +26,9 @@ class Leases:
     the decode queue, and release those that time out.
 
     Args:
-        placer: holds the leases.
-        live_settings: the live settings, with the version of the table.
-        check: knows the shape of the engines' expert counts.
+        placer: the placer that keeps the leases.
+        live_settings: the live settings, which include the version of the table.
+        check: validation with the shape of the engines' expert counts.
         counters: counters of the status.
         view: data of the live page.
         clock: monotonic clock, s.
@@ -124,14 +124,18 @@ class Leases:
             lease.request = self._check.remove_unusable_prediction(lease.request)
 
     def finish(self, request_id: str, generated_tokens: int = 0) -> None:
-        """End a request's lease in any state; policies learn lengths from its tokens."""
+        """End a request's lease in any state; policies learn answer lengths from its tokens."""
         self._placer.set_generated_tokens({request_id: generated_tokens})
         self._placer.finish(request_id)
 
     def finish_requests_of(self, ingress: str, *, keep: Collection[str] = ()) -> tuple[int, int]:
-        """End an ingress's requests, except those to keep; return how many decoded, and how many waited."""
+        """End an ingress's requests, except those to keep; return how many decoded and how many waited."""
         running_ids, queued_ids = (
-            [name for name, lease in leases.items() if lease.ingress == ingress and name not in keep]
+            [
+                request_id
+                for request_id, lease in leases.items()
+                if lease.ingress == ingress and request_id not in keep
+            ]
             for leases in (self._placer.running, self._placer.queue)
         )
         for request_id in running_ids + queued_ids:

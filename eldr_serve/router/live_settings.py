@@ -47,7 +47,7 @@ class LiveSettingsStore:
         check: validation of further settings.
         counters: counters of the status, in which changes are counted.
         on_change: called with each change, to apply it.
-        dispatch: called after a change by an operator, to place queued requests by the new policy.
+        dispatch: called after a change by an operator, to place queued requests with the new policy.
 
     Attributes:
         current: the live settings.
@@ -113,8 +113,8 @@ class LiveSettingsStore:
         """Mark the settings as those of the deployment with this fingerprint.
 
         Args:
-            overrides: settings over which these win when an ingress restores them; None: those of any ingress
-                win.
+            overrides: older settings, which do not replace these when an ingress restores them; None: the
+                settings of any ingress replace these.
         """
         version = 0 if overrides is None else _version_after(overrides)
         self.current = replace(self.current, deployed_fingerprint=fingerprint, version=version)
@@ -126,7 +126,7 @@ class LiveSettingsStore:
             self._counters[RouterEvent.SETTINGS_RESTORED] += 1
 
     def discard_unfit_artifacts(self) -> None:
-        """Discard the live table and predictor if they do not fit, and make the policy again without them."""
+        """Discard a live table or predictor that does not fit, and make the policy again without it."""
         settings = self._remove_unfit_artifacts(self.current)
         if settings is not self.current:
             self._replace_policy(settings)

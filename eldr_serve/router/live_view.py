@@ -33,7 +33,7 @@ class _DrawnRequest:
 
 
 class LiveView:
-    """Recent events of one router. It keeps references, and computes only in `snapshot`.
+    """Recent events of one router. They are kept as references; only `snapshot` computes with them.
 
     Args:
         clock: monotonic clock, s.

@@ -1,4 +1,4 @@
-"""The router's side of the signature pool, which starts and stops the actors and keeps their last status."""
+"""The router's side of the signature pool: start and stop of its actors, and their last status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PoolLink:
         self._changing: asyncio.Task[None] | None = None
 
     def apply_settings(self, settings: PoolSettings | None) -> None:
-        """Start the pool of these settings in the background; stop actors that they no longer include."""
+        """Start the pool with these settings in the background; stop actors that they no longer include."""
         before, self._settings = self._settings, settings
         if settings == before:
             return

@@ -45,10 +45,10 @@ class Positions:
         self._reachable[ingress] = frozenset(workers)
         self._update()
 
-    def forget(self, ingress: str) -> bool:
-        """Forget what a lost ingress could reach; return whether the positions are updated.
+    def remove_ingress(self, ingress: str) -> bool:
+        """Remove the workers that a lost ingress could reach; return whether the positions were updated.
 
-        Without other ingresses' reports, the last workers stay.
+        If no other ingress has reported, the last workers stay.
         """
         if self._reachable.pop(ingress, None) is None or not self._reachable:
             return False

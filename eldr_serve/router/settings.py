@@ -96,7 +96,7 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     cost: Annotated[StepCost | None, BeforeValidator(_read_cost)] = Field(
         default=None,
         description="step cost until the engines' own steps are measured: a file of `eldr cost`, read where "
-        "the app is built, or its terms; null: that of a small model on a CPU",
+        "the app is built, or its terms; null: the cost of a small model on a CPU",
     )
     expert_placements: Annotated[tuple[bytes, ...], BeforeValidator(_read_placements)] = Field(
         default=(),

@@ -40,7 +40,7 @@ class SettingsCheck:
         size = len(settings.table or b"") + len(settings.predictor or b"")
         if size > MAX_SETTINGS_BYTES:
             raise SwapRefusedError(
-                f"table and predictor have {size / 2**20:.0f} MiB together, the maximum is "
+                f"table and predictor have {size / 2**20:.0f} MiB together, but the maximum is "
                 f"{MAX_SETTINGS_BYTES / 2**20:.0f}"
             )
         table = None if settings.table is None else self.read_table(settings.table)

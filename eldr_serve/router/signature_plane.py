@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.scheduling import CentroidTable, PlacementRequest
 
-_MAX_CENTROIDS = 256  # that define the axes; a larger eigenproblem would delay placements
+_MAX_CENTROIDS = 256  # centroids that define the axes; a larger eigenproblem would delay placements
 
 Point = tuple[float, float]
 

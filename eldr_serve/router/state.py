@@ -1,7 +1,7 @@
 """State of the DecodeRouter actor: its settings, measurements and parts, and their recovery after a restart.
 
-This is plain Python, to be tested without Ray. Nothing here awaits, so each call is atomic in the actor's
-event loop: a swap never happens in the middle of a placement.
+This module does not use Ray, so tests need no cluster. It never awaits, so each call is atomic in the
+actor's event loop: no swap happens in the middle of a placement.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RouterState:
         clock: monotonic clock, s.
 
     Attributes:
-        epoch: identifies this state; each restart of the actor and each changed deployment has another one.
+        epoch: id of this state; it changes with each restart of the actor and each changed deployment.
         live_settings: the live settings; operators change them here.
         model_id: id of the served model.
         placer: the running and the queued requests, and the live policy.
@@ -63,7 +63,7 @@ class RouterState:
         leases: changes of the running and the queued requests.
         ingresses: the ingresses, the workers that they reach, and their reports.
         positions: positions of the decode workers.
-        counters: the counters of the status, by RouterEvent, IngressEvent or NamedCounter.key.
+        counters: the counters of the status; the keys are RouterEvent, IngressEvent or NamedCounter.key.
     """
 
     def __init__(

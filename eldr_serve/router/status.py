@@ -12,8 +12,8 @@ from eldr_serve.scheduling import policy_names
 def router_status(state: RouterState) -> dict[str, Any]:
     """Return the status.
 
-    `kv_tokens`: prompt + generated tokens of requests in flight. `cached_blocks`: blocks of the prefix cache
-    as the engine reports them; None if it does not, and the cache is estimated.
+    `kv_tokens`: prompt + generated tokens of requests in flight. `cached_blocks`: number of blocks in the
+    prefix cache as the engine reports it; None if the engine does not, and the cache is estimated.
     """
     workers, settings, leases = _workers(state), state.settings, state.leases
     return {

@@ -74,7 +74,7 @@ class RouterCalls:
         return await asyncio.shield(self._connecting)
 
     async def _connect_for_all(self) -> Channel:
-        """Open the channel for all callers that wait, whether or not any still does."""
+        """Open the channel for all waiting callers, even if none waits any more."""
         try:
             self._channel = await self._connect()
             return self._channel

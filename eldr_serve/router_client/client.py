@@ -118,7 +118,7 @@ class RouterClient:
 
     @property
     def router_unreachable(self) -> bool:
-        """Return whether the actor did not answer in time; placements are then made by local fallback."""
+        """Return whether the actor did not answer in time; local fallback then places the requests."""
         return self._subscription.unreachable
 
     def held_leases(self) -> list[Lease]:
@@ -201,7 +201,7 @@ class RouterClient:
         Args:
             token_ids: uint32[n] from which the counts were predicted; None if they were not.
             counts: unsigned[L,E].
-            prompt_tokens: number of counted tokens, including a chat template's, which `token_ids` lack.
+            prompt_tokens: number of counted tokens, with those of a chat template, which `token_ids` lack.
         """
         if token_ids is not None:
             self.scorer.train(token_ids, counts, prompt_tokens)
@@ -228,7 +228,7 @@ class RouterClient:
     def release(self, request_id: str) -> None:
         """End a request's lease in any state. Further calls have no effect.
 
-        Its final number of tokens is reported with the release, since policies learn lengths from it.
+        The release reports its final number of tokens, from which policies learn answer lengths.
         """
         lease = self.leases.pop(request_id, None)
         if lease is None:
@@ -248,7 +248,7 @@ class RouterClient:
     # -- messages ----------------------------------------------------------------------------------
 
     def _send(self, lease: Lease, granted: Granted | None = None) -> None:
-        """Send a request scored by the live settings, or with the lease that it holds already."""
+        """Send a request with scores for the live settings, or with the lease that it holds already."""
         request = lease.request if granted is not None else self.scorer.score(lease.request)
         message = Place(request, granted, lease.generated_tokens)
         call = self._calls.get(lease.request_id)
@@ -301,7 +301,7 @@ class RouterClient:
             self._send(lease)
 
     def on_settings(self, settings: LiveSettings) -> None:
-        """Score requests by these settings, and send waiting requests if the router is connected."""
+        """Score requests with these settings, and send waiting requests if the router is connected."""
         self.scorer.apply_settings(settings)
         if self._subscription.connected:
             self.send_waiting()

@@ -24,7 +24,7 @@ class LocalFallback:
         self._ledger = LoadLedger()
 
     def add(self, lease: Lease) -> None:
-        """Count a lease on its worker, and no longer on an earlier one."""
+        """Count a lease on its worker instead of an earlier one."""
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.set_generated_tokens(lease.request_id, lease.generated_tokens)
 
@@ -33,7 +33,7 @@ class LocalFallback:
         self._ledger.set_generated_tokens(request_id, generated_tokens)
 
     def release(self, request_id: str) -> None:
-        """Remove a lease; unknown ones are ignored."""
+        """Remove a lease; ignore an unknown one."""
         self._ledger.release(request_id)
 
     def lease(self, lease: Lease, reason: str) -> None:

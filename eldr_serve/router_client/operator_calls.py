@@ -13,7 +13,7 @@ from eldr_serve.router_protocol.methods import Arguments, RouterMethod
 
 
 class OperatorCalls:
-    """Calls methods of the DecodeRouter actor, see there; for the exceptions see RouterCalls.call."""
+    """Calls methods of the DecodeRouter actor with the same names; for exceptions see RouterCalls.call."""
 
     def __init__(self, subscription: RouterSubscription) -> None:
         self._subscription = subscription

@@ -24,7 +24,7 @@ _SAMPLE_EVERY = 16  # one in this many requests reports its counts even if the p
 
 
 class Scorer:
-    """Scores requests for the policy, by the table and the predictor of the live settings.
+    """Scores requests for the policy with the table and the predictor of the live settings.
 
     Args:
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
@@ -40,14 +40,14 @@ class Scorer:
         self._on_predictor = on_predictor
         self._numbers = itertools.count()
         self._table: RoutingTable | None = None
-        self._has_warned = False  # of counts that do not fit the table
+        self._has_warned = False  # about counts that do not fit the table
         self.settings: LiveSettings | None = None
         self.predictor: OnlinePredictor | None = None
         self.tokenizer: str | None = None
         self.shape: tuple[int, int] | None = None
 
     def apply_settings(self, settings: LiveSettings) -> None:
-        """Score by other settings; keep the previous ones if the table or the predictor is unreadable.
+        """Score with other settings; keep the previous ones if the table or the predictor is unreadable.
 
         Raises:
             ArtifactError: a file is unreadable.
@@ -88,7 +88,7 @@ class Scorer:
         return self.predictor.predict(token_ids)
 
     def train(self, token_ids: NDArray[np.uint32], counts: NDArray[Any], prompt_tokens: int) -> None:
-        """Let the predictor learn the true counts of a prompt, see RouterClient.set_measured_counts."""
+        """Train the predictor with the true counts of a prompt; see RouterClient.set_measured_counts."""
         if self.predictor is None or not prompt_tokens:
             return
         try:
@@ -109,7 +109,7 @@ class Scorer:
         return _pack(counts) if sampled else self.counts_for_policy(counts)
 
     def score(self, request: PlacementRequest) -> PlacementRequest:
-        """Return the request as it is sent: its counts replaced by what the live policy reads."""
+        """Return the request as it is sent: what the live policy reads replaces its counts."""
         counts, settings = request.expert_counts, self.settings
         if counts is None:
             return replace(request, counts_missing=True)

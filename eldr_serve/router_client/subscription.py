@@ -69,7 +69,7 @@ class SubscriptionOwner(Protocol):
         """Apply new settings."""
 
     def on_channel_lost(self) -> None:
-        """Let requests wait for the next channel."""
+        """Make requests wait for the next channel."""
 
     def on_router_unreachable(self) -> None:
         """End every request's wait for the router."""
@@ -110,7 +110,7 @@ class RouterSubscription:
         self._first_settings: asyncio.Future[None] | None = None
         self._reported_workers: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
-        self._delays = _retry_delays()  # begun again after each success
+        self._delays = _retry_delays()  # starts again after each success
         self._logged_reason = ""
         self.connected = self.unreachable = False
 
@@ -155,7 +155,7 @@ class RouterSubscription:
             self._subscription.note(encode(Workers(self._reported_workers)))
 
     def report(self, report: IngressReport) -> None:
-        """Send what the ingress has counted."""
+        """Send the counts of the ingress."""
         assert self._subscription is not None
         self._subscription.note(encode(report))
 
@@ -236,7 +236,7 @@ class RouterSubscription:
             self._first_settings.set_exception(error)
 
     def _close_channel(self, reason: str) -> None:
-        """Close the channel; it is lost, or the router cannot be used."""
+        """Close the channel, because it is lost or the router cannot be used."""
         channel, self._channel = self._channel, None
         if channel is not None:
             self._subscription, self.connected = None, False

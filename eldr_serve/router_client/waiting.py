@@ -30,7 +30,7 @@ class _WaitingRequest:
 
 
 class WaitingRequests:
-    """Waits with bounds: `timeout_s` for an answer, and what the request allows in the decode queue.
+    """Waits of requests: at most `timeout_s` for an answer, and as long as the request allows in the queue.
 
     Args:
         timeout_s: maximum time for an answer, s.
@@ -85,18 +85,18 @@ class WaitingRequests:
                 self._estimator.record_departure(empty=not self._in_queue)
 
     def resume(self, request_id: str) -> None:
-        """End a request's wait, if it waits."""
+        """End the wait of a request that waits."""
         entry = self._waiting.get(request_id)
         if entry is not None and not entry.outcome.done():
             entry.outcome.set_result(None)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request's wait, if it waits."""
+        """Cancel the wait of a request that waits."""
         if request_id in self._waiting:
             self._waiting[request_id].outcome.cancel()
 
     def queue_or_refuse(self, request_id: str) -> None:
-        """Let a request wait in the decode queue until its deadline; refuse it if it would wait longer."""
+        """Make a request wait in the decode queue until its deadline; refuse it if it would wait longer."""
         entry = self._waiting.get(request_id)
         if entry is None or entry.expiry is not None:  # released, or queued again by another router
             return
@@ -108,7 +108,7 @@ class WaitingRequests:
             self._in_queue += 1
 
     def wait_again(self) -> None:
-        """Let all requests wait for an answer again, including those that were in the decode queue."""
+        """Make all requests wait for an answer again, including those that were in the decode queue."""
         now_s = asyncio.get_running_loop().time()
         for entry in self._waiting.values():
             if entry.lease.state is LeaseState.QUEUED:

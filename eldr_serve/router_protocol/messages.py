@@ -4,7 +4,8 @@ An ingress's `subscribe` call opens with Restore. The router answers with LiveSe
 change; the ingress's notes are Workers and IngressReport. A `place` call opens with Place. The router answers
 with Queued, Granted or Unplaced; the notes are a further Place, Counted, or the number of generated tokens.
 
-Everything is MessagePack, of msgspec structs and dataclasses. An array is its dtype, shape and bytes.
+All messages are MessagePack, encoded from msgspec structs and dataclasses. An array consists of its dtype,
+shape and bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class LiveSettings:
     table_version: int
     predictor: bytes | None = None  # a SignaturePredictor file
     predictor_version: int = 0
-    deployed_fingerprint: str = ""  # of the deployment settings that these are based on
+    deployed_fingerprint: str = ""  # fingerprint of the deployment settings that these are based on
     shadow: NamedPolicy | None = None  # policy to compare the live one with
 
     @property
@@ -76,7 +77,7 @@ class Workers(msgspec.Struct, tag=True, frozen=True):
 
 
 class StreamLatencies(msgspec.Struct, frozen=True):
-    """Latencies of a finished stream as its client saw them, from the request's arrival at the ingress.
+    """Latencies of a finished stream at its client, from the request's arrival at the ingress.
 
     Attributes:
         ttft_s: time to the first chunk, s.

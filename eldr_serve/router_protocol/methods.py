@@ -1,7 +1,7 @@
 """Methods of the DecodeRouter actor that ingresses call over their channel.
 
 Each method is defined once for both ends: an ingress encodes the arguments and decodes the result
-(`eldr_serve.router_client.calls`), the actor does the reverse (`DecodeRouter._handle_call`).
+(`eldr_serve.router_client.calls`), and the actor does the reverse (`DecodeRouter._handle_call`).
 """
 
 from __future__ import annotations

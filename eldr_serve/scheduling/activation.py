@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from eldr_serve.scheduling.types import PlacementRequest
 
-# Each cell stores the depth -log(1 - p) as one byte, its level: _DEPTH_UNIT * level**2, precise for small p.
+# A cell stores the depth -log(1 - p) in one byte, its level. The depth is _DEPTH_UNIT * level**2, so that
+# small p are precise.
 _MAX_DEPTH = 4.0  # p = 0.98; the marginal cost of an expert that is nearly always active is negligible
 _DEPTH_UNIT = _MAX_DEPTH / 255**2
 _SQUARES = np.arange(256, dtype=np.int32) ** 2
@@ -40,11 +41,11 @@ def extend_rows(rows: NDArray[Any], num_workers: int, *cells: int, fill: float =
 
 
 class ExpectedActivation:
-    """Expected activation of experts by the requests of each worker.
+    """The activation of experts that is expected from the requests of each worker.
 
-    A request activates expert e of layer l in a step with probability p[l,e], estimated by its prefill
-    counts / prompt tokens; a worker's batch leaves the expert idle with probability prod(1 - p). A row holds
-    all cells (l, e), beginning with every eighth layer.
+    A request activates expert e of layer l in a step with probability p[l,e], estimated as prefill counts
+    divided by prompt tokens. A worker's batch leaves the expert idle with probability prod(1 - p). A row has
+    all cells (l, e), those of every eighth layer first.
 
     Attributes:
         running: position of the worker, and levels, of each running request.
@@ -63,10 +64,10 @@ class ExpectedActivation:
         self.squared_levels = np.zeros((0, 0), np.int32)  # [W, L*E], sum of squared levels
         self._shape: tuple[int, ...] = ()
         self.mean: NDArray[np.float32] | None = None
-        self._mean_levels: Levels | None = None  # of the mean, until it changes
+        self._mean_levels: Levels | None = None  # levels of `mean`; None after a change of it
         self._measured: dict[str, tuple[NDArray[Any], int]] = {}  # counts and tokens of running requests
         self._num_observed = 0  # number of requests in the mean
-        self._sequence: dict[str, int] = {}  # of each running request in the mean
+        self._sequence: dict[str, int] = {}  # number of each running request in the mean
 
     @property
     def p_idle(self) -> NDArray[np.float32]:
@@ -81,7 +82,10 @@ class ExpectedActivation:
         return self._expected_active
 
     def estimate_levels(self, request: PlacementRequest) -> Levels | None:
-        """Return the levels of a request, uint8[L*E], from its counts or the mean; None without both."""
+        """Estimate the levels of a request, uint8[L*E], from its counts, or else from the mean.
+
+        Return None if there are neither counts nor a mean. The first usable counts set the shape of all rows.
+        """
         counts = request.expert_counts
         if counts is not None and self.has_usable_counts(request):
             if self._is_running(request):  # a change of workers assigns all running requests again
@@ -139,7 +143,7 @@ class ExpectedActivation:
             self._learn(request.request_id, probability(levels), before)
 
     def on_finished(self, request_id: str) -> None:
-        """Remove a request; ignored if unknown."""
+        """Remove a request; ignore an unknown one."""
         self._remove(request_id)
         self._sequence.pop(request_id, None)
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 
 class LoadedAdapters:
-    """The adapters that each worker has loaded, by any hashable name of the worker.
+    """The adapters that each worker has loaded; a worker is any hashable name.
 
-    An engine loads all adapters at its start, and keeps those that were used last.
+    An engine loads all adapters at its start, and keeps the most recently used ones.
 
     Args:
         names: adapters in the order in which an engine loads them.
@@ -20,7 +20,7 @@ class LoadedAdapters:
 
     def __init__(self, names: Sequence[str] = (), slots: int = 1) -> None:
         self._first, self._slots = tuple(names[-slots:]), slots
-        self._loaded: dict[Hashable, tuple[str, ...]] = {}  # oldest first
+        self._loaded: dict[Hashable, tuple[str, ...]] = {}  # least recently used first
 
     def keep(self, workers: Iterable[Hashable]) -> None:
         """Remove all other workers."""

@@ -14,25 +14,25 @@ from eldr_serve.scheduling.worker_names import rank_of, replica_of
 
 
 class StepBarrier:
-    """The replica of each worker. A step of a replica ends on all its ranks together.
+    """The replica of each worker; all ranks of a replica end a step together.
 
-    The slowest rank sets the time of its requests and KV tokens. The ranks divide the experts that the
-    requests of all ranks activate. They are taken to divide them evenly, since the router does not know which
-    rank has which expert.
+    Requests and KV tokens take the time of the slowest rank. The ranks divide the experts that the requests
+    of all ranks activate. An even division is assumed, since the router does not know which rank has which
+    expert.
 
     Args:
         workers: the worker in each position; None for a vacant one.
 
     Attributes:
-        first: int64[W], the first position of each worker's replica.
+        first_positions: int64[W], the position of the first rank of each worker's replica.
     """
 
     def __init__(self, workers: Sequence[str | None]) -> None:
         replicas = np.array(["" if worker is None else replica_of(worker) for worker in workers])
-        _, first, self._replica, num_ranks = np.unique(
+        _, first_positions, self._replica, num_ranks = np.unique(
             replicas, return_index=True, return_inverse=True, return_counts=True
         )
-        self.first = first[self._replica]
+        self.first_positions = first_positions[self._replica]
         self._num_ranks = num_ranks[self._replica]
         self._order = np.argsort(self._replica, kind="stable")
         self._starts = np.cumsum(num_ranks) - num_ranks
@@ -79,7 +79,7 @@ class StepBarrier:
     def least_loaded_ranks(
         self, positions: NDArray[np.int64], loads: Loads, cost: StepCost, added_s: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Return a position of each replica: where `added_s` is least, in case of a tie the least loaded one.
+        """Return one position per replica: the one with the least `added_s`, or of several the least loaded.
 
         Args:
             added_s: float64[n], time that a request would add at each of `positions`.
@@ -87,5 +87,5 @@ class StepBarrier:
         in_flight, kv_tokens = loads.in_flight[positions], loads.kv_tokens[positions]
         order = np.lexsort((kv_tokens, in_flight, cost.seconds(in_flight, kv_tokens, 0), added_s))
         by_cost = positions[order]
-        _, best = np.unique(self.first[by_cost], return_index=True)
+        _, best = np.unique(self.first_positions[by_cost], return_index=True)
         return np.asarray(by_cost[best])

@@ -7,7 +7,7 @@ class CachedShare:
     """Share of the tokens of the newest prompts that were expected in prefix caches.
 
     Args:
-        prompts: number of prompts that count; the fewer, the sooner a change of traffic is seen.
+        prompts: number of newest prompts; with fewer of them the share follows changes of traffic sooner.
 
     Attributes:
         value: the share, from 0 to 1; 0 before the first prompt.

@@ -22,7 +22,7 @@ class StepAnswer(NamedTuple):
     """The router's answer to a replica's report of its steps.
 
     Attributes:
-        queued: the share of the replica's workers in the requests of the decode queue.
+        queued: the replica's share of the requests in the decode queue, by its number of workers.
         has_all_blocks: whether the router has all blocks of their prefix caches; otherwise the next report
             should have all of them.
     """
@@ -35,8 +35,9 @@ class StepAnswer(NamedTuple):
 class StepCost:
     """Time of a decode step, linear in requests, KV tokens, active experts and prompt tokens.
 
-    On a GPU the time also jumps with the batch, as kernels have tiles and CUDA graphs are captured for some
-    sizes. `batch_s` lists this part for some batches; it is linear between two of them and beyond the last.
+    On a GPU the time also jumps with the batch size, because kernels compute tiles, and CUDA graphs exist for
+    some sizes only. `batch_s` lists this part for some sizes; between two of them and beyond the last one, it
+    is linear.
 
     The ratios of the defaults are those of a small model on a CPU core. Placement hardly depends on them,
     and fitted values replace them after the first steps.
@@ -47,7 +48,7 @@ class StepCost:
     per_kv_token_s: Seconds = Field(default=0.0, description="each KV token of the batch, s")
     per_expert_s: Seconds = Field(
         default=4e-5,
-        description="each active expert, summed over MoE layers, s; under EP, of the slowest rank",
+        description="each active expert, summed over MoE layers, s; under EP, those of the slowest rank",
     )
     per_prompt_token_s: Seconds = Field(
         default=0.0,
@@ -56,7 +57,7 @@ class StepCost:
     )
     batch_s: dict[Batch, Seconds] = Field(
         default_factory=dict,
-        description="what batches of some sizes add, s by number of requests; not falling",
+        description="additional time of some batch sizes, s by number of requests; must not fall",
     )
 
     @field_validator("batch_s")
@@ -65,10 +66,10 @@ class StepCost:
         if len(batch_s) == 1:
             raise ValueError("must list two batches or more, or none")
         rows = sorted(batch_s.items())
-        for (few, before), (many, after) in pairwise(rows):
+        for (batch, before), (larger, after) in pairwise(rows):
             if after < before:
                 raise ValueError(
-                    f"must not fall, but is {before:g} s for {few} requests and {after:g} s for {many}"
+                    f"must not fall, but is {before:g} s for {batch} requests and {after:g} s for {larger}"
                 )
         return dict(rows)
 
@@ -118,7 +119,7 @@ class StepCost:
 
 
 def solve_non_negative(gram: NDArray[np.float64], moment: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve the normal equations of a least-squares fit for terms of 0 or more, float64[n].
+    """Solve the normal equations of a least-squares fit whose terms are 0 or more, float64[n].
 
     Args:
         gram: float64[n, n], features.T @ features. A term whose feature is always 0 gets 0.
@@ -212,7 +213,7 @@ class StepSums:
         return StepSums(*(keep * getattr(self, f.name) for f in fields(self)))
 
     def fit(self) -> StepCost | None:
-        """Fit the cost by non-negative least squares; None for too few steps, or if experts cost nothing.
+        """Fit the cost by non-negative least squares; None after too few steps, or if experts cost nothing.
 
         The cost of a prompt token is computed from `prompts`; see prompt_token_s.
         """

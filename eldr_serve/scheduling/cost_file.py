@@ -1,4 +1,4 @@
-"""A fitted step cost as a file."""
+"""The file of a fitted step cost."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FittedCost(BaseModel):
     schema_: Literal["eldr.step_cost/1"] = Field(default="eldr.step_cost/1", alias="schema")
     cost: StepCost
     steps: int = Field(ge=1, description="steps behind the fit")
-    rms_relative_error: float = Field(description="root mean square of (fitted - real) / real, by step")
-    median_relative_error: float | None = Field(description="median of |fitted - real| / real, by step")
+    rms_relative_error: float = Field(description="root mean square of (fitted - real) / real over steps")
+    median_relative_error: float | None = Field(description="median of |fitted - real| / real over steps")
     source: str = Field(description="file and fingerprint of the steps, or where they were read from")
 
     def save(self, path: Path) -> None:

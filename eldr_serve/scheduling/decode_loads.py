@@ -13,13 +13,13 @@ from eldr_serve.scheduling.cost import StepCost, StepSums
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """A model of the time of a step, by the requests and KV tokens of a worker.
+    """A model that predicts the time of a step from the requests and KV tokens of a worker.
 
     Attributes:
         cost: cost of a step; None until steps are measured, if the deployment has no prior.
         num_experts: number of experts of all MoE layers; 0 if unknown.
-        idle_share: share of them that one request leaves idle in a step. Requests are taken as independent,
-            so n of them leave `idle_share ** n` of the experts idle.
+        idle_share: share of them that one request leaves idle in a step. Requests are assumed to be
+            independent, so n of them leave `idle_share ** n` of the experts idle.
         prompt_tokens: tokens of new prompts that the engine computes in a step for each request in it; 0
             with separate prefill engines.
         local_prompt_token_s: time of a prompt token that a decode engine computes beside prefill engines, s;
@@ -34,7 +34,7 @@ class StepTimeModel:
 
     @classmethod
     def from_steps(cls, cost: StepCost | None, steps: StepSums, num_experts: int) -> StepTimeModel:
-        """Return the model that sums over recent steps give.
+        """Return the model that follows from sums over recent steps.
 
         Args:
             num_experts: number of experts of all MoE layers; 0 if unknown.

@@ -40,7 +40,7 @@ class GuardedPolicy:
         return isinstance(self.policy, QueuedPolicy) and self.policy.has_queue
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
-        """Return the policy's decision, or one by load if the policy fails."""
+        """Return the policy's decision, or the least loaded worker if the policy fails."""
         try:
             return _check_decision(self.policy.select(request, loads, rng), loads)
         except NoWorkerError:
@@ -52,10 +52,10 @@ class GuardedPolicy:
     def dispatch(
         self, waiting: Sequence[PlacementRequest], loads: Loads, rng: np.random.Generator
     ) -> list[tuple[int, Decision]]:
-        """Return the policy's assignments of waiting requests, or some by load if the policy fails.
+        """Return the policy's assignments of waiting requests, or assignments by load if the policy fails.
 
-        With a parameter `slots`, as many requests are placed as slots are free, and the others wait for the
-        next call. Without it no limit is known, so all are placed.
+        If it fails and has a parameter `slots`, only as many requests are placed as there are free slots, and
+        the others wait for the next call. Without the parameter no limit is known, so all are placed.
         """
         assert isinstance(self.policy, QueuedPolicy)
         try:
@@ -101,7 +101,7 @@ class GuardedPolicy:
 
 def _check_indices(indices: list[int], waiting: int) -> None:
     if not all(0 <= operator.index(index) < waiting for index in indices):
-        raise ValueError(f"the policy assigns requests {indices} of {waiting} that wait")
+        raise ValueError(f"the policy assigns requests {indices}, but {waiting} wait")
     if len(set(indices)) < len(indices):
         raise ValueError(f"the policy assigns a request twice: {indices}")
 

@@ -17,8 +17,8 @@ class LoadLedger:
     has a row while it has requests or if the last call of `rows` named it.
 
     Args:
-        tokens_by_step: the caller counts generated tokens by `add_tokens`, as a simulator knows them at each
-            step; `set_generated_tokens` then only tells which request they belong to.
+        tokens_by_step: whether the caller adds generated tokens with `add_tokens`, since a simulator knows
+            them after each step. `set_generated_tokens` then only attributes them to requests.
     """
 
     def __init__(self, *, tokens_by_step: bool = False) -> None:
@@ -98,7 +98,7 @@ class LoadLedger:
         return np.array([self._row_of(worker) for worker in names], np.int64)
 
     def loads(self, rows: NDArray[np.int64], available: NDArray[np.bool_] | None = None) -> Loads:
-        """Return a copy of the loads of the workers in these rows; None: all are available."""
+        """Return a copy of the loads of the workers in these rows; without `available`, all are available."""
         if available is None:
             available = np.ones(len(rows), bool)
         return Loads(self._in_flight[rows], self._kv_tokens[rows], available, self._prefill_tokens[rows])

@@ -1,4 +1,4 @@
-"""Choice of a prefill replica: by hash of the prompt's prefix, bounded by load."""
+"""The choice of a prefill replica by a hash of the prompt's prefix, with a bound on its load."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def choose_prefill(
 
     Rendezvous hashing ranks the replicas, so that a replica that is added or removed moves only its own
     share of prefixes. If the first one would exceed `max_load_ratio` times the mean load with this request,
-    the least loaded replica is taken; rank breaks ties, so that different prefixes overflow to different
+    the least loaded replica is returned; rank breaks ties, so that different prefixes overflow to different
     replicas.
 
     Args:
-        failed_replicas: replicas that failed the prompt, once for each failure. If there are any, the first
-            in rank of those with the fewest failures is taken.
+        failed_replicas: replicas that failed the prompt, once for each failure. If there are any, the
+            first in rank of those with the fewest failures is returned.
     """
     ranked = sorted(
         in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + head, digest_size=8).digest()

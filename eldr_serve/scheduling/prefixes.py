@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 _DEFAULT_BLOCKS = 4096  # capacity of a worker that has not reported it
 _MAX_BLOCKS = 2**16  # limit per worker, some 8 MB
 _HASH_BYTES = 8
-_UNCONFIRMED_REPORTS = 60  # reports of an engine after which a prompt that it did not compute is forgotten
+_UNCONFIRMED_REPORTS = 60  # reports of an engine after which a prompt that it has not computed is removed
 
 
 def first_parent(salt: str) -> bytes:
@@ -44,8 +44,9 @@ class PromptBlocks:
     Attributes:
         hashes: uint64[n], their ids in the prompt's order.
         block_tokens: tokens per block.
-        exact: the token ids are those that the engine computes. Otherwise (a chat without its template) the
-            ids can be compared with those of other prompts, but not with those that an engine reports.
+        exact: whether the token ids are those that the engine computes. Otherwise (a chat without its
+            template) the ids can be compared with those of other prompts, but not with those that an engine
+            reports.
     """
 
     hashes: NDArray[np.uint64]
@@ -98,7 +99,7 @@ class BlockChanges:
 
 
 class TrackedBlocks:
-    """A set of block ids that remembers its changes until they are taken."""
+    """A set of block ids that keeps its changes until `take` returns them."""
 
     def __init__(self) -> None:
         self._blocks: set[bytes] = set()
@@ -133,7 +134,7 @@ class TrackedBlocks:
         """Return the changes since the last call; None if there are none.
 
         Args:
-            full: return all blocks instead, also without changes.
+            full: whether to return all blocks instead, even if there are no changes.
         """
         added, removed = self._blocks if full else self._added, self._removed
         self._added, self._removed = set(), set()
@@ -149,8 +150,8 @@ def _split(blocks: bytes) -> list[bytes]:
 class PrefixCache:
     """LRU set of the blocks that one worker has computed.
 
-    Using a prompt touches its later blocks first, so a block is never evicted before those that follow it,
-    and the cached blocks of a prompt are always its first ones.
+    The later blocks of a prompt are touched first. So no block is evicted before those that follow it, and
+    the cached blocks of a prompt are always its first ones.
 
     Args:
         blocks: capacity.
@@ -187,11 +188,11 @@ class PrefixCache:
 class ReportedCache:
     """The blocks that a worker's engine has reported, and the blocks of prompts that it has yet to compute.
 
-    A block of a prompt counts as cached from the prompt's placement on. It is forgotten if the engine does
-    not report it, because the request was cancelled or refused.
+    A block of a prompt counts as cached as soon as the prompt is placed. It is removed if the engine does not
+    report it, because the request was cancelled or refused.
 
     Args:
-        blocks: maximum number of blocks yet to be computed; the oldest are forgotten.
+        blocks: maximum number of blocks yet to be computed; the oldest are removed.
     """
 
     def __init__(self, blocks: int = _DEFAULT_BLOCKS) -> None:
@@ -205,7 +206,7 @@ class ReportedCache:
 
     @property
     def num_reported(self) -> int:
-        """Return the number of cached blocks by the engine's reports."""
+        """Return the number of cached blocks according to the engine's reports."""
         return len(self._cached)
 
     def count_hits(self, hashes: Sequence[int]) -> int:
@@ -221,7 +222,7 @@ class ReportedCache:
         return block in self._cached or block in self._awaited
 
     def use(self, hashes: Sequence[int]) -> None:
-        """Note that the engine will compute the blocks of a prompt."""
+        """Record that the engine will compute the blocks of a prompt."""
         for block in reversed(hashes):
             if block not in self._cached:
                 self._awaited[block] = self._reports
@@ -248,8 +249,8 @@ class PrefixMap:
     """The prefix caches of all workers, whose names are any hashable values.
 
     A worker whose engine reports its blocks has a ReportedCache for the prompts whose ids are exact. For
-    other prompts and workers a PrefixCache estimates the cache. It does not know other evictions of the
-    engine, nor blocks that end within an answer.
+    other prompts and workers a PrefixCache estimates the cache. The estimate lacks other
+    evictions of the engine, and blocks that end within an answer.
     """
 
     def __init__(self) -> None:
@@ -295,7 +296,7 @@ class PrefixMap:
         return True
 
     def reported_blocks(self, worker: Hashable) -> int | None:
-        """Return how many blocks a worker has by its engine's reports; None if it reports none."""
+        """Return the number of blocks that a worker's engine has reported; None without reports."""
         cache = self._reported.get(worker)
         return None if cache is None else cache.num_reported
 

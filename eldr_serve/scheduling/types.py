@@ -18,7 +18,7 @@ _MAX_TOKENS = 2**31 - 1
 
 @dataclass(slots=True)  # not frozen, since a frozen one takes six times as long to create
 class PlacementRequest:
-    """A prefilled request that needs a decode worker. It is never changed: `replace` makes another one.
+    """A prefilled request that needs a decode worker. It is never changed; `replace` makes another one.
 
     Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
 
@@ -27,19 +27,19 @@ class PlacementRequest:
         domain: kind of request, as the client named it in x-eldr-domain; None if it named none.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts. It may then omit the counts.
-        labels: what the client says by headers to a policy outside this project, by name.
-        adapter: LoRA adapter that the engine computes with; "" for the base model.
-        prompt_key: equal for equal prompts.
-        counts_missing: there are neither usable counts nor a prediction.
-        predicted: the counts are a prediction from the prompt's tokens.
+        labels: values of the `x-eldr-label-NAME` headers, by name, for policies outside this project.
+        adapter: LoRA adapter of the request; "" for the base model.
+        prompt_key: key that is equal for equal prompts; None if unknown.
+        counts_missing: whether there are neither usable counts nor a prediction.
+        predicted: whether the counts are a prediction from the prompt's tokens.
         blocks: the blocks of the prompt if the worker also prefills; else None.
-        exclude: workers to avoid, since they failed this request or left while they answered it, were ejected
+        exclude: workers to avoid, because they failed this request, left while they answered it, were ejected
             by its ingress, or would miss its objective.
-        may_wait: the request may wait in the policy's decode queue; else it is placed at once.
+        may_wait: whether the request may wait in the policy's decode queue; otherwise it is placed at once.
         tenant: name of the tenant.
         priority: weight of the tenant's fair share of workers while requests wait.
-        worker_failed: a worker has just failed this request.
-        first_token_due_in_s: time until its first token is due by its objective, s; None if it has none.
+        worker_failed: whether a worker has just failed this request.
+        first_token_due_in_s: time until its objective requires the first token, s; None without an objective.
     """
 
     request_id: str
@@ -103,14 +103,14 @@ class Lease:
         position: the worker's position in the router; -1 if the router did not place the request.
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
-        is_most_similar: no available worker is more similar to the signature.
+        is_most_similar: whether no available worker is more similar to the signature.
         reason: rule that chose the worker, as in Decision; "" while there is none.
         policy: name of the policy that chose the worker; "" while there is none.
         queued_at_s: time of entry into the decode queue, by the router's clock.
-        first_token_deadline_s: time by the router's clock at which the first token is due by the objective;
+        first_token_deadline_s: time at which the objective requires the first token, by the router's clock;
             None if the request has no objective.
         waited_s: wait in the decode queue, s.
-        generated_tokens: number of tokens that the answer has so far, by the newest report.
+        generated_tokens: number of tokens that the answer has so far, according to the newest report.
         cached_tokens: prompt tokens that are expected in the worker's prefix cache.
     """
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GROWTH = 1.5  # a refused first table is fitted again at this growth of the samples, or after every_s
+_GROWTH = 1.5  # a refused first table is fitted again after this growth of the samples, or after every_s
 
 
 @dataclass(frozen=True)
 class RouterView:
-    """The state of the router that the pool needs.
+    """The part of the router's state that the pool needs.
 
     Attributes:
         epoch: identifies the router's state; a table is only swapped in within the same epoch.
@@ -56,11 +56,11 @@ class TableTarget(Protocol):
 
 
 class Coordinator:
-    """The fits of the first table, and of later ones on drift, on scaling and on request.
+    """Fits the first table, and later ones after drift, after scaling and on request.
 
     Args:
         settings: start settings of the pool; the router sends newer ones.
-        router: the router that uses the tables.
+        router: the router that gets the tables.
         read_trace: returns all samples of the pool.
 
     Attributes:
@@ -117,7 +117,7 @@ class Coordinator:
         if view.has_table:
             return f"table version {view.table_version} is live"
         if view.workers < 2:
-            return f"no table yet: {view.workers} decode replica(s) serve, and a table needs 2 or more"
+            return f"no table yet: a table needs 2 or more decode replicas, but the router has {view.workers}"
         if self.samples >= self.needed_samples and self._last_refusal is not None:
             return f"no table yet: {self._last_refusal['why']}"
         return f"no table yet: {min(self.samples, self.needed_samples)} of {self.needed_samples} samples"

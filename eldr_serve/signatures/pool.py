@@ -38,7 +38,7 @@ class SignaturePool:
         self._window = SampleWindow(1)
         self._share = SampleShare(1.0)
         self._configure(settings)
-        self._last_contact_at_s = time.monotonic()  # with the router
+        self._last_contact_at_s = time.monotonic()  # last contact with the router
         self._others: dict[int, Any] = {}  # index -> handle
         self._num_alive = 1
         self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
@@ -116,7 +116,7 @@ class SignaturePool:
         status = self._status()
         view = await self._coordinator.poll(status)
         new_status = self._status()
-        if new_status["table"] != status["table"]:  # report it at once
+        if new_status["table"] != status["table"]:  # report the new table at once
             view = await self._coordinator.poll(new_status)
         await self.apply_settings(view.pool, view.has_table)
 

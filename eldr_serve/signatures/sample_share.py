@@ -10,7 +10,7 @@ _MIN_SHARE = 1e-4
 
 
 class SampleShare:
-    """A share that follows the request rate, which is estimated as samples/s divided by the share.
+    """A share that follows the rate of requests, estimated as samples/s divided by the share.
 
     Attributes:
         rate: desired number of samples, 1/s.

@@ -22,7 +22,7 @@ class SignatureOptions(BaseModel, frozen=True, extra="forbid"):
     rate: float = Field(
         default=2.0,
         gt=0,
-        description="requests to sample over all actors once there is a table, 1/s; before, all are sampled",
+        description="requests to sample once there is a table, over all actors, 1/s; before, all are sampled",
     )
     first_table: int = Field(
         default=192,

@@ -1,4 +1,4 @@
-"""Fits of routing tables to sampled traffic; tables that do not help on held-out requests are refused.
+"""Fits of routing tables to sampled traffic, with refusal of tables that do not help held-out requests.
 
 This module imports scikit-learn, so import it only where tables are fitted.
 """

@@ -22,7 +22,7 @@ Reason = Literal["shape", "other_model", "layers_differ", "odd_total", "incomple
 
 
 class SampleError(ValueError):
-    """A sample cannot be used. The message is one sentence with details; `reason` is the kind of fault."""
+    """A sample cannot be used. The message is one sentence; `reason` is the kind of fault."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -126,13 +126,13 @@ class SampleWindow:
         prefill, decode = sample.prefill_counts, sample.decode_counts
         if prefill.ndim != 2 or not prefill.size or decode.shape != prefill.shape:
             shapes = f"{prefill.shape} and {decode.shape}"
-            raise SampleError("shape", f"counts have the shapes {shapes}, both must be [L, E]")
+            raise SampleError("shape", f"counts have the shapes {shapes}, but both must be [L, E]")
         if self.shape not in (None, prefill.shape):
             assert self.shape is not None
             raise SampleError(
                 "other_model",
-                f"counts are of {prefill.shape[0]} layers x {prefill.shape[1]} experts, the pool holds "
-                f"{self.shape[0]} x {self.shape[1]}: all engines must serve one model",
+                f"counts have {prefill.shape[0]} layers x {prefill.shape[1]} experts, but those in the pool "
+                f"have {self.shape[0]} x {self.shape[1]}: all engines must serve one model",
             )
         routed, generated = _sum_of_each_layer(prefill, "prefill"), _sum_of_each_layer(decode, "decode")
         if sample.decode_steps or generated:
@@ -141,7 +141,7 @@ class SampleWindow:
             top_k = _quotient(routed, len(sample.token_ids), "prefill counts", "the prompt's tokens")
         prompt = _quotient(routed, top_k, "prefill counts", f"top_k {top_k}")
         if len(sample.token_ids) - prompt not in (0, 1):  # the decode engine may compute the last token
-            raise SampleError("incomplete_prompt", "prefill counts are not of all tokens of the prompt")
+            raise SampleError("incomplete_prompt", "prefill counts do not include all tokens of the prompt")
         self.shape = (prefill.shape[0], prefill.shape[1])
         return KeptSample(time.time(), self._compact(sample, prompt), top_k, prompt)
 
@@ -162,7 +162,7 @@ def trace_of(
     """Return the samples as a calibration trace, in their order and without routes.
 
     Args:
-        samples: the samples. Of a request with several, the last one is used, in the place of the first.
+        samples: the samples; if a request has several, the last one replaces the first.
         tokenizer: fingerprint of the tokenizer of the token ids; if empty, token ids are left out.
         vocabulary: size of the vocabulary.
 
@@ -171,9 +171,9 @@ def trace_of(
     """
     newest = list({kept.sample.request_id: kept for kept in samples}.values())
     if not newest:
-        raise ValueError("the signature pool holds no sample yet")
+        raise ValueError("the signature pool has no sample yet")
     if len({(kept.top_k, kept.sample.prefill_counts.shape) for kept in newest}) > 1:
-        raise ValueError("the samples are of different models")
+        raise ValueError("the samples come from different models")
     has_token_ids = bool(tokenizer) and all(len(kept.sample.token_ids) for kept in newest)
     return CalibrationTrace(
         model=model,
@@ -201,7 +201,7 @@ def _sum_of_each_layer(counts: NDArray[np.unsignedinteger], phase: str) -> int:
 def _quotient(total: int, divisor: int, name: str, unit: str) -> int:
     quotient, rest = divmod(total, divisor) if divisor else (0, 1)
     if rest or not quotient:
-        message = f"{name} add up to {total} in a layer, which is no multiple of {unit}"
+        message = f"{name} add up to {total} in a layer, which is not a multiple of {unit}"
         raise SampleError("odd_total", message)
     return quotient
 

@@ -1,8 +1,8 @@
 """Cost of an MoE layer under expert parallelism (EP): one model for placement, routing and simulation.
 
 A layer ends when its slowest rank does. A rank pays for each expert replica that it activates (weights to
-read), for each token that it computes, and for each byte that it receives from other ranks, more from other
-nodes (METRO, section III; GRACE-MoE, section 3; DIRECTOR, section VI).
+read), for each token that it computes, and for each byte that it receives from other ranks, which takes
+longer from other nodes (METRO, section III; GRACE-MoE, section 3; DIRECTOR, section VI).
 """
 
 from __future__ import annotations

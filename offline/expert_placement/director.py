@@ -39,8 +39,8 @@ from offline.expert_placement.rounding import round_in_polytope
 from offline.expert_placement.workload import check_slots, placement_s, price_experts, split_by_source
 
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound at which a layer's number of replicas is kept
-_WORTH = 0.01  # share of the present time that a new placement must save beyond a repair, which moves less
-_TOLERANCE = 2e-3  # relative to the bound: smaller gains are not worth a swap
+_WORTH = 0.01  # share of the present time that a new placement must save more than a repair, which moves less
+_TOLERANCE = 2e-3  # gain relative to the bound below which no swap is made
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def director_placement(
         workload: tokens by source rank and expert, [L, G, E]; or [L, E] if all ranks have the same.
         slots: slots of each rank, C (the paper's C_max); ranks * slots = P.
         token_bytes: bytes that a token sends to a rank which serves it.
-        start: int[L, P], a placement to improve, with no more swaps than reach the tolerance; None: a new
-            one.
+        start: int[L, P], a placement to improve with the swaps that the tolerance requires; None: make a
+            new one.
         tolerance: distance to the bound at which a layer is good enough.
         seed: seed of the random walk that rounds.
 
@@ -110,9 +110,9 @@ def director_placement(
     initial = empty if start is None else _parse_start(start, tokens, slots)
     best, reached_s = initial.copy(), np.full(layers, np.inf)
     # A replica costs a read of its weights or traffic to another node, so fewer replicas may be better.
-    # Layers that are not close to the bound with all replicas try only the replicas that the bound forces,
-    # then none. A new placement follows the rounded LP first. Layers that are not close to the bound are
-    # also packed without the LP.
+    # If a layer is not close to the bound with all replicas, try it with only the replicas that the bound
+    # requires, and then without replicas. A new placement follows the rounded LP first; layers that are
+    # then not close to the bound are also packed without the LP.
     for enough_s, follows_lp in product(
         (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)),
         (False,) if start is not None else (True, False),
@@ -188,7 +188,7 @@ def _search(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) ->
 
 
 def _round_quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
-    """Return the rounded replicas of the layers `at` per column, int[n, E, N]; None with one column."""
+    """Return the rounded replicas of the layers `at` per column, int[n, E, N]; None for one column."""
     width = np.bincount(relaxation.column)
     if len(width) == 1 or not len(at):
         return None

@@ -118,12 +118,12 @@ def director_paper_placement(
 
 def _latency(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: float) -> _Latency:
     """Return the latency of a layer with tokens[G, E]."""
-    of_all_ranks = tokens.sum(axis=0)
+    expert_tokens = tokens.sum(axis=0)
     same_node = topology.node_of[:, None] == topology.node_of
     byte_s = np.where(same_node, cost.near_byte_s, cost.far_byte_s)
     np.fill_diagonal(byte_s, 0)
     return _Latency(
-        cost.per_token_s * of_all_ranks + cost.per_expert_s * (of_all_ranks > 0),
+        cost.per_token_s * expert_tokens + cost.per_expert_s * (expert_tokens > 0),
         token_bytes * tokens[:, :, None] * byte_s[:, None, :],
     )
 
@@ -136,7 +136,9 @@ def search_budget(latencies: list[_Latency], slots: int) -> tuple[float, float, 
         [L, E, G], and the number of LPs solved.
     """
     experts, ranks = latencies[0].send_s.shape[1:]
-    shares = np.full((len(latencies), experts, ranks), 1 / ranks)  # within every constraint but the budget
+    shares = np.full(
+        (len(latencies), experts, ranks), 1 / ranks
+    )  # they satisfy all constraints except the budget
     high = sum(latency.seconds(x) for latency, x in zip(latencies, shares, strict=True))
     low, solves = 0.0, 0
     if ranks == 1 or not high:
@@ -240,19 +242,19 @@ def _macro_iteration(x: Floats, cells: Ints, slots: int, rng: np.random.Generato
     low = np.where(value <= 0.5, 0.0, np.maximum(1 - _ALPHA * scale, 0))
     high = np.where(value <= 0.5, np.minimum(_ALPHA * scale, 1), 1.0)
     rows = [group == member for group in (expert, scale)[: 1 + scaled] for member in np.unique(group)]
-    of_rank = (rank == np.arange(x.shape[1])[:, None]).astype(np.float64)
+    rank_members = (rank == np.arange(x.shape[1])[:, None]).astype(np.float64)
     moving = np.ones(len(value), bool)
     basis: Floats | None = None
     for _ in range(_STEPS if scaled else len(value) + x.shape[1]):
         room = slots - x.sum(axis=0)
         if basis is None:
-            tight = np.vstack([*rows, of_rank[room < _WHOLE]]).astype(np.float64)
+            tight = np.vstack([*rows, rank_members[room < _WHOLE]]).astype(np.float64)
             basis = null_space(tight[:, moving] * scale[moving])
         if not basis.shape[1]:
             break
         step = np.zeros(len(value))
         step[moving] = scale[moving] * (basis @ rng.standard_normal(basis.shape[1]))
-        reach = _reach(value, low, high, step, room, of_rank @ step)
+        reach = _reach(value, low, high, step, room, rank_members @ step)
         value = value + min(reach, _STEP if scaled else np.inf) * step
         value = np.where(abs(value - np.round(value)) < _WHOLE, np.round(value), value)
         x = x.copy()

@@ -34,7 +34,7 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
     if num_physical < num_experts:
         raise UserInputError(f"{num_physical} slots cannot hold {num_experts} experts")
     if groups % nodes:
-        groups, nodes = 1, 1  # groups do not fit on nodes: pack all experts as one flat pool
+        groups, nodes = 1, 1  # groups do not divide among nodes: pack all experts together
     for what, total, parts in (
         ("experts", num_experts, groups),
         ("groups", groups, nodes),
@@ -95,9 +95,9 @@ def _replicate(weight: Floats, slots: int) -> tuple[Ints, Ints]:
 
 def _eplb_layer(weight: Floats, slots: int, groups: int, nodes: int, ranks: int) -> Ints:
     size = len(weight) // groups
-    of_node = _pack(weight.reshape(groups, size).sum(axis=1), nodes)
+    groups_by_node = _pack(weight.reshape(groups, size).sum(axis=1), nodes)
     packs: list[Ints] = []
-    for members in of_node:
+    for members in groups_by_node:
         experts = (members[:, None] * size + np.arange(size)).reshape(-1)
         local, count = _replicate(weight[experts], slots // nodes)
         share = (weight[experts] / count)[local]

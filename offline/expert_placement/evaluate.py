@@ -1,4 +1,4 @@
-"""Evaluation of a placement on observed routes: batches of tokens, served by a rule, as `LayerWork`.
+"""Evaluation of a placement on observed routes: the `LayerWork` of batches that a rule serves.
 
 A batch is one decode step of a data-parallel engine: its tokens are on the ranks in equal blocks.
 """

@@ -1,6 +1,6 @@
 """Forecast of the experts that a pending batch will use (DIRECTOR, section V-A), from prefill signatures.
 
-With separate prefill and decode the forecast is free: prefill has already counted the experts.
+With separate prefill and decode engines the forecast costs nothing, since prefill has counted the experts.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def spectral_groups(
     n = len(affinity)
     if groups >= n or groups == 1:
         return np.arange(n) % groups
-    # The embedding needs a connected graph, also if an expert was never seen.
+    # The embedding needs a connected graph, even if an expert was never seen.
     connected = affinity + 1e-6 * max(float(affinity.mean()), 1e-6)
     clustering = SpectralClustering(groups, affinity="precomputed", assign_labels=labels, random_state=seed)
     group_of: Ints = clustering.fit_predict(connected).astype(np.int64)
@@ -40,9 +40,10 @@ def spectral_groups(
 def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high: int) -> Ints:
     """Move experts until each group has `low` to `high` of them (Algorithm 2).
 
-    The weakest members of a group that is too large go where they add most affinity. A group that is too
-    small gets the weakest of the others. The paper's algorithm compares the groups' totals after the
-    move, which favours large groups. Here the gain is the added affinity alone.
+    The members with the least affinity leave a group that is too large, for the group where they add most
+    affinity. A group that is too small gets the experts of other groups that lose the least affinity. The
+    paper's algorithm compares the groups' totals after the move, which favours large groups. Here the gain is
+    the added affinity alone.
 
     Raises:
         UserInputError: bounds that no grouping of n experts meets.

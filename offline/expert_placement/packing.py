@@ -1,4 +1,4 @@
-"""Packing of expert replicas into the slots of ranks for a fast slowest rank, in all layers at once.
+"""Packing of expert replicas into slots so that the slowest rank takes little time, in all layers at once.
 
 Arrays: L layers, E experts, G ranks, C slots per rank. Slots are int[L, G, C]; the id E marks an empty
 slot. A price list is float[L, E + 1, G]: the cost of one replica on each rank, s; the last row is zero.
@@ -80,7 +80,7 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
     if quota is not None:
         present = [hosts[:, :-1, column == n].sum(axis=2) for n in range(quota.shape[2])]
         remaining = quota - np.stack(present, axis=2)
-    # The first replica of each expert must find a slot before the second of any. Then the heaviest.
+    # First replicas of experts get slots before all second ones; among them, the heaviest comes first.
     is_first = hosts[:, :-1].sum(axis=2) == 0
     weight = price[:, :-1].mean(axis=2)
     layer = np.arange(size)
@@ -113,13 +113,13 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
 def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     """Improve by local search: the slowest rank swaps a slot with another rank.
 
-    Each swap is the one that makes the slower of the two ranks fastest. The search of a layer ends when it
-    reaches `enough_s` [L] or no swap helps. An empty slot swaps like any other.
+    Each swap is the one after which the slower of the two ranks takes the least time. The search of a layer
+    ends when it reaches `enough_s` [L] or no swap helps. An empty slot swaps like any other.
     """
     slots = slots.copy()
     experts = price.shape[1] - 1
     ranks, room = slots.shape[1:]
-    of_slot = np.repeat(np.arange(ranks), room)
+    rank_by_slot = np.repeat(np.arange(ranks), room)
     pending = np.arange(len(slots))
     while len(pending):
         rows = slots[pending]
@@ -131,13 +131,13 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
         a, b = rows[index, slow], rows.reshape(len(pending), -1)
         prices, every = price[pending], index[:, None]
         out_a, in_b = prices[every, a, slow[:, None]], prices[every, b, slow[:, None]]
-        out_b, in_a = prices[every, b, of_slot], prices[every, a][..., of_slot]
+        out_b, in_a = prices[every, b, rank_by_slot], prices[every, a][..., rank_by_slot]
         after = np.maximum(
             worst[:, None, None] - out_a[..., None] + in_b[:, None, :],
-            (cost[:, of_slot] - out_b)[:, None, :] + in_a,
+            (cost[:, rank_by_slot] - out_b)[:, None, :] + in_a,
         )
-        is_duplicate = hosts[every, b, slow[:, None]][:, None, :] | hosts[every, a][..., of_slot]
-        after[is_duplicate | (of_slot == slow[:, None])[:, None, :]] = np.inf
+        is_duplicate = hosts[every, b, slow[:, None]][:, None, :] | hosts[every, a][..., rank_by_slot]
+        after[is_duplicate | (rank_by_slot == slow[:, None])[:, None, :]] = np.inf
         flat = after.reshape(len(pending), -1)
         best = flat.argmin(axis=1)
         better = (flat[index, best] < worst * (1 - 1e-6)) & (worst > enough_s[pending])
@@ -145,7 +145,7 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
         i, j = best[improved] // b.shape[1], best[improved] % b.shape[1]
         out, into = a[improved, i], b[improved, j]
         slots[pending[improved], slow[improved], i] = into
-        slots[pending[improved], of_slot[j], j % room] = out
+        slots[pending[improved], rank_by_slot[j], j % room] = out
         pending = pending[better]
     return slots
 
@@ -154,15 +154,15 @@ def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: fl
     """Improve the replicas of one layer by local search.
 
     A slot of a spare replica, or an empty one, goes to an expert of the slowest rank, or is left empty,
-    whichever makes the slowest rank fastest.
+    whichever minimises the time of the slowest rank.
 
     Args:
         slots: [G, C]; token_s [E, G], active_s [E] as in `price_list`.
     """
     slots = slots.copy()
     experts, ranks = token_s.shape
-    of_slot = np.repeat(np.arange(ranks), slots.shape[1])
-    row = np.arange(len(of_slot))
+    rank_by_slot = np.repeat(np.arange(ranks), slots.shape[1])
+    row = np.arange(len(rank_by_slot))
     whole = np.concatenate([token_s, np.zeros((1, ranks))])  # a last row for empty slots
     active = np.append(active_s, 0.0)
     while True:
@@ -175,7 +175,7 @@ def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: fl
             return slots
         flat = slots.reshape(-1)
         spare_slots = np.flatnonzero((copies[flat] > 1) | (flat == experts))
-        out, owner = flat[spare_slots], of_slot[spare_slots]
+        out, owner = flat[spare_slots], rank_by_slot[spare_slots]
         more = np.where(hosts, whole * (1 / np.maximum(copies - 1, 1) - 1 / copies)[:, None], 0.0)
         removed = more[out]
         removed[row[: len(out)], owner] = -price[out, owner]

@@ -1,4 +1,4 @@
-"""Lower bounds of a placement's time: the LP relaxation of each layer, and whole slots for replicas.
+"""Lower bounds of a placement's time, from the LP relaxation of each layer and from whole slots.
 
 Arrays: L layers, E experts, G ranks, N columns of ranks.
 """
@@ -53,10 +53,12 @@ def relax(price: Floats, topology: Topology, slots: int) -> Relaxation:
 
 def _columns(experts: int, topology: Topology) -> Ints:
     """Return [G], the column of each rank: as many blocks of a node's ranks as `_SMALL_LP` allows."""
-    of_node = topology.ranks // topology.nodes
+    ranks_per_node = topology.ranks // topology.nodes
     allowed = _SMALL_LP // experts // topology.nodes
-    blocks = min(of_node, max(allowed, 2 if topology.nodes == 1 else 1))
-    column: Ints = topology.node_of * blocks + np.arange(topology.ranks) % of_node * blocks // of_node
+    blocks = min(ranks_per_node, max(allowed, 2 if topology.nodes == 1 else 1))
+    column: Ints = (
+        topology.node_of * blocks + np.arange(topology.ranks) % ranks_per_node * blocks // ranks_per_node
+    )
     return column
 
 

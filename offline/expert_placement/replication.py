@@ -39,7 +39,7 @@ def add_replicas(
 
     Args:
         replicas: copies of each hot expert; None: by the load skew (Eq. 2). The paper's fixed count is 1.
-        capacity: maximum experts per rank. The hottest come first. None: any number.
+        capacity: maximum experts per rank, of which the hottest are kept; None: any number.
     """
     hosts: Bools = primary[:, None] == np.arange(ranks)
     if ranks == 1:

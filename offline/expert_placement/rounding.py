@@ -11,12 +11,12 @@ from eldr_serve.arrays import Floats, Ints
 def round_in_polytope(
     replicas: Floats, price: Floats, room: Ints, budget_s: float, rng: np.random.Generator
 ) -> Ints:
-    """Round fractional replicas by column, by a random walk.
+    """Round the fractional replicas in each column with a random walk.
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
-    column's slots, the budget) until a variable becomes whole or another constraint tight. Of its two
-    signs one is drawn so that the expected change is zero. If no direction is left, the budget of the column
-    with the fewest fractional variables is dropped, as in iterative relaxation.
+    column's slots, the budget) until a variable becomes whole or another constraint becomes tight. The
+    sign of the direction is drawn so that the expected change is zero. If no direction is left, the budget of
+    the column with the fewest fractional variables is dropped, as in iterative relaxation.
 
     Args:
         replicas: [E, N], whole row sums.
@@ -32,25 +32,26 @@ def round_in_polytope(
     expert, column = np.nonzero(part > 1e-7)
     x = part[expert, column]
     columns = replicas.shape[1]
-    of_expert = (expert == np.unique(expert)[:, None]).astype(np.float64)
-    of_column = (column == np.arange(columns)[:, None]).astype(np.float64)
+    expert_members = (expert == np.unique(expert)[:, None]).astype(np.float64)
+    column_members = (column == np.arange(columns)[:, None]).astype(np.float64)
     cost = price / max(budget_s, 1e-300)
-    limits = np.concatenate([of_column, of_column * cost[expert, column]])
+    limits = np.concatenate([column_members, column_members * cost[expert, column]])
     excess = np.concatenate([replicas.sum(axis=0) - room, (replicas * cost).sum(axis=0) - 1])
     slack = np.maximum(-excess, 0)
     is_active = np.ones(2 * columns, bool)
     free = np.ones(len(x), bool)
     while free.any():
         tight = is_active & (slack < 1e-7) & (limits[:, free] != 0).any(axis=1)
-        rows = np.concatenate([of_expert[:, free], limits[tight][:, free]])
+        rows = np.concatenate([expert_members[:, free], limits[tight][:, free]])
         direction = _null_vector(rows, rng)
         if direction is None:
             if not tight.any():  # a row with a single fraction has a rounding error
                 break
             budgets = np.flatnonzero(tight[columns:])
-            # Experts and slots alone have whole vertices; slots are relaxed last, only by rounding errors.
+            # With constraints of experts and slots alone, vertices are whole. So slots are relaxed last, and
+            # only because of rounding errors.
             row = (
-                columns + min(budgets, key=lambda n: of_column[n, free].sum())
+                columns + min(budgets, key=lambda n: column_members[n, free].sum())
                 if len(budgets)
                 else int(tight.argmax())
             )

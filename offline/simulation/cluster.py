@@ -26,7 +26,10 @@ class Prefill(ScenarioPart):
     cache_blocks: int = Field(default=0, ge=0, description="prefix blocks that a worker keeps")
     block_tokens: int = Field(default=512, ge=1, description="tokens of a prefix block")
     max_load_ratio: float = Field(
-        default=1.25, ge=1, description="above this times the mean load, a worker loses its prefixes' prompts"
+        default=1.25,
+        ge=1,
+        description="load relative to the mean above which other workers get the prompts of a worker's "
+        "prefixes",
     )
 
 
@@ -52,8 +55,8 @@ class Decode(ScenarioPart):
     ranks: int = Field(
         default=1,
         ge=1,
-        description="data-parallel ranks of a replica: workers that step together with the slowest of them "
-        "and divide the experts",
+        description="data-parallel ranks of a replica: workers that divide the experts, and whose steps end "
+        "together with that of the slowest",
     )
     barrier: bool = Field(default=False, description="all workers are the ranks of one replica")
     cost: StepCost = Field(default=StepCost(), description="time of a step, s: the sum of its terms")
@@ -81,12 +84,12 @@ class Decode(ScenarioPart):
 
 
 class Cluster(ScenarioPart):
-    """A whole deployment."""
+    """A simulated deployment."""
 
     decode: Decode
     prefill: Prefill | None = Field(default=None, description="null: prompts are prefilled at arrival")
     router_s: Seconds = Field(
-        default=0.0, description="time of the router for a placement, s; it makes one after the other"
+        default=0.0, description="time of the router for a placement, s; placements follow each other"
     )
     handover_fixed_s: Seconds = Field(default=0.0, description="from the placement to the decode queue, s")
     handover_per_token_s: Seconds = Field(default=0.0, description="additionally for each KV token, s")

@@ -42,7 +42,7 @@ class _Worker:
         self.prefill = None if whole is None else SimulatedPrefill(whole)
         self.jobs: list[int] = []
         self.waiting: deque[int] = deque()
-        self.without_token: list[int] = []  # running requests without a token
+        self.without_token: list[int] = []  # running requests that have no token yet
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
         # Active experts of the next steps with these jobs, the last step first. The first rank of a replica
         # keeps them for all of its ranks.
@@ -76,7 +76,7 @@ class DecodeWorkers:
 
     Args:
         ranks: int[L,E] or int[K,L,E], the EP rank of each expert (see `simulate`).
-        recorder: gets cached tokens, preemptions and steps.
+        recorder: receives cached tokens, preemptions and steps.
     """
 
     def __init__(
@@ -156,8 +156,10 @@ class DecodeWorkers:
         if not jobs and not prompts:
             return 0.0
         # A prompt's first token in a step belongs to the request itself, as in the engines' records.
-        of_prompts = prompt_tokens - prompts
-        seconds = float(self._decode.cost.seconds(len(jobs) + prompts, worker.kv, active, of_prompts))
+        other_prompt_tokens = prompt_tokens - prompts
+        seconds = float(
+            self._decode.cost.seconds(len(jobs) + prompts, worker.kv, active, other_prompt_tokens)
+        )
         seconds += worker.owed_s
         worker.owed_s = 0.0
         if answers:  # else no request gets a token in this step
@@ -185,7 +187,7 @@ class DecodeWorkers:
             self._preempt(worker)
 
     def _begin_answer(self, worker: _Worker, j: int) -> None:
-        """Begin the request's answer: each step makes a token of it."""
+        """Begin the request's answer, of which each step generates a token."""
         worker.jobs.append(j)
         worker.same_jobs = False
         self._start[j] = worker.steps - self._done[j]
@@ -207,7 +209,7 @@ class DecodeWorkers:
         self._recorder.preempted += 1
 
     def _active_experts(self, replica: int) -> float:
-        """Return the active experts of a rank in the next step. Compute the ones of several steps at once."""
+        """Return the active experts of a rank in the next step; compute those of several steps at once."""
         workers = [self._workers[w] for w in self.ranks_of(replica)]
         if self._experts is None or not any(worker.jobs for worker in workers):
             return 0
@@ -223,7 +225,8 @@ class DecodeWorkers:
     def _active_ahead(self, replica: int, workers: list[_Worker]) -> list[float]:
         """Return the active experts of the next steps with the present requests, the last step first.
 
-        They are those of the fullest rank, or without a placement those of all ranks divided by the ranks.
+        They are those of the rank with most, or without a placement those of all ranks divided by the number
+        of ranks.
         """
         experts = self._experts
         assert experts is not None
@@ -241,8 +244,8 @@ class DecodeWorkers:
             return on_mean_rank
         mask = self._masks[replica % len(self._masks)]  # [G, L, words]
         on_rank = np.bitwise_count(union.reshape(_AHEAD, 1, *mask.shape[1:]) & mask).sum(axis=3)  # [.., G, L]
-        of_fullest: list[float] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
-        return of_fullest
+        on_fullest_rank: list[float] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
+        return on_fullest_rank
 
     def end_step(self, w: int) -> EndedStep:
         """Give every running request of the worker a token."""

@@ -16,9 +16,9 @@ class PlacementRequestFactory:
     """Makes the placement requests of simulated requests, by their numbers.
 
     Args:
-        policy: its table gives similarities.
+        policy: the policy whose table gives similarities.
         whole: configuration of workers that also prefill; None: prompts arrive prefilled.
-        reads_counts: signatures are expert counts if True, and omitted otherwise.
+        reads_counts: whether the requests contain expert counts.
     """
 
     def __init__(

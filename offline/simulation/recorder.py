@@ -1,4 +1,4 @@
-"""The results of a run while it runs, from which an `Outcome` is made."""
+"""The results of a run in progress, from which an `Outcome` is made."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ class Experts:
         """
         domains = np.array(self.domains)
         first = rng.choice(kinds, number)
-        of_domain = {name: kinds[domains[kinds] == name] for name in np.unique(domains[first])}
-        others = np.stack([rng.choice(of_domain[domains[kind]], parts - 1) for kind in first])
+        kinds_by_domain = {name: kinds[domains[kinds] == name] for name in np.unique(domains[first])}
+        others = np.stack([rng.choice(kinds_by_domain[domains[kind]], parts - 1) for kind in first])
         members = np.column_stack([first, others])  # [number, parts]
         steps = np.diff(self.offset)[members]
         flat, lengths = members.ravel(), steps.ravel()

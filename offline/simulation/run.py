@@ -1,4 +1,4 @@
-"""Discrete events over prefill, hand-over and decode, or whole replicas, placed by a production policy."""
+"""Discrete-event simulation of prefill, hand-over and decode, or of whole replicas, with a real policy."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def simulate(
             In each layer, a step takes the time of the rank with most active experts. None: a replica's
             data-parallel ranks have equal shares of the active experts.
         changes: in any order.
-        in_flight: a closed loop of so many requests: the next one arrives when one ends, whatever its arrival
-            time. None: an open loop with the given arrival times.
+        in_flight: number of requests of a closed loop, in which the next one arrives when one ends, whatever
+            its arrival time; None: an open loop with the given arrival times.
         shadow: a new policy that places the same requests beside the policy (see scheduling.Shadow); its
             `saving` is in the outcome.
         on_finished: callback with the number of requests that ended since its last call.

@@ -1,4 +1,4 @@
-"""Prefill in the steps of a whole replica: chunks of prompts beside the answers, first come, first served."""
+"""Prefill in the steps of a whole replica: chunks of prompts beside the answers, in order of arrival."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class SimulatedPrefill:
         return hit
 
     def step(self, answers: int) -> tuple[int, int]:
-        """Return how many requests and tokens the next step prefills, beside a token of each of `answers`."""
+        """Return how many requests and tokens the next step prefills beside one token of each answer.
+
+        Args:
+            answers: number of answers.
+        """
         room, requests, computed = self._config.step_tokens - answers, 0, 0
         while self._prompts and room:
             request, missing_tokens = self._prompts.popleft()

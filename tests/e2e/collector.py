@@ -59,12 +59,12 @@ class Collector(HttpCollector, TraceServiceServicer):
                 span.span_id.hex(),
                 span.parent_span_id.hex(),
                 _attributes(span.attributes),
-                _attributes(of_process.resource.attributes),
+                _attributes(process_spans.resource.attributes),
                 span.start_time_unix_nano,
             )
             for _, request in list(self.received)
-            for of_process in request.resource_spans
-            for scope in of_process.scope_spans
+            for process_spans in request.resource_spans
+            for scope in process_spans.scope_spans
             for span in scope.spans
             if span.trace_id.hex() == trace
         ]

@@ -12,12 +12,12 @@ def live(service: Service) -> dict[str, Any]:
 
 
 async def stream_all(service: Service, prompts: list[str]) -> None:
-    async def one(prompt: str) -> None:
+    async def stream(prompt: str) -> None:
         body = {"model": "eldr-demo", "prompt": prompt, "max_tokens": 48, "stream": True, "ignore_eos": True}
         async with service.post(body) as response:
             await response.aread()
 
-    await asyncio.gather(*map(one, prompts))
+    await asyncio.gather(*map(stream, prompts))
 
 
 async def test_the_page_shows_real_engines_and_the_shadow_prices_their_tokens(

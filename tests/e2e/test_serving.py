@@ -73,7 +73,7 @@ def test_every_answer_names_its_worker_and_candidates(
         assert raw.headers["x-eldr-candidates"] == "1"
     after = service.status()["counters"]
     # With a band of width 0 every request with a signature lands on its most similar worker.
-    assert after["best_worker"] - before.get("best_worker", 0) == len(prompts)
+    assert after["most_similar_worker"] - before.get("most_similar_worker", 0) == len(prompts)
     assert after["reason:locality-band"] - before.get("reason:locality-band", 0) == len(prompts)
     assert after.get("counts_missing", 0) == before.get("counts_missing", 0)
 

@@ -80,7 +80,7 @@ class Pool:
     def placed(self) -> tuple[int, int]:
         """Return the number of placed requests, and how many went to the most similar worker."""
         counters = self.service.status()["counters"]
-        return counters["placed"], counters["best_worker"]
+        return counters["placed"], counters["most_similar_worker"]
 
 
 @pytest.fixture(scope="module")

@@ -32,13 +32,13 @@ TOKENS = 40  # length of an answer
 LEFT_AFTER = 3  # tokens after which a client disconnects
 
 
-def prompts(many: int) -> list[list[int]]:
+def prompts(num_prompts: int) -> list[list[int]]:
     """Return prompts of various lengths.
 
     Every third shares a prefix with an earlier one. Every seventh equals one.
     """
     rng, token_ids = np.random.default_rng(39), []
-    for number in range(many):
+    for number in range(num_prompts):
         tokens = rng.integers(1, 257, int(rng.integers(5, 150))).tolist()
         if number and number % 7 == 0:
             tokens = token_ids[number - 5]
@@ -90,7 +90,7 @@ class Client:
         self.generated[name] = np.frombuffer(ids, np.uint32).tolist()
 
 
-async def check(role: Any, model: str, many: int, prefills: Connection | None) -> dict[str, Any]:
+async def check(role: Any, model: str, num_prompts: int, prefills: Connection | None) -> dict[str, Any]:
     contract_script.KWARGS |= {
         "max_num_seqs": AT_ONCE,
         "max_num_batched_tokens": CHUNK,
@@ -100,11 +100,11 @@ async def check(role: Any, model: str, many: int, prefills: Connection | None) -
     client = Client(engine, None if prefills is None else RemoteEngine(prefills))
     waiting = asyncio.Semaphore(AT_ONCE)
 
-    async def one(number: int, prompt: list[int]) -> None:
+    async def send(number: int, prompt: list[int]) -> None:
         async with waiting:
             await client.send(f"{number}", prompt, sampled=number % 4 != 3, leaves=number % 5 == 4)
 
-    await asyncio.gather(*(one(*numbered) for numbered in enumerate(prompts(many))))
+    await asyncio.gather(*(send(*numbered) for numbered in enumerate(prompts(num_prompts))))
     samples = engine.take_samples()
     from prometheus_client import REGISTRY
 
@@ -138,7 +138,7 @@ def calibrate(model: str, pipe: Connection) -> None:
     pipe.send(engine.calibrate(asked, sampling))
 
 
-def main(model: str, out: Path, role: str, many: int) -> None:
+def main(model: str, out: Path, role: str, num_prompts: int) -> None:
     fork = get_context("fork")
     (parent_end, child_end), (calibration, calibrating) = fork.Pipe(), fork.Pipe()
     children = [fork.Process(target=calibrate, args=(model, calibrating))]
@@ -148,7 +148,7 @@ def main(model: str, out: Path, role: str, many: int) -> None:
         child.start()
     child_end.close()
     calibrating.close()
-    report = asyncio.run(check(role, model, many, parent_end if role == "decode" else None))
+    report = asyncio.run(check(role, model, num_prompts, parent_end if role == "decode" else None))
     calibration.send([sample["prompt"] for sample in report["samples"]])
     report["calibrated"] = calibration.recv()
     if role == "decode":

@@ -115,7 +115,7 @@ def find_leftovers(world: World) -> list[str]:
         "router leases": dict(state.placer.running),
         "router queue": dict(state.placer.queue),
         "router calls": dict(ingress_calls.place_calls),
-        "router progress": ingress_calls.generated_tokens,
+        "router progress": ingress_calls._generated_tokens,
         "router clients too many": len(ingress_calls.by_ingress) - world.target_numbers["ingress"],
         "router ledger": len(state.placer._ledger),
         "router prompt tokens to compute": int(abs(state.placer._ledger._prefill_tokens).sum()),

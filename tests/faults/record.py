@@ -80,7 +80,7 @@ def rows(record: Record) -> list[dict[str, Any]]:
             "runs_to_the_end": len(ends),
             "proxies": max((run.get("proxies", 1) for run in record.entries("run")), default=1),
             "resumed": counters["resumed"],
-            "whole_without_prefill": counters["whole_without_prefill"],
+            "prefilled_by_decode": counters["prefilled_by_decode"],
             "settled_max_s": max((end["settled_s"] for end in ends), default=None),
             "left_behind": [what for end in ends for what in end["left_behind"]],
             "processes": _processes(row for end in ends for row in end["processes"]),

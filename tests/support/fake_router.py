@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 
 from eldr_serve.channel import Channel, ChannelLostError, ChannelServer, Reply
-from eldr_serve.channel.server import _Connection
+from eldr_serve.channel.server import ServerConnection
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.actor import _error_response
@@ -240,7 +240,7 @@ class FakeActor(RouterCalls):
         if not self.alive:
             raise ChannelLostError("the actor is dead")
         channel = Channel("secret", lambda: None)
-        client_end, server_end = _End(self, channel), _End(self, _Connection(self.server))
+        client_end, server_end = _End(self, channel), _End(self, ServerConnection(self.server))
         client_end.other, server_end.other = server_end, client_end
         server_end.protocol.connection_made(server_end)
         channel.connection_made(client_end)

@@ -30,9 +30,10 @@ def policy_rows(
     """Return a row for each policy.
 
     `spread` is the difference between the largest and the smallest number of KV tokens of a rank. `imbalance`
-    is the number of ranks times the largest number, less the sum. Both are means over steps. `*_below` is how
-    many times smaller they are than BASE's, and `*_change_pct` is the change against BASE. Intervals resample
-    rounds if there are four or more, else requests within rounds, and parts of trials.
+    is the number of ranks times the largest number, minus the sum of all. Both are means over steps.
+    `*_below` is the value of BASE divided by that of the policy, and `*_change_pct` is the change against
+    BASE. Intervals resample rounds if there are four or more, else requests within rounds, and parts of
+    trials.
 
     Args:
         trials, predictions: values of all rounds, by policy. A round has equal requests for all policies. The
@@ -83,7 +84,7 @@ def _figures(trials: Sequence[BarrierTrial], sent: int, seed: int) -> dict[str, 
 
 
 def _times(trials: Sequence[BarrierTrial], sent: int, seed: int) -> dict[str, Values]:
-    """Return the quantiles of TPOT in ms. A draw takes requests with the same number in a round together."""
+    """Return the quantiles of TPOT in ms. Requests with the same number in a round are resampled together."""
     counts = resampled_counts(np.repeat(np.arange(len(trials)), sent), seed=seed)
     ms = np.concatenate([trial.tpot_ms for trial in trials])
     units = np.concatenate([sent * round_ + trial.number for round_, trial in enumerate(trials)])

@@ -5,7 +5,7 @@ one of two ways. All-gather dispatch sends every token to every rank before the 
 replicas can use the whole batch (METRO, section IV-C). All-to-all dispatch sends a token only to ranks that
 serve it: directly, or once to each node, where one of these ranks forwards it to the others (GRACE-MoE,
 section 5.1). Each rank chooses replicas for its own tokens. Outputs equal those of one process within
-rounding, for any placement, choice and dispatch. This module needs torch, so the package does not import it.
+rounding, for any placement, choice and dispatch.
 """
 
 from __future__ import annotations

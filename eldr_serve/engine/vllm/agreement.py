@@ -78,24 +78,26 @@ def compare_specs(prefill: Any, decode: Any) -> None:
 
     Values that vLLM chooses itself are unknown here; `differences` compares them.
     """
-    for name, reason, of_prefill, of_decode in (
+    for name, reason, prefill_value, decode_value in (
         ("model_id", "a request names one model", prefill.model_id, decode.model_id),
         ("model_source", _WEIGHTS, prefill.model_source, decode.model_source),
         ("tokenizer_source", _PROMPT, prefill.tokenizer, decode.tokenizer),
     ):
-        if of_prefill != of_decode:
-            raise ConfigurationError(_sentence(f"model_loading_config.{name}", of_prefill, of_decode, reason))
+        if prefill_value != decode_value:
+            raise ConfigurationError(
+                _sentence(f"model_loading_config.{name}", prefill_value, decode_value, reason)
+            )
     prefill_kwargs, decode_kwargs = prefill.config.engine_kwargs, decode.config.engine_kwargs
     for field in SHARED_ARGUMENTS:
         default = _DEFAULTS.get(field.name)
-        of_prefill, of_decode = (
+        prefill_value, decode_value = (
             kwargs.get(field.name, default) for kwargs in (prefill_kwargs, decode_kwargs)
         )
-        if field.resolved and (of_prefill in _CHOSEN_BY_VLLM or of_decode in _CHOSEN_BY_VLLM):
+        if field.resolved and (prefill_value in _CHOSEN_BY_VLLM or decode_value in _CHOSEN_BY_VLLM):
             continue
-        if of_prefill != of_decode:
+        if prefill_value != decode_value:
             raise ConfigurationError(
-                _sentence(f"engine_kwargs.{field.name}", of_prefill, of_decode, field.reason)
+                _sentence(f"engine_kwargs.{field.name}", prefill_value, decode_value, field.reason)
             )
 
 
@@ -115,8 +117,8 @@ def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterat
     """Yield one sentence for each field that resolves to different values; see EngineBackend.differences."""
     for field in SHARED_ARGUMENTS:
         if field.name in prefill and field.name in decode and prefill[field.name] != decode[field.name]:
-            of_prefill, of_decode = prefill[field.name], decode[field.name]
-            yield _sentence(f"engine_kwargs.{field.name}", of_prefill, of_decode, field.reason)
+            prefill_value, decode_value = prefill[field.name], decode[field.name]
+            yield _sentence(f"engine_kwargs.{field.name}", prefill_value, decode_value, field.reason)
 
 
 def _sentence(name: str, prefill: Any, decode: Any, reason: str) -> str:

@@ -1,7 +1,7 @@
 """The policy interface: a policy chooses the decode worker of a prefilled request.
 
 Each policy is one class, and the simulator and the server call the same objects. A request without usable
-expert counts is placed by load; that is never an error.
+expert counts is placed by load, which is never an error.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Policy(ABC):
         """Process the end of a request that runs or waits; unknown ones are ignored."""
 
     def on_workers_changed(self, workers: Sequence[str | None]) -> None:  # noqa: B027
-        """Process the worker of each position, None for a vacant one; `worker_names` says what a name means.
+        """Process the worker of each position, None for a vacant one; for the names see `worker_names`.
 
         `on_assigned` follows for the running requests.
         """

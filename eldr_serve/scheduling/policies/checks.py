@@ -92,7 +92,7 @@ def _copy(loads: Loads) -> Loads:
 
 def _check_decision(decision: Any, loads: Loads) -> Iterator[str]:
     if not isinstance(decision, Decision):
-        yield f"it returned {decision!r} where a Decision belongs"
+        yield f"it returned {decision!r} instead of a Decision"
     elif not 0 <= decision.position < len(loads):
         yield f"it chose position {decision.position} of {len(loads)}"
     elif not loads.available[decision.position]:
@@ -220,12 +220,12 @@ def _check_dispatch(make: Callable[[], Policy]) -> Iterator[str]:
 
 
 def _check_repetition(make: Callable[[], Policy]) -> Iterator[str]:
-    first, second = (_workers_of(make(), np.random.default_rng(6)) for _ in range(2))
-    if first != second:
+    first_run, second_run = (_choose_workers(make(), np.random.default_rng(6)) for _ in range(2))
+    if first_run != second_run:
         yield "two runs with the same seed chose different workers: use only `rng`"
 
 
-def _workers_of(policy: Policy, rng: np.random.Generator) -> list[tuple[str, int]]:
+def _choose_workers(policy: Policy, rng: np.random.Generator) -> list[tuple[str, int]]:
     chosen: list[tuple[str, int]] = []
     for n in range(_ROUNDS):
         request, loads = _request(f"r{n}", rng), _loads(rng)

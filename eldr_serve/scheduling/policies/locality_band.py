@@ -1,4 +1,4 @@
-"""ELDR's rule: expert locality filters the workers, and load decides."""
+"""ELDR's rule: expert locality selects the candidates, and load decides between them."""
 
 from __future__ import annotations
 

@@ -17,13 +17,14 @@ from eldr_serve.scheduling.policies.base import Policy, available_workers, choos
 from eldr_serve.scheduling.profiles import AffinityProfiles, deviation_of
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
-# Above _MAX_EXACT_WORKERS workers, finalists are selected by every eighth layer, then compared exactly.
+# Above _MAX_EXACT_WORKERS workers, finalists are selected with the experts of every eighth layer, and then
+# compared exactly.
 _MAX_EXACT_WORKERS = 512
 _FINALISTS = 32
 _DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
 _ANSWER_MEMORY = 64  # time constant of the mean length, answers
 # A tail power raises the cost above these multiples of the median step time and of the mean batch. The batch
-# counts too, because step times are estimated too low if answers use other experts than their prompts.
+# counts too, because estimated step times are too low if answers use other experts than their prompts.
 _SLOW_STEP = 1.05
 _LARGE_BATCH = 1.5
 
@@ -43,7 +44,7 @@ class MarginalCost(Policy):
     docs/policies.md explains the formulas. The cost of a worker, in seconds per step, consists of:
 
     1. Decode: the time of the request's step, and the time that the request adds to the step of each other
-       request there. The active experts of a batch are expected from the counts of its requests' prefills.
+       request there. The active experts of a batch are estimated from the counts of its requests' prefills.
        Affinity profiles change this cost, so that workers specialise online (see AffinityProfiles).
     2. Prefill, only on whole replicas: prompt tokens that the worker's prefix cache lacks delay the other
        requests, and the new request also waits for earlier prompts. This time is divided by the number of
@@ -102,7 +103,7 @@ class MarginalCost(Policy):
 
     def _rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of these positions in `activation` and `profiles`; ranks of a replica share one."""
-        return positions if self._barrier is None else self._barrier.first[positions]
+        return positions if self._barrier is None else self._barrier.first_positions[positions]
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         positions = available_workers(loads)
@@ -205,7 +206,7 @@ class MarginalCost(Policy):
     def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         data = decision.policy_data if decision is not None else None
         estimate: RequestEstimate | None = data if data is not None else self._estimate(request)
-        row = position if self._barrier is None else int(self._barrier.first[position])
+        row = position if self._barrier is None else int(self._barrier.first_positions[position])
         if estimate is not None and estimate.deviation is not None:
             self._learn(request.request_id, row, estimate.deviation)
         self.activation.on_assigned(request, row, estimate.levels if estimate is not None else None)

@@ -261,7 +261,7 @@ def test_a_column_shows_a_value_with_its_interval(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_table_says_whether_its_times_are_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "read_rows", lambda name: [{"clock": "wall"}, {"clock": "even"}])
+    monkeypatch.setattr(tables, "read_rows", lambda name: [{"clock": "wall"}, {"clock": "normalised"}])
     page = tables.fill_blocks("<!-- table x clock -->\n<!-- end -->")
     assert page.splitlines()[1:-1] == ["| times |", "| --- |", "| as measured |", "| normalised |"]
 

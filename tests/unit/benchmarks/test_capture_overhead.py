@@ -9,10 +9,10 @@ from eldr_serve.experts.signature import unpack_counts
 
 def test_each_timed_message_carries_the_counts_to_its_reader() -> None:
     counts = np.random.default_rng(0).integers(0, 300, (3, 8)).astype(np.uint32)
-    of_core, reply, place, decode_request = messages_with(counts)()
+    core_output, reply, place, decode_request = messages_with(counts)()
     assert place.request.expert_counts is not None
     read = [
-        expert_counts_of(of_core),
+        expert_counts_of(core_output),
         expert_counts_of(reply.kv_transfer_params),
         place.request.expert_counts,
         unpack_counts(decode_request.expert_counts),

@@ -96,7 +96,7 @@ def test_rows_exist_for_both_clocks_until_they_are_published(tmp_path: Path) -> 
     (cpu_speed / "cpu_speed_0.jsonl").write_text("\n".join(lines) + "\n")
     rows = {(r["clock"], r["policy"]): r for r in live.LiveComparison(tmp_path, {}).rows()}
     assert len(rows) == 4
-    for clock, change in (("wall", 100.0), ("even", 0.0)):
+    for clock, change in (("wall", 100.0), ("normalised", 0.0)):
         row = rows[clock, "marginal-cost"]
         names = ("tpot_p50_ms", "engine_ms_per_token", "step_ms_per_token")
         changes = [row[f"{name}_change_pct"] for name in names]

@@ -86,7 +86,7 @@ def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(sensitivity: f
     """Use two equal balancers and a policy whose steps take half as long, on cores of changing speed."""
     slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
     at = np.arange(0.0, 800.0, 0.25)
-    of_core = np.column_stack([at, 1e-3 * slowdown[(at // 100).astype(int)], 0 * at, 100 * at])
+    core_records = np.column_stack([at, 1e-3 * slowdown[(at // 100).astype(int)], 0 * at, 100 * at])
     policies = ["random", "round-robin", "marginal-cost"] * 2 + ["random"] * 2
     trials = []
     for n, policy in enumerate(policies):
@@ -96,10 +96,10 @@ def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(sensitivity: f
             Trial(policy, 0, [sent], {"seconds": seconds, "token_seconds": seconds, "requests": 100.0})
         )
     alike = ("random", "round-robin")
-    clock = NormalisedTime([of_core])
+    clock = NormalisedTime([core_records])
     assert fit_engine_sensitivity(trials, clock, alike) == pytest.approx(sensitivity, abs=0.02)
     assert fit_engine_sensitivity(trials[:5], clock, alike) == 1.0  # too few trials
-    even = [normalise_trial(trial, NormalisedTime([of_core], sensitivity)).engines for trial in trials]
+    even = [normalise_trial(trial, NormalisedTime([core_records], sensitivity)).engines for trial in trials]
     for group in (alike, ("marginal-cost",)):
         took = [e["seconds"] for e, name in zip(even, policies, strict=True) if e and name in group]
         assert np.ptp(took) < 0.2

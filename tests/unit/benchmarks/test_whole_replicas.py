@@ -153,7 +153,7 @@ def test_a_system_is_not_charged_for_slow_cores() -> None:
     """Use two equal systems, and ours, whose steps take 3/4 as long, on cores of changing speed."""
     slowdown = [1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6, 0.9]
     at = np.arange(0.0, 900.0, 0.25)
-    of_core = np.column_stack([at, [1e-3 * slowdown[int(t // 100)] for t in at], 0 * at, 100 * at])
+    core_records = np.column_stack([at, [1e-3 * slowdown[int(t // 100)] for t in at], 0 * at, 100 * at])
     trials = {}
     for n, slow in enumerate(slowdown):
         system = ("vllm-router/round_robin", "vllm-router/power_of_two", whole_report.OURS)[n % 3]
@@ -162,7 +162,7 @@ def test_a_system_is_not_charged_for_slow_cores() -> None:
         cpu = {"engines": 2 * ms, "proxy": ms}
         span = [100.0 * n + 10.0, 100.0 * n + 90.0]
         trials[f"{n // 3}/sessions/{system}"] = times | {"span": span, "cpu_ms": cpu}
-    even = whole_report.normalise_speed(trials, NormalisedTime([of_core]))
+    even = whole_report.normalise_speed(trials, NormalisedTime([core_records]))
     ratio = {k: figures["tpot_p50_ms"] / 10.0 for k, figures in even.items()}
     same = next(iter(ratio.values()))
     for key, figures in even.items():

@@ -224,7 +224,7 @@ async def test_a_connection_without_a_hello_is_closed_with_one_line(
 @pytest.mark.parametrize("silent", ["engine", "ingress"])
 async def test_a_silent_peer_is_disconnected(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_module, "PING_S", 0.02)
-    monkeypatch.setattr("eldr_serve.channel.server._SILENT_S", 0.1)
+    monkeypatch.setattr("eldr_serve.channel.server.SILENT_S", 0.1)
     monkeypatch.setattr(client_module, "SILENT_S", 0.1)
     if silent == "engine":
 

@@ -78,7 +78,7 @@ def test_a_shorter_drain_time_in_the_yaml_is_kept_with_a_warning() -> None:
 
 def test_an_autoscaled_ingress_gets_our_policy_unless_it_names_one() -> None:
     scaled = options(autoscaling_config={"max_replicas": 4})["autoscaling_config"]
-    assert scaled["policy"]["policy_function"].endswith(":by_requests_in_flight")
+    assert scaled["policy"]["policy_function"].endswith(":compute_desired_replicas")
     named = {"policy": {"policy_function": "my.module:mine"}}
     assert options(autoscaling_config=named)["autoscaling_config"] == named
 

@@ -11,6 +11,6 @@ DOMAINS = ("code", "math", "medical", "legal", "en", "fr")
 
 @pytest.fixture(scope="session")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide 60 requests of each domain, which has favourite experts and token ids."""
+    """Provide a trace with 60 requests of each domain, which has its own favourite experts and token ids."""
     shape = {"each": 60, "num_layers": 3, "num_experts": 32, "steps": 20, "others": 0.05}
     return save_trace(favourites_trace(DOMAINS, **shape), tmp_path_factory)

@@ -375,7 +375,7 @@ def test_admitted_requests_meet_their_objective_under_overload() -> None:
 
     service.prefill.answer = compute
 
-    async def one(number: int) -> None:
+    async def send(number: int) -> None:
         context = await service.send(200, seed=number, ttft_s=2.0)
         met = context and context.record.first_token_at_s - context.record.started_at_s <= 2.0
         outcomes.append(met)
@@ -384,7 +384,7 @@ def test_admitted_requests_meet_their_objective_under_overload() -> None:
         service.report_measurement(1.3 * RATE)
         tasks = []
         for number in range(1500):  # 7.5 a second, of which 5 fit
-            tasks.append(asyncio.create_task(one(number)))
+            tasks.append(asyncio.create_task(send(number)))
             await asyncio.sleep(rng.expovariate(7.5))
         await asyncio.gather(*tasks)
 

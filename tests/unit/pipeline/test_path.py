@@ -245,7 +245,7 @@ async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refus
 
 
 async def test_a_request_is_refused_without_a_prefill_replica() -> None:
-    pipeline = Pipeline(prefill_wait_s=0.05, whole_per_s=0.0)
+    pipeline = Pipeline(prefill_wait_s=0.05, prefilled_by_decode_per_s=0.0)
     pipeline.prefill.lost = {"p0", "p1"}
     with pytest.raises(OverloadedError, match="no prefill replica can be reached"):
         await pipeline.run()
@@ -278,13 +278,13 @@ async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool)
         raise ChannelLostError("it is dead")
         yield
 
-    pipeline = Pipeline(prefill=prefill, prefill_wait_s=0.0, whole_per_s=0.001)
+    pipeline = Pipeline(prefill=prefill, prefill_wait_s=0.0, prefilled_by_decode_per_s=0.001)
     if not dies:
         pipeline.prefill.lost = {"p0", "p1"}
     assert await pipeline.run() == b"abc"
     (decode,) = pipeline.decode.requests
     assert not decode.kv
-    assert pipeline.counters.events[-1] == "whole_without_prefill"
+    assert pipeline.counters.events[-1] == "prefilled_by_decode"
     with pytest.raises(OverloadedError, match="no prefill replica can be reached"):
         await pipeline.run()
 
@@ -294,7 +294,7 @@ def test_whole_requests_run_in_order_of_arrival() -> None:
     ended: list[int] = []
 
     async def main() -> None:
-        pipeline = Pipeline(prefill_wait_s=60.0, whole_per_s=40.0)
+        pipeline = Pipeline(prefill_wait_s=60.0, prefilled_by_decode_per_s=40.0)
         pipeline.prefill.lost = {"p0", "p1"}
 
         async def run(number: int) -> None:

@@ -129,7 +129,7 @@ async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exce
     second = pipeline.decode.requests[-1].header
     assert (second["kv_transfer_params"], second["generated"]) == ({}, pack_ids(0, 1, 2))
     assert second["token_ids"] == TOKEN_IDS
-    assert pipeline.counters.events == ["prefills", "whole_without_prefill", "resumed"]
+    assert pipeline.counters.events == ["prefills", "prefilled_by_decode", "resumed"]
 
 
 async def test_a_prefill_replica_is_not_blamed_for_an_attempt_without_it() -> None:
@@ -153,7 +153,7 @@ async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
 
     engines, pipeline.decode.answer = pipeline.decode.answer, decode
     assert await pipeline.run(stream=True) == WHOLE + END
-    assert pipeline.counters.events == ["prefills", "whole_without_prefill", "resumed"]
+    assert pipeline.counters.events == ["prefills", "prefilled_by_decode", "resumed"]
 
 
 async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:

@@ -150,7 +150,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
             f"{SCALING}.max_replicas": 4,
             f"{SCALING}.initial_replicas": 4,
         },
-        "a decode replica requests 2 GPUs, and tensor_parallel_size x data_parallel_size is 1",
+        "a decode replica requests 2 GPUs, but tensor_parallel_size x data_parallel_size is 1",
     ),
     "one_port_twice": (QWEN, {"ingress.port": 8000}, "both listen at port 8000"),
 }

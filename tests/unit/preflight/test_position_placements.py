@@ -63,13 +63,13 @@ def test_more_positions_than_replicas_are_accepted(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"positions": 1}, "placements of positions 0 to 0, and there are up to 2 decode replicas"),
+        ({"positions": 1}, "placements of positions 0 to 0, but there are up to 2 decode replicas"),
         ({"ranks": 4}, "the placements are for 4 ranks, and the engines have 2"),
         ({"redundant": 8}, "the placements have 8 redundant slots, and the engines have 16"),
         ({"changes": {EXPERTS: {}}}, "the placements have 16 redundant slots, and the engines have 0"),
         ({"changes": {EXPERTS: {"redundant": 16}}}, "eldr_experts has the invalid value"),
-        ({"shape": (6, 32)}, "placements of 6 x 64 experts, and the model of decode has 6 x 32"),
-        ({"shape": (5, 64)}, "placements of 6 x 64 experts, and the model of decode has 5 x 64"),
+        ({"shape": (6, 32)}, "placements of 6 x 64 experts, but the model of decode has 6 x 32"),
+        ({"shape": (5, 64)}, "placements of 6 x 64 experts, but the model of decode has 5 x 64"),
         (
             {"changes": {f"{D}.runtime_env.env_vars.ELDR_EXPERT_PARALLEL": "0"}},
             "the engines are not expert-parallel",

@@ -66,7 +66,7 @@ def test_a_replica_requests_a_gpu_per_rank(
     assert is_right == (not sentences)
     for sentence in sentences:
         assert (
-            f"requests {gpus:g} GPUs, and tensor_parallel_size x data_parallel_size is {ranks}:" in sentence
+            f"requests {gpus:g} GPUs, but tensor_parallel_size x data_parallel_size is {ranks}:" in sentence
         )
 
 
@@ -99,7 +99,7 @@ def test_each_rank_of_each_replica_has_a_port_of_its_own(
         ),
         (
             {f"{D}.placement_group_config.bundles": [{"decode": 8, "GPU": 1}]},
-            "a decode replica requests 9 GPUs, and tensor_parallel_size x data_parallel_size is 8",
+            "a decode replica requests 9 GPUs, but tensor_parallel_size x data_parallel_size is 8",
         ),
     ],
 )

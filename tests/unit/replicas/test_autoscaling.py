@@ -7,9 +7,9 @@ from ray.serve._private.autoscaling_state import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from eldr_serve.app import engine_spec
-from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE, by_requests_in_flight
+from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE, compute_desired_replicas
 
-POLICY = "eldr_serve.replicas.autoscaling:by_requests_in_flight"
+POLICY = "eldr_serve.replicas.autoscaling:compute_desired_replicas"
 
 
 def context(
@@ -50,7 +50,7 @@ def context(
 def test_the_requests_in_flight_set_the_number_of_replicas(
     counts: dict[str, float], running: int, desired: float
 ) -> None:
-    assert by_requests_in_flight(context(counts, running=running)) == (pytest.approx(desired), {})
+    assert compute_desired_replicas(context(counts, running=running)) == (pytest.approx(desired), {})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_requests_in_flight_set_the_number_of_replicas(
     ],
 )
 def test_the_kv_usage_sets_the_number_of_replicas(kv: dict[str, float], desired: float) -> None:
-    assert by_requests_in_flight(context({"r0": 1, "r1": 1}, 2, kv)) == (pytest.approx(desired), {})
+    assert compute_desired_replicas(context({"r0": 1, "r1": 1}, 2, kv)) == (pytest.approx(desired), {})
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_the_kv_usage_sets_the_number_of_replicas(kv: dict[str, float], desired:
     [({}, 3), ({"r0": 1}, 3), ({"r0": 60}, 6)],
 )
 def test_no_replica_is_removed_before_all_have_reported(counts: dict[str, float], desired: float) -> None:
-    assert by_requests_in_flight(context(counts, running=3))[0] == desired
+    assert compute_desired_replicas(context(counts, running=3))[0] == desired
 
 
 def test_the_target_is_kept_without_replicas() -> None:
-    assert by_requests_in_flight(context({}, running=0))[0] == 2
+    assert compute_desired_replicas(context({}, running=0))[0] == 2
 
 
 def test_serve_imports_the_policy_and_applies_its_own_bounds_and_delays() -> None:

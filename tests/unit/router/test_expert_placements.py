@@ -37,13 +37,21 @@ def test_a_folder_is_read_where_the_application_is_built(tmp_path: Path) -> None
     [
         ([], {}, "has no expert placement NAME.0.json"),
         ([0, 2], {}, "has no expert placement of position 1"),
-        ([0, 1], {}, "there are 2 expert placements, and the table has 3 clusters"),
-        ([0, 1, 2, 3], {}, "there are 4 expert placements, and the table has 3 clusters"),
-        ([0, 1], {"num_layers": 3}, "position 2 is of m with 3 x 8 experts, the table of m with 2 x 8"),
-        ([0, 1], {"num_experts": 16}, "position 2 is of m with 2 x 16 experts, the table of m with 2 x 8"),
-        ([0, 1], {"model": "n"}, "position 2 is of n with 2 x 8 experts, the table of m with 2 x 8"),
-        ([0, 1], {"ranks": 4}, "position 2 has 8 slots on 4 ranks, that of position 0 8 on 2"),
-        ([0, 1], {"redundant": 2}, "position 2 has 10 slots on 2 ranks, that of position 0 8 on 2"),
+        ([0, 1], {}, "there are 2 expert placements, but the table has 3 clusters"),
+        ([0, 1, 2, 3], {}, "there are 4 expert placements, but the table has 3 clusters"),
+        (
+            [0, 1],
+            {"num_layers": 3},
+            "position 2 is for m with 3 x 8 experts, but the table is for m with 2 x 8",
+        ),
+        (
+            [0, 1],
+            {"num_experts": 16},
+            "position 2 is for m with 2 x 16 experts, but the table is for m with 2 x 8",
+        ),
+        ([0, 1], {"model": "n"}, "position 2 is for n with 2 x 8 experts, but the table is for m with 2 x 8"),
+        ([0, 1], {"ranks": 4}, "position 2 has 8 slots on 4 ranks, but that of position 0 has 8 on 2"),
+        ([0, 1], {"redundant": 2}, "position 2 has 10 slots on 2 ranks, but that of position 0 has 8 on 2"),
     ],
 )
 def test_a_set_that_does_not_fit_is_refused_in_one_sentence(

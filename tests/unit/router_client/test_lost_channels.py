@@ -44,7 +44,7 @@ async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:
     ignore: Any = lambda message: None  # noqa: E731
     for channel in (old, new):
         channel.open_call("subscribe", encode(Restore("c", ("r0",))), ignore, ignore)
-        await wait_until(lambda: len(actor.ingress_calls.by_peer) == 1)
+        await wait_until(lambda: len(actor.ingress_calls._by_peer) == 1)
         place = channel.open_call("place", encode(Place(request("a"))), ignore, ignore)
         await wait_until(lambda: actor.running.keys() == {"a"})
     await wait_until(old.closed.done)

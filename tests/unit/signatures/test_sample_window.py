@@ -39,10 +39,10 @@ def test_a_repeated_request_id_is_kept_once() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"shape": (LAYERS, 8)}, "other_model: 2 layers x 8 experts, the pool holds 2 x 16"),
+        ({"shape": (LAYERS, 8)}, "other_model: 2 layers x 8 experts, but those in the pool have 2 x 16"),
         ({"decode_steps": 0}, "odd_total: decode counts"),
         ({"decode_steps": 7}, "odd_total: decode counts"),
-        ({"token_ids": np.zeros(5, np.uint32)}, "incomplete_prompt: not of all tokens"),
+        ({"token_ids": np.zeros(5, np.uint32)}, "incomplete_prompt: not include all tokens"),
         ({"decode_counts": np.zeros((3, 4), np.uint32)}, "shape: both must be"),
     ],
 )
@@ -109,7 +109,7 @@ def test_token_ids_can_be_left_out() -> None:
 
 
 def test_an_empty_window_makes_no_trace() -> None:
-    with pytest.raises(ValueError, match="holds no sample"):
+    with pytest.raises(ValueError, match="has no sample"):
         trace_of([], "m")
 
 

@@ -51,7 +51,7 @@ class WaitingTokens:
         tokens: float64[n], prompt tokens.
         steps: int64[n], expected decode steps; with H or more the request outlasts the horizon.
         horizon: H.
-        end: whether F counts the tokens only until the expected end; if false, at every step as in the paper.
+        end: whether F counts the tokens only until the expected end; else at every step, as in the paper.
 
     Attributes:
         counted_tokens: float64[n, H+1], prompt tokens while the request runs, the input of F.

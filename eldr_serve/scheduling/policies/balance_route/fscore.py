@@ -72,8 +72,8 @@ def best_subset(
         scores = score(added, margins)
         best = int(scores.argmax())
         return [best], float(scores[best])
-    # All sets are enumerated. With a cached table this is faster than bitset subset sums, whose cost grows
-    # with the prompts' length, and tokens may differ between steps.
+    # Enumerate all sets. With a cached table this is faster than subset sums in a bitset, whose cost grows
+    # with the prompts' length, and which cannot handle tokens that differ between steps.
     members = _subsets(len(added), min(limit, len(added)))
     scores = score(members @ added, margins)
     best = int(scores.argmax())
