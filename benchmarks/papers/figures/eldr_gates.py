@@ -126,7 +126,8 @@ def _as_counts(probabilities: Sums, trace: CalibrationTrace) -> NDArray[np.uint3
     counts = np.floor(exact).astype(np.int64)
     missing = total - counts.sum(axis=2)  # [N, L]
     rank = np.argsort(np.argsort(counts - exact, axis=2), axis=2)  # 0 for the largest remainder
-    return (counts + (rank < missing[..., None])).astype(np.uint32)
+    rounded: NDArray[np.uint32] = (counts + (rank < missing[..., None])).astype(np.uint32)
+    return rounded
 
 
 FIGURES = {
