@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.exact_counts --device cuda
 
-Both of vLLM's model runners serve the batches of `tests/engine`, on a GPU in CUDA graphs. Their prompts share
+Both of vLLM's model runners serve the batches of `exact_engine`, on a GPU in CUDA graphs. Their prompts share
 prefixes and fit few KV blocks, so that prefill is chunked, prefixes are found in the cache and requests are
 preempted. Columns that end in `_differ` must be 0. Rows `against` reference compare with Hugging Face's model
 on the CPU, in float32 without a cache. Rows `against` V1 compare the runners with each other, including
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -23,14 +22,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from benchmarks.lib import options
+from benchmarks.lib import options, tiny_model
 from benchmarks.lib.cluster import ROOT, python_path
+from benchmarks.lib.engines import TRITON_CPU
 from benchmarks.lib.exact import Cells, compare_with_reference, compare_with_report, reference
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
 BENCHMARKS = {"exact_counts": "default"}
-_SCRIPT = ROOT / "tests/engine/engine_script.py"
 _ENV = {
     "cuda": {
         "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding changes no choice
@@ -64,7 +63,7 @@ def exact_counts(
     settings = EngineSettings(device, batches, graphs)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        runpy.run_path(str(ROOT / "tests/support/tiny_model.py"))["make"](model, seed)
+        tiny_model.make(model, seed)
 
         def serve(runner: str) -> dict[str, Any]:
             return _serve(runner, model, Path(folder) / f"{runner}.json", settings)
@@ -96,7 +95,7 @@ def exact_counts(
 
 def _serve(runner: str, model: Path, out: Path, settings: EngineSettings) -> dict[str, Any]:
     """Run an engine in its own process and return its report."""
-    folders = [ROOT / "tests/engine/triton_cpu"] if (settings.device, runner) == ("cpu", "V2") else []
+    folders = [TRITON_CPU] if (settings.device, runner) == ("cpu", "V2") else []
     environment = _ENV[settings.device] | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": python_path(*folders),
@@ -107,9 +106,7 @@ def _serve(runner: str, model: Path, out: Path, settings: EngineSettings) -> dic
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     elif runner == "V2":
         environment["TRITON_INTERPRET"] = "1"  # required by V2 on vLLM's CPU engine
-    place = "cuda" if settings.device == "cuda" else "device"
-    arguments = ["async", settings.batches, place, settings.graphs]
-    command: list[str | Path] = [sys.executable, _SCRIPT, model, out, *arguments]
+    command: list[str | Path] = [sys.executable, "-m", "benchmarks.lib.exact_engine", model, out, *settings]
     subprocess.run(command, env=os.environ | environment, check=True, cwd=ROOT)
     report: dict[str, Any] = json.loads(out.read_text())
     return report

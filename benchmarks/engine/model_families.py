@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, python_path
-from benchmarks.lib.engines import ENGINE_ENV
+from benchmarks.lib.engines import ENGINE_ENV, TORCHVISION_CPU, TRITON_CPU
 from benchmarks.lib.exact import histogram
 from benchmarks.lib.families import FAMILIES, Reference
 from benchmarks.lib.family_engine import CHUNK
@@ -46,8 +46,6 @@ from eldr_serve.experts.signature import unpack_counts
 from loadgen.results import RESULTS, publish, read_rows
 
 BENCHMARKS = {"model_families": "all"}
-_TRITON_CPU = ROOT / "tests/engine/triton_cpu"
-_TORCHVISION = ROOT / "tests/engine/torchvision_cpu"
 RUNNERS = ("V1", "V2")
 
 
@@ -58,7 +56,7 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
         names = [name for name in checkpoints if FAMILIES[name].torchvision == torchvision]
         if not names:
             continue
-        folders = [*([_TORCHVISION] if torchvision else []), *([_TRITON_CPU] if runner == "V2" else [])]
+        folders = [*([TORCHVISION_CPU] if torchvision else []), *([TRITON_CPU] if runner == "V2" else [])]
         environment = {"PYTHONPATH": python_path(*folders)}
         if runner == "V2":  # it uses Triton kernels, which run in Python without a GPU
             environment["TRITON_INTERPRET"] = "1"

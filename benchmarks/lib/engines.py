@@ -32,6 +32,8 @@ ENGINE_ENV = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits for a compiler
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+# Folders for PYTHONPATH: a backend with which Triton interprets kernels, and names that transformers imports.
+TRITON_CPU, TORCHVISION_CPU = (Path(__file__).with_name(name) for name in ("triton_cpu", "torchvision_cpu"))
 _NIXL_PORTS_BESIDE = {"prefill_config": 24000, "decode_config": 26000}  # of a second application
 
 

@@ -1,6 +1,6 @@
 """The comparison of an engine's expert counts with another implementation's, integer by integer.
 
-Reports are those of `tests/engine/engine_script.py`.
+Reports are those of `benchmarks.lib.exact_engine`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.lib import tiny_model
 from benchmarks.lib.exact import reference
-from tests.support import tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

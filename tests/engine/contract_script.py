@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.ports import free_port
+from benchmarks.lib.tiny_model import EXPERTS, LAYERS, TOP_K
 from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.engine.protocol import Engine, EngineRole
@@ -29,7 +30,6 @@ from tests.support.engine_contract import (
     request,
     run_check,
 )
-from tests.support.tiny_model import EXPERTS, LAYERS, TOP_K
 
 KWARGS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
 SHAPE = (LAYERS, EXPERTS)

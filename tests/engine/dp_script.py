@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import tiny_model
+from benchmarks.lib import tiny_model
 
 PROMPTS, OUTPUT = 8, 10
 MAX_REQUESTS = 8  # of a rank

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support import tiny_model
+from benchmarks.lib import tiny_model
 
 RANKS, REDUNDANT = 2, 8
 LAYERS, EXPERTS = tiny_model.LAYERS, tiny_model.EXPERTS

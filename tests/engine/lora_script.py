@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.lib.tiny_model import LAYERS
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from tests.engine.contract_script import KWARGS, RemoteEngine, end, serve, start
 from tests.support.engine_contract import PROMPT, Sent, request
-from tests.support.tiny_model import LAYERS
 
 TOKENS, RANK = 12, 4
 SHAPES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}  # [out, in]

@@ -21,7 +21,7 @@ ENGINE_ENV = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TORCHDYNAMO_DISABLE": "1",  # compiling parts of vLLM's sampler takes longer than a test
 }
-TRITON_CPU = Path(__file__).with_name("triton_cpu")
+TRITON_CPU = ROOT / "benchmarks/lib/triton_cpu"
 
 
 _FORKED = get_context("forkserver")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.lib.tiny_model import EXPERTS
 from eldr_serve.experts.signature import unpack_counts
 from tests.engine.scripts import run_script
 from tests.support.engine_contract import CHECKS
-from tests.support.tiny_model import EXPERTS
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.tiny_model import LAYERS, TOP_K
 from tests.engine.dp_transfer_script import LENGTH, RANKS
 from tests.engine.scripts import run_script
-from tests.support.tiny_model import LAYERS, TOP_K
 
 
 @pytest.fixture(scope="module")

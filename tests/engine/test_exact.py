@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.exact import compare_with_reference
-from tests.engine.engine_script import BATCHES, CHUNK, SHORT
+from benchmarks.lib.exact_engine import BATCHES, CHUNK, SHORT
 from tests.engine.operators import WAITING
 from tests.engine.scripts import run_script
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.lib.tiny_model import EXPERTS
 from eldr_serve.experts.signature import unpack_counts
 from tests.engine.samples_script import TOKENS, prompts
 from tests.engine.scripts import run_script
-from tests.support.tiny_model import EXPERTS
 
 RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole", 10)}
 

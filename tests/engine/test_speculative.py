@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib import families
+from benchmarks.lib import families, tiny_model
 from eldr_serve.experts.signature import unpack_counts
 from tests.engine.drafters import eagle, glm_with_mtp
 from tests.engine.scripts import run_script
 from tests.engine.speculative_script import PROMPTS, TOKENS
-from tests.support import tiny_model
 
 RUNS = {  # name -> role, method, scheduler, port of NIXL
     "ngram": ("decode", "ngram", "sync", "21881"),

@@ -113,6 +113,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "benchmarks.lib.channel_transports": ("dev",),
     "benchmarks.lib.frames_in_grpc": ("dev",),
     "benchmarks.lib.screenshots": ("dev",),
+    "benchmarks.lib.triton_cpu.interpreted": ("dev",),
     **dict.fromkeys(
         (
             "eldr_serve.app",
@@ -190,8 +191,8 @@ def test_every_import_is_declared_for_where_its_module_runs() -> None:
     }
 
 
-# The tests import their own modules by full names such as `tests.support.clock`; the last is a stub.
-TEST_PACKAGES = {"tests", "docs", "torchvision"}
+# The tests import their own modules by full names such as `tests.support.clock`.
+TEST_PACKAGES = {"tests", "docs"}
 
 
 def test_the_tests_import_declared_distributions_and_their_own_modules_by_full_names() -> None:

@@ -1,5 +1,5 @@
 """Empty module for functions on images."""
 
-from torchvision.transforms import InterpolationMode
+from .. import InterpolationMode
 
 __all__ = ["InterpolationMode"]
