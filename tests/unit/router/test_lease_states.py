@@ -51,9 +51,7 @@ def test_only_the_listed_transitions_are_allowed(before: LeaseState, after: Leas
             lease.become(after)
 
 
-@pytest.mark.parametrize(
-    "kind", [Restore, Workers, IngressReport, Granted, Queued, Unplaced, Place, Counted]
-)
+@pytest.mark.parametrize("kind", [Restore, Workers, IngressReport, Granted, Queued, Unplaced, Place, Counted])
 def test_a_message_is_tagged_with_its_name(kind: type[Any]) -> None:
     assert kind.__struct_config__.tag == kind.__name__
 
