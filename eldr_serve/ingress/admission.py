@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -106,10 +107,13 @@ class AdmittedState:
     Attributes:
         reservation: tokens of the tenant's limit, which the endpoint reserves.
         id_headers: response headers with the ids of the request; empty until it has them.
+        arrived_at_s: time at which the request's headers had arrived, before its body and its permit,
+            time.monotonic().
     """
 
     reservation: TokenReservation
     id_headers: dict[str, str] = field(default_factory=dict)
+    arrived_at_s: float = field(default_factory=time.monotonic)
 
     @staticmethod
     def get(request: Request) -> AdmittedState:

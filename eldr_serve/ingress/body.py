@@ -85,6 +85,7 @@ async def read_body(
     """Return the whole body, decompressed.
 
     Args:
+        timeout_s: maximum time until the whole body has arrived, s. The sizes bound its decompression.
         reserve: called with the number of further bytes before they are kept; may raise an exception.
 
     Raises:
@@ -110,12 +111,12 @@ async def read_body(
                 reserve(len(part))
                 body += part
                 more = message.get("more_body", False)
-            if encoding != "identity" and len(body) <= limit:
-                body = await _decompress(bytes(body), limit, reserve)
     except TimeoutError:
         raise RequestRefusedError(
             f"the request's body did not arrive within {timeout_s:g} s", status=408
         ) from None
+    if encoding != "identity" and max(size, len(body)) <= limit:
+        body = await _decompress(bytes(body), limit, reserve)
     if max(size, len(body)) > limit:
         raise RequestRefusedError(f"the request's body is larger than {limit / MIB:g} MiB", status=413)
     return bytes(body)

@@ -83,12 +83,11 @@ class OpenAIEndpoints:
 
     async def generate(self, method: str, request: HTTPRequest) -> Response:
         """Run a chat, text completion or message over prefill, placement and decode."""
-        started_at_s = time.monotonic()
         body = await request.body()
         fields = self._parse(request, body)
         state = AdmittedState.get(request)
-        prompt_tokens = len(body) // _BYTES_PER_TOKEN
-        state.reservation.reserve(prompt_tokens + self._count_answers(fields) * max_new_tokens(fields))
+        prompt_tokens, num_answers = len(body) // _BYTES_PER_TOKEN, self._count_answers(fields)
+        state.reservation.reserve(prompt_tokens + num_answers * max_new_tokens(fields))
         self._router.start()
         sending = _SendingTask(self._counters)
         adapter = "" if fields.model == self._base_model else fields.model or ""
@@ -99,15 +98,15 @@ class OpenAIEndpoints:
         run = self._request_path.generate(context)
         try:
             first = await anext(run)
+            headers = state.id_headers | _placement_headers(context)
+            if fields.stream:
+                record_latencies = self._latency_recorder(context, state.arrived_at_s, num_answers)
+                return _Streamed(first, run, headers, sending, record_latencies)
+            content = b"".join([first, *[chunk async for chunk in run]])
+            return Response(content, 200, headers, "application/json")
         except BaseException:
             await run.aclose()
             raise
-        headers = state.id_headers | _placement_headers(context)
-        if fields.stream:
-            record_latencies = self._latency_recorder(context, started_at_s)
-            return _Streamed(first, run, headers, sending, record_latencies)
-        content = b"".join([first, *[chunk async for chunk in run]])
-        return Response(content, 200, headers, "application/json")
 
     def _count_answers(self, fields: RequestFields) -> int:
         """Return the number of answers to a request; raise BadRequestError if that is too many."""
@@ -118,7 +117,9 @@ class OpenAIEndpoints:
             )
         return count
 
-    def _latency_recorder(self, context: RequestContext, started_at_s: float) -> Callable[[], None]:
+    def _latency_recorder(
+        self, context: RequestContext, arrived_at_s: float, num_answers: int
+    ) -> Callable[[], None]:
         """Return a function that reports the latencies of a stream that begins now; call it at the end."""
         first_lease, first_token_at_s = context.lease, time.monotonic()
 
@@ -126,8 +127,9 @@ class OpenAIEndpoints:
             lease = context.lease or first_lease  # another one if the stream was resumed
             assert lease is not None
             tokens = lease.generated_tokens
-            tpot_s = (time.monotonic() - first_token_at_s) / (tokens - 1) if tokens > 1 else None
-            self._router.record_stream(StreamLatencies(first_token_at_s - started_at_s, tpot_s))
+            has_tpot = num_answers == 1 and tokens > 1  # several answers grow at the same time
+            tpot_s = (time.monotonic() - first_token_at_s) / (tokens - 1) if has_tpot else None
+            self._router.record_stream(StreamLatencies(first_token_at_s - arrived_at_s, tpot_s))
 
         return record
 

@@ -52,7 +52,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
     body_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="time for a request's body to arrive and be decompressed, s; a slower one gets 408",
+        description="time for a request's body to arrive, s; a slower one gets 408",
     )
     max_sequences: int = Field(
         default=256, ge=1, description="maximum answers to one request (prompts x n); more get 400"

@@ -56,7 +56,7 @@ ROUTER = index_by_name(
         "eldr_tpot_seconds",
         HISTOGRAM,
         "s",
-        "mean time between tokens of a stream",
+        "mean time between tokens of a stream with one answer",
         ("policy",),
         (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1),
         only=_ANSWERED,

@@ -81,7 +81,7 @@ class StreamLatencies(msgspec.Struct, frozen=True):
 
     Attributes:
         ttft_s: time to the first chunk, s.
-        tpot_s: mean time between tokens, s; None with fewer than two.
+        tpot_s: mean time between tokens, s; None with fewer than two, or with several answers.
     """
 
     ttft_s: float

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from starlette.requests import Request
 
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.errors import OverloadedError, RequestRefusedError
-from eldr_serve.ingress import deployment
+from eldr_serve.ingress import deployment, openai_endpoints
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.pipeline.path_options import PathOptions
 from tests.support.fake_fleet import answer_with, refusal
@@ -122,17 +123,50 @@ async def test_headers_name_the_policy_and_a_streams_handover_time(streamed: boo
         assert ("x-eldr-handover-ms" in answer.headers) == streamed
 
 
+async def endless(sent: Any) -> AsyncIterator[bytes]:
+    while True:
+        yield TOKEN
+        await asyncio.sleep(0.001)
+
+
+async def test_an_answer_whose_headers_fail_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_endpoints, "_placement_headers", Mock(side_effect=ValueError("odd")))
+    async with running_app(decode=endless) as app:
+        assert (await app.post(COMPLETIONS, HELLO | {"stream": True})).status_code == 500
+        assert app.decode.requests[-1].cancelled
+        assert app.ingress.gate.in_flight == 0
+
+
+async def test_the_ttft_of_a_stream_begins_with_its_arrival() -> None:
+    """The body arrives late here; a wait for a permit counts in the same way."""
+    late_s = 0.2
+
+    async def body() -> AsyncIterator[bytes]:
+        await asyncio.sleep(late_s)
+        yield json.dumps(HELLO | {"stream": True}).encode()
+
+    async with running_app(decode=stream_answer) as app:
+        with patch.object(app.ingress._router, "record_stream") as record:
+            assert (await app.client.post(COMPLETIONS, content=body())).status_code == 200
+        (latencies,) = record.call_args.args
+        assert latencies.ttft_s > late_s / 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_only_a_stream_of_one_answer_has_a_tpot(n: int) -> None:
+    async with running_app(decode=answer_with(TOKEN, TOKEN, TOKEN, b"data: [DONE]\n\n")) as app:
+        with patch.object(app.ingress._router, "record_stream") as record:
+            assert (await app.post(COMPLETIONS, HELLO | {"stream": True, "n": n})).status_code == 200
+        (latencies,) = record.call_args.args
+        assert (latencies.tpot_s is None) == (n > 1)
+
+
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 @pytest.mark.parametrize("chunks_sent", [0, 2])
 async def test_a_client_that_disconnects_during_a_chunk_cancels_its_call(chunks_sent: int, how: str) -> None:
     """The generator of the answer is suspended then, and nothing else ends it, as in a reference cycle."""
     sending, disconnected = asyncio.Event(), asyncio.Event()
     messages = 0
-
-    async def endless(sent: Any) -> AsyncIterator[bytes]:
-        while True:
-            yield TOKEN
-            await asyncio.sleep(0.001)
 
     async def send(message: Any) -> None:
         nonlocal messages
