@@ -69,7 +69,7 @@ def test_the_wheel_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     python, empty = tmp_path / "venv/bin/python", tmp_path / "empty"
     empty.mkdir()
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-compile"]
     subprocess.run([*pip, str(wheel)], check=True, timeout=300)
     packages = next((tmp_path / "venv/lib").glob("*/site-packages"))
     # A line of a .pth file adds a folder without the .pth files in it, so without an editable checkout.

@@ -1,10 +1,12 @@
 """`eldr check` on the shipped deployments, and on wrong ones that each get one sentence.
 
-One process with vLLM checks all of them.
+One process with vLLM probes the different engines of all of them.
 """
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import yaml
 from typer.testing import CliRunner
 
 from eldr_serve.cli import app
+from eldr_serve.preflight import check as checking
 from eldr_serve.preflight.check import CheckOutcome, FindNodePools, check_deployments
+from eldr_serve.preflight.engines import EngineProbe, ProbeResult, probe_engines
 from eldr_serve.preflight.machine import GIB, NodePool, gpu_of, read_cluster, set_gpu
 from eldr_serve.preflight.report import as_json
 from tests.support.shipped import ROOT
@@ -179,6 +183,14 @@ def cluster(path: Path, device: str) -> list[NodePool]:
     return [pool for pool in CLUSTER if not (small and pool.name.endswith("_of_8"))]
 
 
+def probe_each_once(engines: Sequence[EngineProbe]) -> list[ProbeResult]:
+    """Probe equal engines of several files once, since a probe of a large model takes a second."""
+    keys = [json.dumps(asdict(engine), sort_keys=True) for engine in engines]
+    different = dict(zip(keys, engines, strict=True))
+    results = dict(zip(different, probe_engines([*different.values()]), strict=True))
+    return [results[key] for key in keys]
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome]:
     folder = tmp_path_factory.mktemp("deployments")
@@ -192,6 +204,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckOutcome
     paths[-1].write_text(deployment)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        patch.setattr(checking, "probe_engines", probe_each_once)
         results = check_deployments(paths, cluster)
     return {path.stem: outcome for path, outcome in zip(paths, results, strict=True)}
 
