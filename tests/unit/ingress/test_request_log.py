@@ -118,7 +118,7 @@ async def test_a_refused_request_is_logged_only_if_all_are(
     async with running_app(prefill=answer_with(refused), log_requests=log_requests) as app:
         if isinstance(refused, OverloadedError):  # no replica has room
 
-            async def full(run: Any) -> None:
+            async def full(*_: Any) -> None:
                 raise refused
 
             monkeypatch.setattr(app.ingress._services.prefill, "_prefill", full)

@@ -62,7 +62,7 @@ def test_each_change_begins_a_comparison_and_the_status_keeps_the_last_one() -> 
     # This comparison is not kept, since no token is generated during it.
     state.live_settings.set_shadow(NamedPolicy("shortest-queue"))
     run(state, "b")
-    assert tokens_of(state) == 9 + 9  # earlier tokens of "a" do not count again
+    assert tokens_of(state) == 9  # those of "b": the earlier ones of "a" do not count
     state.live_settings.set_shadow(None)
     assert tokens_of(state) is None
     past = router_status(state)["comparison"]["past"]
