@@ -143,8 +143,8 @@ def messages_with(
 ) -> Callable[[], tuple[dict[str, Any], PrefillReply, Place, EngineRequest]]:
     """Return a function that encodes and decodes each message of a request that carries its prompt's counts.
 
-    Each holds little else. They are the output of vLLM's core, the reply to the prefill call, the call for a
-    lease under the default policy, which reads counts, and the decode call.
+    The four messages are the output of vLLM's core, the reply to the prefill call, the call for a lease under
+    the default policy, which reads counts, and the decode call.
     """
     packed = pack_counts(counts)
     params = {EXPERT_COUNTS_KEY: packed}
