@@ -43,7 +43,7 @@ class MoveLimiter:
         return True
 
     def is_moving(self, request_id: str) -> bool:
-        """Return whether the answer is moving: its next engine has not sent a token yet."""
+        """Return whether the answer is moving, which ends when its next engine sends a token."""
         return request_id in self._moving
 
     def end(self, request_id: str) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 _DEFAULT_BLOCKS = 4096  # capacity of a worker that has not reported it
 _MAX_BLOCKS = 2**16  # limit per worker, some 8 MB
 _HASH_BYTES = 8
-_UNCONFIRMED_REPORTS = 60  # reports of an engine after which a prompt that it has not computed is removed
+_UNCONFIRMED_REPORTS = 60  # a prompt leaves the map if the engine has not computed it within so many reports
 
 
 def first_parent(salt: str) -> bytes:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.errors import UserInputError
-from offline.expert_placement.grouping import Grouping
+from offline.expert_placement.grouping import Grouping, check_sizes
 from offline.expert_placement.locality import Bools
 
 
@@ -19,9 +18,7 @@ def controlled_groups(affinity: Floats, initial: Ints, groups: int, low: int, hi
     Arguments and errors are those of `bounded_groups`. An expert goes to the group whose total affinity
     (Algorithm 1) with the expert is the highest, so large groups attract most experts.
     """
-    n = len(affinity)
-    if not groups * low <= n <= groups * high:
-        raise UserInputError(f"{n} experts cannot be divided into {groups} groups of {low} to {high}")
+    check_sizes(len(affinity), groups, low, high)
     members = [list(np.flatnonzero(initial == group)) for group in range(groups)]
 
     def affinity_within(expert: int, group: int) -> float:
@@ -48,7 +45,7 @@ def controlled_groups(affinity: Floats, initial: Ints, groups: int, low: int, hi
         weakest.append(expert)
     for expert in weakest:
         assign(expert, [group for group in range(groups) if len(members[group]) < low])
-    label = np.empty(n, np.int64)
+    label = np.empty(len(affinity), np.int64)
     for group, experts in enumerate(members):
         label[experts] = group
     return label

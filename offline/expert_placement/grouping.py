@@ -37,6 +37,12 @@ def spectral_groups(
     return group_of
 
 
+def check_sizes(n: int, groups: int, low: int, high: int) -> None:
+    """Raise UserInputError if n experts cannot be divided into groups of `low` to `high`."""
+    if not groups * low <= n <= groups * high:
+        raise UserInputError(f"{n} experts cannot be divided into {groups} groups of {low} to {high}")
+
+
 def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high: int) -> Ints:
     """Move experts until each group has `low` to `high` of them (Algorithm 2).
 
@@ -48,9 +54,7 @@ def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high:
     Raises:
         UserInputError: bounds that no grouping of n experts meets.
     """
-    n = len(affinity)
-    if not groups * low <= n <= groups * high:
-        raise UserInputError(f"{n} experts cannot be divided into {groups} groups of {low} to {high}")
+    check_sizes(len(affinity), groups, low, high)
     label = np.array(initial)
     size = np.bincount(label, minlength=groups)
     gain = affinity @ np.eye(groups)[label]  # [n, groups], affinity of each expert to each group
@@ -103,8 +107,7 @@ def size_bounds(
     Raises:
         UserInputError: fewer experts than groups, or more than the groups' capacity.
     """
-    if not groups <= n <= groups * (capacity or n):
-        raise UserInputError(f"{n} experts cannot be divided into {groups} groups of 1 to {capacity or n}")
+    check_sizes(n, groups, 1, capacity or n)
     ideal = n // groups
     slack = max(1, round(ideal * ratio)) if ratio > 0 else least_slack
     high = max(ideal + slack, -(-n // groups))

@@ -45,8 +45,9 @@ def frequencies(options: Options) -> Rows:
             of_expert = share[:, expert]
             row = {"trace": half.name, "layer": layer, "expert": int(expert)}
             row |= {"share_pct": float(of_expert.mean()), "share_deviation_pct": float(of_expert.std())}
-            rows.append(row | {"share_pct_lowest": of_expert.min(), "share_pct_highest": of_expert.max()})
-    return [{k: float(v) if isinstance(v, np.floating) else v for k, v in row.items()} for row in rows]
+            extremes = {"lowest": float(of_expert.min()), "highest": float(of_expert.max())}
+            rows.append(row | {f"share_pct_{name}": share_pct for name, share_pct in extremes.items()})
+    return rows
 
 
 def latency(options: Options) -> Rows:

@@ -93,28 +93,28 @@ def _tpot_changes(
     """Return the changes of TPOT against shortest-queue, by the transform of the table and the requests."""
     cost, rng = cost_of(options, trace), np.random.default_rng([seed, WORKERS])
     kinds = rng.choice(test, options.requests or PER_WORKER * WORKERS)
-    requests = requests_at_batch(trace, Experts.from_trace(trace), kinds, WORKERS, cost, rng)
+    counted = Experts.from_trace(trace)
+    requests = requests_at_batch(trace, counted, kinds, WORKERS, cost, rng)
     cluster = Cluster(decode=Decode(workers=WORKERS, cost=cost))
 
-    def tpot(name: str, observed: CalibrationTrace) -> dict[str, Any]:
+    def tpot(name: str, observed: CalibrationTrace, experts: Experts) -> dict[str, Any]:
         policy = make_policy(name)
         if name == "locality-band":
             table, _ = fit_table(observed.subset_without_routes(fit), WORKERS, transform="count", seed=seed)
             policy = policy.set_table(table)
         policy.update_cost_model(cost)
-        experts = Experts.from_trace(observed)
         return simulate(requests, policy, cluster, experts=experts, seed=seed).summary()
 
     as_counts = replace(trace, prefill_counts=_as_counts(probabilities, trace))
-    base = tpot("shortest-queue", trace)
+    base = tpot("shortest-queue", trace, counted)
     return {
         transform: {
             f"{q}_change_pct": change_pct(summary[f"tpot_{q}_ms"], base[f"tpot_{q}_ms"])
             for q in ("p50", "p99")
         }
         for transform, summary in (
-            ("count", tpot("locality-band", trace)),
-            ("gate-prob", tpot("locality-band", as_counts)),
+            ("count", tpot("locality-band", trace, counted)),
+            ("gate-prob", tpot("locality-band", as_counts, Experts.from_trace(as_counts))),
         )
     }
 

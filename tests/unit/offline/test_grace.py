@@ -1,6 +1,7 @@
 """Parts of GRACE-MoE against brute force, and invariants for all routes."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_serve.arrays import Ints
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost
@@ -78,17 +80,20 @@ def test_affinity_and_load_count_tokens(seed: int) -> None:
         assert load[layer, i] == (routes[:, layer] == i).sum()
 
 
+@pytest.mark.parametrize("divide", [bounded_groups, controlled_groups])
 @quick
 @given(st.integers(0, 9999), st.integers(4, 14), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
-def test_groups_keep_their_bounds(seed: int, n: int, groups: int, low: int, high: int) -> None:
+def test_groups_keep_their_bounds(
+    divide: Callable[..., Ints], seed: int, n: int, groups: int, low: int, high: int
+) -> None:
     rng = np.random.default_rng(seed)
     half = rng.exponential(size=(n, n))
     affinity, initial = half + half.T, rng.integers(0, groups, n)
     if not groups * low <= n <= groups * high:
         with pytest.raises(ValueError, match="cannot be divided into"):
-            bounded_groups(affinity, initial, groups, low, high)
+            divide(affinity, initial, groups, low, high)
         return
-    label = bounded_groups(affinity, initial, groups, low, high)
+    label = divide(affinity, initial, groups, low, high)
     before, size = (np.bincount(labels, minlength=groups) for labels in (initial, label))
     assert len(size) == groups
     assert low <= size.min() <= size.max() <= high
@@ -104,24 +109,6 @@ def test_the_weakest_member_moves_to_the_group_of_highest_affinity() -> None:
     assert label.tolist() == [0, 0, 0, 2, 1, 2]  # expert 3 to the group of expert 5
     label = bounded_groups(affinity, np.array([0, 0, 0, 0, 0, 2]), 3, 1, 5)
     assert label.tolist() == [0, 0, 0, 0, 1, 2]  # the empty group gets the expert that loses least
-
-
-@quick
-@given(st.integers(0, 9999), st.integers(4, 14), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
-def test_the_papers_groups_keep_their_bounds_too(seed: int, n: int, groups: int, low: int, high: int) -> None:
-    rng = np.random.default_rng(seed)
-    half = rng.exponential(size=(n, n))
-    affinity, initial = half + half.T, rng.integers(0, groups, n)
-    if not groups * low <= n <= groups * high:
-        with pytest.raises(ValueError, match="cannot be divided into"):
-            controlled_groups(affinity, initial, groups, low, high)
-        return
-    label = controlled_groups(affinity, initial, groups, low, high)
-    before, size = (np.bincount(labels, minlength=groups) for labels in (initial, label))
-    assert len(size) == groups
-    assert low <= size.min() <= size.max() <= high
-    if low <= before.min() <= before.max() <= high:
-        assert np.array_equal(label, initial)
 
 
 def test_the_paper_moves_an_expert_to_the_group_with_the_highest_total() -> None:
