@@ -47,7 +47,8 @@ class Cut:
 
     def lengths(self, tokens: int) -> tuple[int, int]:
         """Return the numbers of prompt and answer tokens of a sample. The latter may be 0 or negative."""
-        prompt = self.prompt_tokens or max(1, int(self.prompt_share * tokens))
+        share = max(1, int(self.prompt_share * tokens))
+        prompt = share if self.prompt_tokens is None else self.prompt_tokens
         rest = tokens - prompt
         return prompt, rest if self.output_tokens is None else min(rest, self.output_tokens)
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -143,8 +143,8 @@ def messages_with(
 ) -> Callable[[], tuple[dict[str, Any], PrefillReply, Place, EngineRequest]]:
     """Return a function that encodes and decodes each message of a request that carries its prompt's counts.
 
-    Each holds little else. They are the output of vLLM's core, the reply to the prefill call, the call for a
-    lease under the default policy, which reads counts, and the decode call.
+    The four messages are the output of vLLM's core, the reply to the prefill call, the call for a lease under
+    the default policy, which reads counts, and the decode call.
     """
     packed = pack_counts(counts)
     params = {EXPERT_COUNTS_KEY: packed}
@@ -196,7 +196,8 @@ class _PrefillProcess:
 
     def _stop(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # an engine that stopped itself
+            self._process.stdin.close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
@@ -207,8 +208,9 @@ class _PrefillProcess:
         """Return the seconds from prompt to first token, and the counting time that the engine reports."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([capture, prompt]) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the missing answer is reported below
+            self._process.stdin.write(json.dumps([capture, prompt]) + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)

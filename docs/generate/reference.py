@@ -126,7 +126,8 @@ def metrics_page() -> str:
     parts = [
         "# Metrics\n\nNames as in Prometheus, with Ray's prefix.\nTheir use: "
         "[watching](../watching.md).\nAll except those of engines also have the label `application`.\n"
-        "The key is that of the same value in `GET /eldr/status`.\n"
+        "The key is that of the same value in `GET /eldr/status`, in the unit of the key's suffix, such as "
+        "`_ms` or `_pct`.\n"
     ]
     for title, metrics in (
         ("The router", ROUTER),

@@ -27,7 +27,7 @@ from eldr_serve.ingress.metrics import IngressMetrics
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
 from eldr_serve.ingress.options import IngressOptions, TracingOptions
 from eldr_serve.ingress.port import Port, owner_of_port
-from eldr_serve.ingress.request_log import RequestLog
+from eldr_serve.ingress.request_log import RequestLog, show_request_lines
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
@@ -113,6 +113,7 @@ class EldrIngress:
             options=path_options,
             tokenizer=self._tokenizer,
         )
+        show_request_lines()
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id

@@ -81,7 +81,7 @@ MUTATIONS = (
     Mutation(
         "a stream whose engine is lost ends as if it were whole",
         "eldr_serve.pipeline.path",
-        'yield error_event("engine_lost", _LOST_BECAUSE, context.request.method)',
+        'yield error_event("engine_lost", reason, context.request.method)',
         "yield b'data: [DONE]\\n\\n'",
     ),
     Mutation(

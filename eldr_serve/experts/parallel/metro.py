@@ -79,10 +79,10 @@ class MetroPlan:
 def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     """Assign each expert to its least loaded host, by METRO's greedy algorithm with a fixed order of experts.
 
-    Experts with fewer hosts are assigned first. The load of a host is its active experts plus its fair share
-    of unassigned ones; the first host wins ties. The paper's Algorithm 1 has neither
-    rule (`MetroPlan.as_written`). With both, the result is within about one percent of the optimum. To route
-    many batches, create one `MetroPlan`.
+    Experts with fewer hosts are assigned first. The load of a host is the number of its active experts plus
+    its fair share of unassigned ones; the first host wins ties. With these two rules, which the paper's
+    Algorithm 1 (`MetroPlan.as_written`) lacks, the result is within about one percent of the optimum. To
+    route many batches, create one `MetroPlan`.
 
     Returns:
         int[..., E] rank of each expert; -1 where it has no tokens.

@@ -10,7 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
-from eldr_serve.engine.vllm.compat.nixl import NixlConnectorMetadata, WithoutTransfers, transfer_errors
+from eldr_serve.engine.vllm.compat.nixl import (
+    NixlConnectorMetadata,
+    WithoutTransfers,
+    copy_transfers,
+    transfer_errors,
+)
+from eldr_serve.engine.vllm.kv.metadata import EldrConnectorMetadata
 from eldr_serve.engine.vllm.kv.scheduler_side import EldrConnectorScheduler
 
 
@@ -57,6 +63,13 @@ def test_an_engine_that_transfers_nothing_frees_its_blocks_at_once() -> None:
     assert transfers.get_kv_connector_stats() is None
     with pytest.raises(AttributeError):
         transfers.anything_else  # noqa: B018
+
+
+def test_the_metadata_of_a_step_has_all_transfers_of_nixl() -> None:
+    transfers, meta = NixlConnectorMetadata(), EldrConnectorMetadata()
+    transfers.reqs_to_send, transfers.scheduler_clock = {"r": 9.0}, 5.0
+    copy_transfers(transfers, meta)
+    assert vars(meta) == vars(transfers)
 
 
 def test_a_cache_that_nixl_cannot_transfer_is_refused_with_an_alternative() -> None:

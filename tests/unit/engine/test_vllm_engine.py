@@ -278,21 +278,31 @@ async def test_a_whole_answer_is_counted_by_its_usage_and_errors_keep_vllms_word
     assert answer_to(refused.value) == (404, error_body("no", 404))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "tokens"),
-    [
-        ('data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n', 0),
-        ('data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n', 1),
-        ('data: {"choices":[{"index":0,"delta":{"content":"\\"role\\":"}}]}\n\n', 1),
-        ('data: {"choices":[{"index":0,"text":""}]}\n\n', 1),
-        ('data: {"choices":[],"usage":{}}\n\n', 0),
-        ("data: [DONE]\n\n", 0),
-    ],
-)
-async def test_tokens_of_several_answers_are_counted_in_vllms_own_chunks(chunk: str, tokens: int) -> None:
-    assert await decode(Generating([chunk]), "completions", prompt="x", stream=True, n=2) == [
-        (chunk.encode(), tokens)
-    ]
+class Drafting(Generating):
+    """A serving object that streams the outputs of an engine which drafts tokens, of two answers."""
+
+    OUTPUTS = ([[1, 2, 3]], [[4]], [[5, 6], [7]], [[]])  # token ids of each answer in each output
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+        async def generate(*args: Any) -> AsyncIterator[Any]:
+            for output in self.OUTPUTS:
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids) for ids in output])
+
+        self.engine_client = SimpleNamespace(generate=generate)
+
+    async def _stream(self) -> AsyncIterator[str]:
+        async for _ in self.engine_client.generate([1], SamplingParams(n=2), "id"):
+            yield CHUNKS[0]
+        yield CHUNKS[1]
+
+
+@pytest.mark.parametrize(("method", "fields"), [("completions", {"prompt": "x"}), ("chat", CHAT)])
+async def test_each_token_of_several_answers_is_counted(method: str, fields: dict[str, Any]) -> None:
+    sent = await decode(Drafting(), method, stream=True, n=2, **fields)
+    assert [tokens for _, tokens in sent] == [3, 1, 3, 0, 0]
+    assert b"".join(payload for payload, _ in sent) == (4 * CHUNKS[0] + CHUNKS[1]).encode()
 
 
 # -- endpoints that generate nothing -------------------------------------------------------------------

@@ -205,12 +205,21 @@ async def test_only_engines_that_end_with_the_request_count_as_lost_by_it() -> N
     assert [request.exclude for request, _ in pipeline.router.placements] == [(), ("d0",), ("d0", "d1")]
 
 
-@pytest.mark.parametrize("error", [ChannelLostError("gone"), refusal(500)])
-async def test_a_lost_stream_ends_with_an_error_event(error: Exception) -> None:
-    pipeline = Pipeline(decode=answer_with(b"a", error))
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (ChannelLostError("gone"), b"decode worker d0 failed: gone; send the request again"),
+        (refusal(500, "out of memory"), b"decode worker d0 failed: out of memory; send"),
+        (asyncio.Event(), b"decode worker d0 failed: the engine sent nothing more for 0.1 s; send"),
+    ],
+    ids=["lost", "fails", "late"],
+)
+async def test_a_lost_stream_ends_with_an_error_event_that_says_why(end: Any, why: bytes) -> None:
+    pipeline = Pipeline(decode=answer_with(b"a", end), next_token_timeout_s=0.1)
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"adata: ")
     assert b'"engine_lost"' in answer
+    assert why in answer
     assert answer.endswith(b"data: [DONE]\n\n")
     assert pipeline.counters.events[-1] == "streams_lost"
 

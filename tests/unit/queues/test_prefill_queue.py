@@ -449,6 +449,19 @@ def test_a_refused_request_has_reserved_room_at_its_retry_time() -> None:
     assert (times.tokens, times.due_tokens) == (700.0, 0.0)
 
 
+def test_a_request_that_retries_too_early_keeps_one_reservation() -> None:
+    clock = Clock()
+    times = RetryTimes(clock=clock)
+    for now_s in (0.0, 1.0, 2.0):
+        clock.now = now_s
+        assert not times.is_due(1)
+        times.reserve(1, 500.0, 10.0)
+        assert times.tokens == 500.0
+    clock.now = 12.0
+    times.claim(1)
+    assert (times.tokens, times.due_tokens) == (0.0, 0.0)
+
+
 def test_reservations_expire_and_are_bounded() -> None:
     clock = Clock()
     times = RetryTimes(clock=clock)

@@ -1,7 +1,9 @@
 """Prefix-hash routing of prompts with bounded load."""
 
 from collections import Counter
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,3 +67,24 @@ def test_every_kind_of_request_has_a_prefix() -> None:
     chat = RequestFields(messages=[{"role": "user", "content": long}])
     assert prompt_head(chat, 64).startswith(b"user:shared")
     assert prompt_head(RequestFields(), 64) == prompt_head(RequestFields(), 64)
+
+
+class Unread:
+    """A value that must not be formatted."""
+
+    def __str__(self) -> str:
+        raise AssertionError
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "x" * 300}, {"role": "user", "content": Unread()}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 300}, Unread()]}]},
+        {"prompt": [[*range(1000), Unread()]]},
+    ],
+)
+def test_only_the_head_of_a_prompt_is_formatted(fields: dict[str, Any]) -> None:
+    assert len(prompt_head(RequestFields(**fields), 64)) == 4 * 64
