@@ -26,7 +26,9 @@ class TimedGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._kept = work()
-        # Its sum keeps the GPU busy until the replay is queued, and evicts the inputs from the GPU's cache.
+        # The GPU sums this tensor before each replay. The sum takes long enough for the host to queue the
+        # replay meanwhile, so that no measured time includes the host's. It also evicts the inputs from the
+        # L2 cache, because the tensor is larger than the cache.
         self._flushed = torch.ones(1 << 26, dtype=torch.float32, device="cuda")
 
     def seconds(self) -> float:

@@ -30,7 +30,9 @@ def operators_called(trace: Path, ours: str, excluded: str) -> tuple[set[str], s
             threads[event["pid"], event["tid"]].append(event)
     by_ours, by_all = set(), set()
     for events in threads.values():
-        callers: list[tuple[float, bool, bool]] = []  # callers: (end, whether ours, whether excluded)
+        # Calls that have not ended, outermost first: the end, and whether the call or a caller of it is ours,
+        # or excluded.
+        callers: list[tuple[float, bool, bool]] = []
         for event in sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
             start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
             while callers and callers[-1][0] <= start:
