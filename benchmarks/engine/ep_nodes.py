@@ -72,11 +72,11 @@ def _run_jobs(rank: int, jobs: list[RankJob]) -> list[LayerRun]:
 
 def _make_rows(job: RankJob, runs: Sequence[LayerRun]) -> list[dict[str, Any]]:
     """Return a row for each dispatch from the runs of all ranks."""
-    times = slowest_rank([one.seconds for one in runs])
+    times = slowest_rank([layer_run.seconds for layer_run in runs])
     layer_ms = {arm: 1e3 * stages["layer"].mean(axis=1) for arm, stages in times.items()}  # [B]
     rows = []
     for arm in job.arms:
-        traffic = np.sum([one.traffic[arm] for one in runs], axis=0).mean(axis=(0, 1))
+        traffic = np.sum([layer_run.traffic[arm] for layer_run in runs], axis=0).mean(axis=(0, 1))
         change = paired_change_percent(layer_ms[arm], layer_ms[job.arms[0]], np.mean, seed=job.seed)
         row: dict[str, Any] = {
             "batch_size": job.routes.shape[2],

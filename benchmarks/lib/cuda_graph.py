@@ -31,8 +31,8 @@ class TimedGraph:
         # L2 cache, because the tensor is larger than the cache.
         self._flushed = torch.ones(1 << 26, dtype=torch.float32, device="cuda")
 
-    def seconds(self) -> float:
-        """Return the time of one replay on the GPU, in seconds, without inputs in the L2 cache."""
+    def time_replay(self) -> float:
+        """Time one replay on the GPU, in seconds, without inputs in the L2 cache."""
         start, end = (self._event() for _ in range(2))
         self._flushed.sum()
         start.record()
