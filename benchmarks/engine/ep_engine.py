@@ -144,7 +144,7 @@ def ep_choice(
     drawn = _draw_batches(rest, batches, rounds, seed)
     rng = np.random.default_rng([seed, 1])
     rounds_and_sizes = product(range(rounds), batches)
-    keys = [(*at, *list(arms)[n]) for at in rounds_and_sizes for n in rng.permutation(len(arms))]
+    keys = [(*point, *list(arms)[n]) for point in rounds_and_sizes for n in rng.permutation(len(arms))]
 
     def measure(engine: EpEngine, key: tuple[int, int, float, str]) -> dict[str, Any]:
         turn, size, ratio, name = key

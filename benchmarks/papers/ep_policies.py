@@ -219,7 +219,7 @@ def policy_rows(
         workers = [worker for turn in turns for worker in turn]
         batch_sizes = np.array([len(worker["answers"]) for worker in workers])
         row: dict[str, Any] = {"workload": group, "policy": arm[0], "placement": arm[1]}
-        ms, base_ms = (np.array([of[request][0] for request in base]) for of in (by_arm[arm], base))
+        ms, base_ms = (np.array([steps[request][0] for request in base]) for steps in (by_arm[arm], base))
         for q in (50, 99):
             of_q = partial(np.percentile, q=q)
             row[f"tpot_p{q}_ms"] = float(of_q(ms))

@@ -188,7 +188,7 @@ async def _measure_cancels(
         await asyncio.sleep(_CANCEL_GAP_S)
     await run
     stopped_s = (await link.command("stats", {}))["stopped_at"]
-    ms = [1000 * (stopped_s[str(number)] - at) for number, at in sent_s.items()]
+    ms = [1000 * (stopped_s[str(number)] - cancelled_s) for number, cancelled_s in sent_s.items()]
     return {"cancel_p50_ms": float(np.median(ms)), "cancel_p99_ms": float(np.percentile(ms, 99))}
 
 

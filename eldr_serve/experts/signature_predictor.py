@@ -106,11 +106,10 @@ class SignaturePredictor(Artifact):
 
     def frequencies(self, hidden: Float32s) -> Float32s:
         """Return frequencies float32[L, E]: mean plus `hidden`, clipped to [0, 1]; each row sums to top_k."""
-        p = np.tensordot(hidden, self.expert_factors, axes=1)
-        p += self.mean
-        np.clip(p, _MIN_FREQUENCY, 1, out=p)
-        p *= self.top_k / p.sum(axis=1, keepdims=True)
-        frequencies: Float32s = p
+        frequencies: Float32s = np.tensordot(hidden, self.expert_factors, axes=1)
+        frequencies += self.mean
+        np.clip(frequencies, _MIN_FREQUENCY, 1, out=frequencies)
+        frequencies *= self.top_k / frequencies.sum(axis=1, keepdims=True)
         return frequencies
 
     def hidden(self, token_ids: NDArray[np.int64]) -> Float32s:

@@ -81,7 +81,7 @@ class PredictionAccuracy:
         self.last_margin_s = 0.0
         if len(self._errors) >= _MIN_ERRORS:
             nearest = heapq.nsmallest(_NEAREST, reversed(self._errors), key=lambda item: abs(item[1] - load))
-            errors = sorted(error * min(1.0, load / at) if error > 0 else error for _, at, error in nearest)
+            errors = sorted(e * min(1.0, load / its_load) if e > 0 else e for _, its_load, e in nearest)
             self.last_margin_s = errors[min(math.ceil(_SHARE * (len(errors) + 1)), len(errors)) - 1]
         return self.last_margin_s
 

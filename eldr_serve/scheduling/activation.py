@@ -92,9 +92,9 @@ class ExpectedActivation:
                 return self.running[request.request_id][1]
             if not self._shape:
                 self._set_shape(counts.shape)
-            p = counts[self.layers].reshape(-1).astype(np.float32)
-            p /= request.prompt_tokens
-            return levels_of(p)
+            frequencies = counts[self.layers].reshape(-1).astype(np.float32)
+            frequencies /= request.prompt_tokens
+            return levels_of(frequencies)
         if self._mean_levels is None and self.mean is not None:
             self._mean_levels = levels_of(self.mean)
         return self._mean_levels

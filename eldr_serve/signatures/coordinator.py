@@ -215,8 +215,7 @@ class Coordinator:
 
     def _record_refusal(self, why: str) -> None:
         self._refused += 1
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._last_refusal = {"at": at, "why": why}
+        self._last_refusal = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "why": why}
 
 
 def _fit(

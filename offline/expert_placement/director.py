@@ -117,15 +117,17 @@ def director_placement(
         (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)),
         (False,) if start is not None else (True, False),
     ):
-        at = np.flatnonzero(reached_s > bound_s * (1 + _CLOSE_TO_BOUND))
-        copies = replica_counts(mean_s[at], spare, ranks, enough_s[at])
-        price = price_list(token_s[at], active_s[at], copies)
-        quota = _round_quota(relaxation, at, copies, slots, seed) if follows_lp else None
-        present = initial[at] if start is None else _remove_surplus(initial[at], copies, price)
+        slow = np.flatnonzero(reached_s > bound_s * (1 + _CLOSE_TO_BOUND))
+        copies = replica_counts(mean_s[slow], spare, ranks, enough_s[slow])
+        price = price_list(token_s[slow], active_s[slow], copies)
+        quota = _round_quota(relaxation, slow, copies, slots, seed) if follows_lp else None
+        present = initial[slow] if start is None else _remove_surplus(initial[slow], copies, price)
         candidate = fill_empty_slots(present, price, copies, quota, relaxation.column)
-        candidate, worst_s = _search(candidate, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
-        better = worst_s < reached_s[at]
-        best[at[better]], reached_s[at[better]] = candidate[better], worst_s[better]
+        candidate, worst_s = _search(
+            candidate, token_s[slow], active_s[slow], bound_s[slow] * (1 + tolerance)
+        )
+        better = worst_s < reached_s[slow]
+        best[slow[better]], reached_s[slow[better]] = candidate[better], worst_s[better]
     reached_s = fill_empty_ranks(best, token_s, active_s, reached_s)
     placement = repeat_in_empty_slots(best, experts).reshape(layers, -1)
     return placement, DirectorReport(relaxation.lp_s, bound_s, reached_s)
@@ -187,17 +189,19 @@ def _search(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) ->
     return slots, reached_s
 
 
-def _round_quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
-    """Return the rounded replicas of the layers `at` per column, int[n, E, N]; None for one column."""
+def _round_quota(relaxation: Relaxation, layers: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
+    """Return the rounded replicas of these layers per column, int[n, E, N]; None for one column."""
     width = np.bincount(relaxation.column)
-    if len(width) == 1 or not len(at):
+    if len(width) == 1 or not len(layers):
         return None
     rng = np.random.default_rng(seed)
-    layers = zip(relaxation.share[at], relaxation.price[at], copies, relaxation.lp_s[at], strict=True)
+    per_layer = zip(
+        relaxation.share[layers], relaxation.price[layers], copies, relaxation.lp_s[layers], strict=True
+    )
     return np.stack(
         [
             round_in_polytope(share * number[:, None], price / number[:, None], width * slots, budget, rng)
-            for share, price, number, budget in layers
+            for share, price, number, budget in per_layer
         ]
     )
 

@@ -98,15 +98,15 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
         rank = score.argmin(axis=1)
         has_place = has_item & fits[layer, rank]
         missing[layer, item] = np.where(has_place, missing[layer, item] - 1, 0)
-        at, expert, to = layer[has_place], item[has_place], rank[has_place]
-        slots[at, to, (slots[at, to] == experts).argmax(axis=1)] = expert
-        cost[at, to] += price[at, expert, to]
-        room[at, to] -= 1
-        hosts[at, expert, to] = True
-        num_reserved[at] -= is_first[at, expert]
-        is_first[at, expert] = False
+        in_layer, expert, to_rank = layer[has_place], item[has_place], rank[has_place]
+        slots[in_layer, to_rank, (slots[in_layer, to_rank] == experts).argmax(axis=1)] = expert
+        cost[in_layer, to_rank] += price[in_layer, expert, to_rank]
+        room[in_layer, to_rank] -= 1
+        hosts[in_layer, expert, to_rank] = True
+        num_reserved[in_layer] -= is_first[in_layer, expert]
+        is_first[in_layer, expert] = False
         if remaining is not None:
-            remaining[at, expert, column[to]] -= 1
+            remaining[in_layer, expert, column[to_rank]] -= 1
     return slots
 
 

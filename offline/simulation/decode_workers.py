@@ -262,8 +262,8 @@ class DecodeWorkers:
         first, worker.without_token = worker.without_token, []
         finished = []
         while worker.ends and worker.ends[0][0] <= worker.steps:
-            at, j = heapq.heappop(worker.ends)
-            if at != self._ends_at[j]:
+            end_step, j = heapq.heappop(worker.ends)
+            if end_step != self._ends_at[j]:
                 continue  # the request was preempted in the meantime
             finished.append(j)
             worker.jobs.remove(j)

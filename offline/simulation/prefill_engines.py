@@ -20,11 +20,11 @@ class PrefillEngines:
         """Return the engine, the end of the prompt's prefill, and the number of cached tokens."""
         engine = int(choose_prefill(head, self._in_flight, max_load_ratio=self._config.max_load_ratio))
         self._in_flight[str(engine)] += 1
-        hit = min(self._caches[engine].count_hits(blocks) * self._config.block_tokens, tokens - 1)
+        cached_tokens = min(self._caches[engine].count_hits(blocks) * self._config.block_tokens, tokens - 1)
         self._caches[engine].use(blocks)
-        seconds = self._config.fixed_s + self._config.per_token_s * (tokens - hit)
+        seconds = self._config.fixed_s + self._config.per_token_s * (tokens - cached_tokens)
         self._free_s[engine] = max(now, self._free_s[engine]) + seconds
-        return engine, self._free_s[engine], hit
+        return engine, self._free_s[engine], cached_tokens
 
     def leave(self, engine: int) -> None:
         """Count a prompt of this engine as finished."""

@@ -131,10 +131,10 @@ class _Replay:
 
     def entry_of(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
         """Return the engine's answer as the journal stores it."""
-        at = [times[str(j)] for j in self.jobs]
+        token_times = [times[str(j)] for j in self.jobs]
         return {
-            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
-            "first_s": [t[0] - self.case.arrival_s[j] for t, j in zip(at, self.jobs, strict=True)],
+            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in token_times],
+            "first_s": [t[0] - self.case.arrival_s[j] for t, j in zip(token_times, self.jobs, strict=True)],
             "steps": vars(steps),
         }
 

@@ -55,11 +55,11 @@ class TimedDecodeServer(LLMDecodeServer):
         waiting = True
         async for output in self._client_generate(*args, **kwargs):
             if waiting:
-                at, waiting = output.metrics, False
+                metrics, waiting = output.metrics, False
                 self._stages.record(
-                    admit=at.queued_ts - _called_at.get(),
-                    wait=at.scheduled_ts - at.queued_ts,
-                    step=at.first_token_ts - at.scheduled_ts,
+                    admit=metrics.queued_ts - _called_at.get(),
+                    wait=metrics.scheduled_ts - metrics.queued_ts,
+                    step=metrics.first_token_ts - metrics.scheduled_ts,
                 )
             yield output
 

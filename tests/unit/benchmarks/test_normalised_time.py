@@ -20,9 +20,10 @@ HALF_AT = 50.0  # from here on the cores of `samples` do half as much
 
 def samples(*, slow: float = 2.0, stolen: float = 0.0, seconds: float = 100.0) -> np.ndarray:
     """Return samples of one core, which from HALF_AT on takes `slow` times as long or loses stolen time."""
-    at = np.arange(0.0, seconds + 0.1, 0.25)
-    late = np.maximum(0.0, at - HALF_AT)
-    return np.column_stack([at, np.where(at < HALF_AT, 1e-3, slow * 1e-3), 100 * stolen * late, 100 * at])
+    times = np.arange(0.0, seconds + 0.1, 0.25)
+    late = np.maximum(0.0, times - HALF_AT)
+    probe_s = np.where(times < HALF_AT, 1e-3, slow * 1e-3)
+    return np.column_stack([times, probe_s, 100 * stolen * late, 100 * times])
 
 
 @pytest.mark.parametrize("cores", [[samples()], [samples(), samples()], [samples(slow=1.0, stolen=0.5)]])
@@ -86,8 +87,10 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
 def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(sensitivity: float) -> None:
     """Use two equal balancers and a policy whose steps take half as long, on cores of changing speed."""
     slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
-    at = np.arange(0.0, 800.0, 0.25)
-    core_records = np.column_stack([at, 1e-3 * slowdown[(at // 100).astype(int)], 0 * at, 100 * at])
+    times = np.arange(0.0, 800.0, 0.25)
+    core_records = np.column_stack(
+        [times, 1e-3 * slowdown[(times // 100).astype(int)], 0 * times, 100 * times]
+    )
     policies = ["random", "round-robin", "marginal-cost"] * 2 + ["random"] * 2
     trials = []
     for n, policy in enumerate(policies):

@@ -69,7 +69,7 @@ def test_a_step_with_wrong_activations_ends_the_run() -> None:
 
 def test_steps_whose_time_does_not_follow_experts_have_no_cost() -> None:
     rows = fit_rows([TimedStep(8, experts, 1 / experts, 1 / experts) for experts in range(24, 100)])
-    assert rows == [{"level": "fit", "of": of, "steps": 76} for of in ("forward", "step")]
+    assert rows == [{"level": "fit", "of": part, "steps": 76} for part in ("forward", "step")]
 
 
 def test_the_packages_figures_stand_beside_the_measured_batches() -> None:

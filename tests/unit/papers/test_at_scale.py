@@ -24,7 +24,9 @@ def options(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         ("code", "math", "fr"), each=20, num_layers=3, num_experts=16, steps=12, others=0.02
     )
     rng = np.random.default_rng(0)
-    lines = (f"{at:.3f},{rng.integers(20, 90)},{rng.integers(2, 30)}" for at in np.cumsum(rng.random(300)))
+    lines = (
+        f"{time_s:.3f},{rng.integers(20, 90)},{rng.integers(2, 30)}" for time_s in np.cumsum(rng.random(300))
+    )
     arrivals = tmp_path / "azure.csv"
     arrivals.write_text("\n".join(["timestamp_s,prompt_tokens,output_tokens", *lines]))
     cost = tmp_path / "cost.json"

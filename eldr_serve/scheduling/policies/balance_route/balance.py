@@ -160,14 +160,14 @@ class BalanceRoute(QueuedPolicy):
             waiting: requests that can be selected.
             overdue: number of leading requests that go before the others.
         """
-        p = self.parameters
+        parameters = self.parameters
         return dispatch(
             self._project_waiting(waiting),
             FreeSlots(free, self._project(loads)[positions]),
             self._score(len(positions)),
-            threshold=len(positions) if p.threshold is None else p.threshold,
-            candidates=p.candidates,
-            lookahead=p.lookahead,
+            threshold=len(positions) if parameters.threshold is None else parameters.threshold,
+            candidates=parameters.candidates,
+            lookahead=parameters.lookahead,
             overdue=overdue,
         )
 
@@ -222,10 +222,16 @@ class BalanceRouteHorizon(BalanceRoute):
 
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
-        p = self.parameters
-        self._horizon_score = FScore.build_horizon(p.horizon, p.gamma, p.alpha, p.beta)
+        parameters = self.parameters
+        self._horizon_score = FScore.build_horizon(
+            parameters.horizon, parameters.gamma, parameters.alpha, parameters.beta
+        )
         self._forecast = Forecast(
-            p.horizon, p.predictor, p.refresh, p.gate, count_down=p.count_down_from_horizon
+            parameters.horizon,
+            parameters.predictor,
+            parameters.refresh,
+            parameters.gate,
+            count_down=parameters.count_down_from_horizon,
         )
 
     @property
