@@ -44,7 +44,7 @@ _PROGRAMS = (
 )
 
 # Beginning of a command line -> the test that runs the command.
-BY_A_TEST = {
+TEST_BY_COMMAND = {
     "curl -N": "tests/e2e/test_serving.py::test_every_answer_names_its_worker_and_candidates",
     "eldr calibrate": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
     "eldr check": "tests/unit/test_package.py::test_the_wheel_runs_in_an_empty_folder",
@@ -127,7 +127,7 @@ BY_A_TEST = {
     "serve run": "tests/e2e/test_own_model.py::test_the_served_model_is_compared_watched_and_stopped",
     "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
 }
-BY_NONE = {
+REASON_WITHOUT_TEST = {
     "git clone": "the reader enters the address",
     "make setup": "it installs the environment of the tests",
     "make demo": "it calls `eldr demo`, which is tested",
@@ -155,10 +155,11 @@ BY_NONE = {
     "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
 }
-HERE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
+RUN_WITHOUT_SERVICE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
 FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"
-TOKEN = "ray get-auth-token"
-ON_A_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
+TOKEN_COMMAND = "ray get-auth-token"
+RUN_ON_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
+ALL_ENTRIES = (*TEST_BY_COMMAND, *REASON_WITHOUT_TEST, *RUN_WITHOUT_SERVICE, *RUN_ON_SERVICE, TOKEN_COMMAND)
 
 
 def shown_lines() -> Iterator[str]:
@@ -173,8 +174,7 @@ def shown_lines() -> Iterator[str]:
 
 def entry_of(line: str) -> str | None:
     """Return the longest entry of the registry that the line begins with."""
-    all_entries = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN)
-    return max((k for k in all_entries if line.startswith(k)), key=len, default=None)
+    return max((k for k in ALL_ENTRIES if line.startswith(k)), key=len, default=None)
 
 
 def lines_of(*beginnings: str) -> list[str]:
@@ -191,11 +191,11 @@ def test_the_registry_and_the_commands_of_the_pages_correspond() -> None:
     assert len(lines) > 60
     assert not [line for line in lines if entry_of(line) is None]
     used = {entry_of(line) for line in lines}
-    assert not {*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN} - used
+    assert not set(ALL_ENTRIES) - used
     assert entry_of("eldr nosuch") is None
 
 
-@pytest.mark.parametrize("address", sorted(set(BY_A_TEST.values())))
+@pytest.mark.parametrize("address", sorted(set(TEST_BY_COMMAND.values())))
 def test_every_test_in_the_registry_exists(address: str) -> None:
     """A file alone, or the beginning of a test's name, is not enough."""
     file, _, test = address.partition("::")
@@ -230,9 +230,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
-    lines = lines_of(*HERE)
+    lines = lines_of(*RUN_WITHOUT_SERVICE)
     assert len(lines) > 12
-    for line in sorted(lines, key=lambda line: HERE.index(entry_of(line) or "")):
+    for line in sorted(lines, key=lambda line: RUN_WITHOUT_SERVICE.index(entry_of(line) or "")):
         if entry_of(line) == "eldr keys":
             continue  # below, in the order of their use
         if "--copy" in line:
@@ -251,7 +251,7 @@ def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_rays_token_is_created_where_the_page_says(tmp_path: Path) -> None:
-    (line,) = lines_of(TOKEN)
+    (line,) = lines_of(TOKEN_COMMAND)
     output(Path(sys.executable).with_name("ray"), *line.split()[1:], env=os.environ | {"HOME": str(tmp_path)})
     assert (tmp_path / ".ray/auth_token").read_text().strip()
 
