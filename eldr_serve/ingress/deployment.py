@@ -35,7 +35,7 @@ from eldr_serve.monitoring.supervision import supervise
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT

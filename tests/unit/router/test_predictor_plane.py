@@ -14,7 +14,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.metrics import IngressEvent
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router import settings_check
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status

@@ -6,14 +6,14 @@ import math
 
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.admission.latency_predictor import LatencyPredictor
+from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.admission.request_decode_loads import request_decode_loads
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.latency_predictor import LatencyPredictor
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt import TicketedPrompt
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
-from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.request_decode_loads import request_decode_loads
-from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.pipeline.prefill.prompt import TicketedPrompt
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router_client.client import RouterClient
 
 _MARGIN = 0.2  # the cost at the decode engine counts as larger by this share

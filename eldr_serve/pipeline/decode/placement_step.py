@@ -13,9 +13,9 @@ from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prompt import Prompt
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.prefill.prompt import Prompt
 from eldr_serve.request import make_placement_request, prompt_key
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import DecodeLoads
 

@@ -1,0 +1,1 @@
+"""What a request leaves for its next attempts, the log and the status."""
