@@ -68,8 +68,8 @@ class IngressStatus:
             "prefill_oldest_s": self._fleets.prefill.oldest_call_ages_s,
             "stages": self._stage_latencies.summary(),
             "prefill_wait_s": self._prefill_admission.estimate_waits(),
-            "prefill_kv_usage": self._fleets.prefill.kv_usage,
-            "decode_kv_usage": self._fleets.decode.kv_usage,
+            "prefill_kv_usage": self._fleets.prefill.directory.kv_usage.usage_by_worker,
+            "decode_kv_usage": self._fleets.decode.directory.kv_usage.usage_by_worker,
             "objectives": self._prediction_recorder.status(),
             "experts": self._fleets.decode.directory.experts,
         }

@@ -76,8 +76,7 @@ class LatencyAdmission:
         """
         if not context.request.objective or context.is_retry:
             return AdmissionResult()
-        block_tokens = self._fleets.decode.block_tokens
-        loads = await request_decode_loads(self._router_client, context, block_tokens)
+        loads = await request_decode_loads(self._router_client, context, self._fleets.decode)
         # While there is room, nothing is awaited from here until the prompt is in a queue. So the prediction
         # includes the requests that were admitted just before.
         num_tokens = self._prefill_admission.estimate_tokens(context)

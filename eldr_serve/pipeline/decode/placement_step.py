@@ -79,7 +79,7 @@ class PlacementStep:
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
         blocks = None
         if prompt.ids_to_compute is not None:
-            blocks = context.blocks(prompt.ids_to_compute, self._fleet.block_tokens)
+            blocks = context.blocks(prompt.ids_to_compute, self._fleet.directory.block_tokens)
         request = replace(
             make_placement_request(
                 context.request_id,

@@ -89,7 +89,7 @@ class LocalPrefill:
 
     async def _choose_first(self, context: RequestContext) -> tuple[str, ...]:
         """Record the choice for a first attempt; return the workers at which local prefill is not sooner."""
-        loads = await request_decode_loads(self._router_client, context, self._fleets.decode.block_tokens)
+        loads = await request_decode_loads(self._router_client, context, self._fleets.decode)
         handover_s = self._stage_latencies.median_s("first_token")
         num_tokens = self._admission.estimate_tokens(context)
         # If requests wait in the decode queue, the loads will have changed when this one gets a worker.

@@ -247,4 +247,4 @@ class SplitPrefill:
         return self._admission.make_refusal(why, list(self._fleet.live_names), num_tokens, context.retry_key)
 
     def _replicas_with_room(self) -> list[str]:
-        return self._fleet.replicas_with_room(self._outliers.usable_names)
+        return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_names)
