@@ -38,7 +38,7 @@ def abandoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     finish, request_ids = Placer.finish, []
 
     def finished(placer: Placer, request_id: str) -> None:
-        request_ids.extend({request_id} & placer.queue.keys())
+        request_ids.extend({request_id} & placer.queue.leases.keys())
         finish(placer, request_id)
 
     monkeypatch.setattr(Placer, "finish", finished)
