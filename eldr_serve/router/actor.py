@@ -24,7 +24,7 @@ from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.expert_placements import expert_placement_of
 from eldr_serve.router.ingress_calls import IngressCalls
-from eldr_serve.router.metrics import RouterMetrics
+from eldr_serve.router.metrics_export import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
