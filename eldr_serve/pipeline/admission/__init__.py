@@ -1,1 +1,1 @@
-"""Whether a request may proceed: limits on predicted latency, waiting prompts and retries."""
+"""The admission of requests: limits on predicted latency, on waiting prompts and on retries."""

@@ -1,1 +1,1 @@
-"""What a request leaves for its next attempts, the log and the status."""
+"""The state of a request over its attempts, and its record for the log and the status."""

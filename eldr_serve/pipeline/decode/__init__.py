@@ -1,1 +1,1 @@
-"""The answer: a decode worker is leased and called; an answer may move to another one."""
+"""The decode of a request: a worker is leased and called, and the answer may move to another one."""
