@@ -178,7 +178,7 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     task = asyncio.create_task(reporter.run())
     await wait_until(lambda: observe.await_count >= 2)
     task.cancel()
-    steps, *cache = observe.await_args_list[0].args
+    steps, *cache, _ = observe.await_args_list[0].args
     assert {name: sums.steps for name, sums in steps.items()} == {"a/0": 0, "a/1": 1}
     assert cache == [(32, 960), None]
     assert reporter.queued == 3.0  # of both ranks, for the autoscaler
