@@ -130,6 +130,7 @@ def test_requests_of_a_lost_ingress_are_dropped_and_counted() -> None:
     assert state.ingresses.ids == {"d"}
     assert state.placer.running.keys() == {"x"}
     assert not state.leases.queue_size
+    assert policy(state).aborted == ["a"]
 
 
 def test_the_policy_gets_all_progress_before_the_end() -> None:

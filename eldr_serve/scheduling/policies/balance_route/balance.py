@@ -248,6 +248,10 @@ class BalanceRouteHorizon(BalanceRoute):
         super().on_finished(request_id)
         self._forecast.on_finished(request_id)
 
+    def on_aborted(self, request_id: str) -> None:
+        self._forecast.on_aborted(request_id)
+        super().on_aborted(request_id)
+
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._forecast.on_progress(generated_tokens)
 
