@@ -298,7 +298,7 @@ class Placer:
     ) -> None:
         position = self._workers.positions.get(lease.worker)
         if position is None:
-            observer.on_finished(lease.request_id)
+            observer.on_aborted(lease.request_id)
             return
         if isinstance(observer, Shadow):
             observer.on_assigned(lease.request, position, lease.generated_tokens)
