@@ -224,7 +224,7 @@ MUTATIONS = (
     # -- engines' servers
     Mutation(
         "an engine's event loop waits for GCS",
-        "eldr_serve.replicas.step_reporter",
+        "eldr_serve.replicas.decode_reporter",
         "await asyncio.to_thread(find_actor, self._router_name)",
         "find_actor(self._router_name)",
     ),

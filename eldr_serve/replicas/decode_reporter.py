@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _REPORT_PERIOD_S = 1.0
 
 
-class StepReporter:
+class DecodeReporter:
     """Reports an engine's steps and the changes of its prefix caches.
 
     Args:
