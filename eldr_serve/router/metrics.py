@@ -13,9 +13,6 @@ from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling import Lease
 
-# Prometheus must see a new series at zero. Ray reports at least once a minute, and scrapes are 15 s apart.
-_EXPORTS_AT_ZERO = 75
-
 
 class RouterMetrics:
     """Metrics of the DecodeRouter actor; no method is called for each token."""
@@ -24,9 +21,6 @@ class RouterMetrics:
         self._ray_metrics = ray_metrics(ROUTER)
         self._exported_counts: Counter[str] = Counter()
         self._policies: set[str] = set()  # policies with counters
-        # Of each counter by name (kind, policy, name): its exports, and increases that are not exported yet.
-        self._num_exports: dict[tuple[str, str, str], int] = {}
-        self._held: Counter[tuple[str, str, str]] = Counter()
 
     def record_placement(self, state: RouterState, seconds: float) -> None:
         """Record the placement of a batch of requests, which took `seconds`."""
@@ -95,23 +89,10 @@ class RouterMetrics:
             if increase <= 0:
                 continue
             if name and kind in COUNTERS_BY_NAME:
-                self._held[kind, policy, name] += increase
+                _, label = COUNTERS_BY_NAME[kind].labels
+                self._ray_metrics[COUNTERS_BY_NAME[kind].name].inc(increase, {"policy": policy, label: name})
             elif key in COUNTERS:  # unknown counters come from newer ingresses during a rollout
                 self._ray_metrics[COUNTERS[key].name].inc(increase, {"policy": policy})
-        self._export_held()
-
-    def _export_held(self) -> None:
-        """Export the counters by name; a new one stays at zero until Prometheus has seen it."""
-        for series in self._held:
-            kind, policy, name = series
-            metric = COUNTERS_BY_NAME[kind]
-            num_exports = self._num_exports.get(series, 0)
-            held = self._held[series] if num_exports >= _EXPORTS_AT_ZERO else 0
-            if held or not num_exports:
-                tags = {"policy": policy, metric.labels[1]: name}
-                self._ray_metrics[metric.name].inc(held or SMALLEST, tags)
-            self._held[series] -= held
-            self._num_exports[series] = num_exports + 1
 
     def _compare(self, comparison: dict[str, Any] | None) -> None:
         if comparison is None:
