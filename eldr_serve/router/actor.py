@@ -150,15 +150,18 @@ class DecodeRouter:
         steps: dict[str, StepSums],
         prefix_cache: PrefixCacheSize | None = None,
         prefix_changes: BlockChanges | None = None,
+        number: int | None = None,
     ) -> StepAnswer:
         """Record recent step costs of a replica's workers, and size and changes of their prefix caches.
 
         Args:
             steps: recent steps of each worker, by name.
+            number: number of the replica's report; see RouterState.observe_steps.
         """
         state = self._state
         has_all_blocks = [
-            state.observe_steps(sums, worker, prefix_cache, prefix_changes) for worker, sums in steps.items()
+            state.observe_steps(sums, worker, prefix_cache, prefix_changes, number)
+            for worker, sums in steps.items()
         ]
         queued = len(steps) * state.leases.queue_size / max(1, state.positions.num_live)
         return StepAnswer(queued, all(has_all_blocks))

@@ -123,10 +123,10 @@ class Leases:
         for lease in (*self._placer.running.values(), *self._placer.queue.leases.values()):
             lease.request = self._check.remove_unusable_prediction(lease.request)
 
-    def finish(self, request_id: str, generated_tokens: int = 0) -> None:
-        """End a request's lease in any state; policies learn answer lengths from its tokens."""
+    def finish(self, request_id: str, generated_tokens: int = 0, *, is_complete: bool = True) -> None:
+        """End a request's lease in any state; policies learn the length of its answer if it is complete."""
         self._placer.set_generated_tokens({request_id: generated_tokens})
-        self._placer.finish(request_id)
+        self._placer.finish(request_id, is_complete=is_complete)
 
     def finish_requests_of(self, ingress: str, *, keep: Collection[str] = ()) -> tuple[int, int]:
         """End an ingress's requests, except those to keep; return how many decoded and how many waited."""
@@ -139,7 +139,7 @@ class Leases:
             for leases in (self._placer.running, self._placer.queue.leases)
         )
         for request_id in running_ids + queued_ids:
-            self._placer.finish(request_id)
+            self._placer.finish(request_id, is_complete=False)
         return len(running_ids), len(queued_ids)
 
     def _keep_counts(self, request: PlacementRequest) -> None:

@@ -189,7 +189,7 @@ class Placer:
 
     def adopt_lease(self, lease: Lease) -> None:
         """Add a lease that is granted already, for example by its ingress."""
-        self.finish(lease.request_id)
+        self.finish(lease.request_id, is_complete=False)
         self._register_running(lease)
         self.workers.record_use(lease)
 
@@ -220,12 +220,16 @@ class Placer:
             for observer in self._observers():
                 observer.on_progress(updates)
 
-    def finish(self, request_id: str) -> None:
-        """Remove a waiting or running request; ignored if unknown."""
+    def finish(self, request_id: str, *, is_complete: bool = True) -> None:
+        """Remove a waiting or running request; ignored if unknown.
+
+        Args:
+            is_complete: whether its answer is complete, so that policies may learn the length.
+        """
         if self.queue.end(request_id):
             for observer in self._observers():
                 observer.on_finished(request_id)
-        self._stop(request_id)
+        self._stop(request_id, is_complete=is_complete)
 
     # -- implementation --------------------------------------------------------------------------
 
@@ -253,20 +257,21 @@ class Placer:
         for observer in self._observers():
             self._notify_assigned(observer, lease, decision)
 
-    def _stop(self, request_id: str) -> None:
+    def _stop(self, request_id: str, *, is_complete: bool = False) -> None:
         running = self.running.pop(request_id, None)
         if running is not None:
             running.become(LeaseState.ENDED)
             self._ledger.release(request_id)
             for observer in self._observers():
-                observer.on_finished(request_id)
+                notify = observer.on_finished if is_complete else observer.on_aborted
+                notify(request_id)
 
     def _notify_assigned(
         self, observer: GuardedPolicy | Shadow, lease: Lease, decision: Decision | None = None
     ) -> None:
         position = self.workers.positions.get(lease.worker)
         if position is None:
-            observer.on_finished(lease.request_id)
+            observer.on_aborted(lease.request_id)
             return
         if isinstance(observer, Shadow):
             observer.on_assigned(lease.request, position, lease.generated_tokens)

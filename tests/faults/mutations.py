@@ -138,12 +138,14 @@ MUTATIONS = (
     ),
     # -- the router's client
     Mutation(
-        "a release is not told", "eldr_serve.router_client.client", "call.close(lease.generated_tokens)"
+        "a release is not told",
+        "eldr_serve.router_client.client",
+        "call.close(lease.generated_tokens if is_complete else 0)",
     ),
     Mutation(
         "a request that is given up before its lease comes is not released",
         "eldr_serve.router_client.client",
-        "self.release(request.request_id)  # it may be queued or hold a lease by now",
+        "self.release(request.request_id, is_complete=False)  # it may be queued or hold a lease by now",
         "self.leases.pop(request.request_id, None)",
     ),
     Mutation(
@@ -222,7 +224,7 @@ MUTATIONS = (
     # -- engines' servers
     Mutation(
         "an engine's event loop waits for GCS",
-        "eldr_serve.replicas.step_reporter",
+        "eldr_serve.replicas.decode_reporter",
         "await asyncio.to_thread(find_actor, self._router_name)",
         "find_actor(self._router_name)",
     ),

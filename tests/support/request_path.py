@@ -75,6 +75,7 @@ class FakeRouterClient:
         self.waits: list[float] = []
         self.resumed_at: list[int] = []  # tokens that the answer had at each placement
         self.leases: set[str] = set()
+        self.releases: list[bool] = []  # whether the answer was complete
         self.tokens: list[int] = []
         self.cached_tokens = 0  # of each lease
 
@@ -103,7 +104,8 @@ class FakeRouterClient:
             raise ConnectionError
         return self.loads
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, *, is_complete: bool) -> None:
+        self.releases.append(is_complete)
         self.leases.discard(request_id)
 
     def set_generated_tokens(self, request_id: str, tokens: int) -> None:

@@ -109,7 +109,7 @@ class PlacementStep:
 
     def release(self, context: RequestContext) -> None:
         """End the request's lease, if it has one."""
-        self._router_client.release(context.request_id)
+        self._router_client.release(context.request_id, is_complete=context.answer.is_complete)
 
     def _workers_to_avoid(self, context: RequestContext, prompt: Prompt) -> tuple[str, ...]:
         """Return the workers to avoid.

@@ -237,6 +237,17 @@ async def test_a_client_that_does_not_read_loses_its_stream() -> None:
     assert not pipeline.router.leases
 
 
+async def test_the_release_says_whether_the_answer_is_complete() -> None:
+    pipeline = Pipeline(decode=on("d0", DEAD))
+    assert await pipeline.run() == b"abc"
+    assert pipeline.router.releases == [False, True]
+    pipeline = Pipeline(decode=answer_with(b"a", asyncio.Event()))
+    stream = pipeline.path.generate(request_context(stream=True))
+    assert await anext(stream) == b"a"
+    await stream.aclose()  # as after the client has gone
+    assert pipeline.router.releases == [False]
+
+
 async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:
     full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
     pipeline = Pipeline(prefill_wait_s=0.2)

@@ -130,6 +130,7 @@ def test_requests_of_a_lost_ingress_are_dropped_and_counted() -> None:
     assert state.ingresses.ids == {"d"}
     assert state.placer.running.keys() == {"x"}
     assert not state.leases.queue_size
+    assert policy(state).aborted == ["a"]
 
 
 def test_the_policy_gets_all_progress_before_the_end() -> None:
@@ -149,6 +150,7 @@ def test_running_requests_survive_a_change_of_workers_and_of_policy() -> None:
     state.ingresses.set_reachable_workers("c", ["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 has the position of r0
     assert policy(state).lengths == [0]  # of "a", whose worker is gone
+    assert policy(state).aborted == ["a"]
     state.live_settings.set_policy(SLOTS, {"slots": 3})
     assert policy(state).running == {"b": 1}
     assert policy(state).generated == {"b": 4}

@@ -194,6 +194,18 @@ async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
         assert actor.state.placer.policy.lengths == [0, 17, 0]  # all progress arrives before the release
 
 
+async def test_the_policy_knows_which_answers_are_complete() -> None:
+    async with router_and_client("r0", "r1", "r2", policy=SLOTS) as (actor, client):
+        for name in "abc":
+            await client.place(request(name), None)
+            client.set_generated_tokens(name, 5)
+        client.release("a", is_complete=False)
+        client.release("b")
+        await client.place(request("c"), None)  # another attempt
+        await wait_until(lambda: actor.running.keys() == {"c"})
+        assert actor.state.placer.policy.aborted == ["a", "c"]
+
+
 async def test_a_request_that_waits_too_long_is_refused() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
