@@ -33,10 +33,11 @@ BENCHMARKS = {"ep_nodes": "default"}
 _NODES, _RANKS = 2, 4
 _ARMS = tuple(LayerArm(1.0, "even", dispatch) for dispatch in ("all-to-all", ONCE_A_NODE))
 _NOTES = (
-    "two simulated nodes of two ranks, on one machine; real routes, random hidden states; messages and bytes "
-    "of all ranks in a layer, there and back, counts of tokens included; far: between the nodes; times are "
-    "means over batches and layers of the slowest rank; changes against the all-to-all of the same batch "
-    "size and bandwidth, 95 % intervals by bootstrap over batches"
+    "Two nodes of two ranks each are simulated on one machine, with real routes and random hidden states. "
+    "Messages and bytes are those of all ranks in one layer, to the experts and back, including the messages "
+    "with the numbers of tokens. Near ones stay within a node, far ones pass between the nodes. Times are "
+    "those of the slowest rank, as means over batches and layers. Changes are against the all-to-all of the "
+    "same batch size and bandwidth, with 95 % intervals by bootstrap over batches."
 )
 
 
@@ -71,11 +72,11 @@ def _run_jobs(rank: int, jobs: list[RankJob]) -> list[LayerRun]:
 
 def _make_rows(job: RankJob, runs: Sequence[LayerRun]) -> list[dict[str, Any]]:
     """Return a row for each dispatch from the runs of all ranks."""
-    times = slowest_rank([one.seconds for one in runs])
+    times = slowest_rank([layer_run.seconds for layer_run in runs])
     layer_ms = {arm: 1e3 * stages["layer"].mean(axis=1) for arm, stages in times.items()}  # [B]
     rows = []
     for arm in job.arms:
-        traffic = np.sum([one.traffic[arm] for one in runs], axis=0).mean(axis=(0, 1))
+        traffic = np.sum([layer_run.traffic[arm] for layer_run in runs], axis=0).mean(axis=(0, 1))
         change = paired_change_percent(layer_ms[arm], layer_ms[job.arms[0]], np.mean, seed=job.seed)
         row: dict[str, Any] = {
             "batch_size": job.routes.shape[2],

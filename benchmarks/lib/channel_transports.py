@@ -39,6 +39,7 @@ PAYLOAD = b'data: {"id":"cmpl-0","object":"text_completion","choices":[{"text":"
 ID = (7).to_bytes(4, "little")
 SLOW_BYTES = 65536  # size of a chunk of the stream that is not read
 _SLOW_S = 0.005  # interval of its chunks
+STEP_TIMEOUT_S = 60.0  # longer waits mean that tokens were lost
 _MAX_BACKLOG = 2**20  # without a pace, the engine waits while more bytes are unsent
 _MAX_CALLS = 10**6
 _SECRET = "secret"
@@ -141,6 +142,9 @@ class Engine:
 
         Returns:
             {"began_s"}: start of each step in seconds of the machine's monotonic clock.
+
+        Raises:
+            RuntimeError: without a gap, a stream has not sent its chunk within STEP_TIMEOUT_S.
         """
         seconds, gap_s = request["seconds"], request["gap_s"]
         began: list[float] = [time.monotonic()]
@@ -149,12 +153,23 @@ class Engine:
             if gap_s:
                 await asyncio.sleep(began[0] + len(began) * gap_s - time.monotonic())
             else:
-                await self._all_sent.wait()
-                while self.backlog() > _MAX_BACKLOG:
-                    await asyncio.sleep(0.0005)
+                await self._wait_until_sent()
             began.append(time.monotonic())
             self._step()
         return {"began_s": began}
+
+    async def _wait_until_sent(self) -> None:
+        """Wait until all streams have sent the chunk of the last step; raise RuntimeError if one does not."""
+        try:
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                await self._all_sent.wait()
+                while self.backlog() > _MAX_BACKLOG:
+                    await asyncio.sleep(0.0005)
+        except TimeoutError:
+            raise RuntimeError(
+                f"{self._left} of {len(self._streams)} streams have not sent the chunk of a step within "
+                f"{STEP_TIMEOUT_S:g} s, and {self.backlog()} bytes are unsent"
+            ) from None
 
     def _step(self) -> None:
         self._all_sent.clear()

@@ -250,8 +250,11 @@ def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
 class Reference:
     """Hugging Face's model of a checkpoint, in float32 without a KV cache.
 
-    `scores`, float[T,L,E], are the routers' scores in the last `route`, if they expose them. `groups` is
-    (groups of experts, number of groups that a router chooses first), (1, 1) without groups.
+    Attributes:
+        scores: float[T,L,E], the scores of the routers in the last `route`; empty if routers do not return
+            their scores.
+        groups: number of groups of experts, and number of groups that a router chooses first; (1, 1) if
+            experts have no groups.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -112,7 +112,7 @@ def tail_price(
     )
     rows = [row for case, runs in each for row in _rows(case, runs)]
     inputs = settings | {"seeds": seeds, "points": point or [], "whole": whole_point or []}
-    inputs["costs"] = [one.cost.as_dict() for one in points]
+    inputs["costs"] = [simulated.cost.as_dict() for simulated in points]
     publish("tail_price", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
     if record is None:
         journal.remove()
@@ -197,10 +197,10 @@ def _run(
 def _rows(point: Point, runs: Sequence[dict[str, Figures]]) -> list[dict[str, Any]]:
     rows = []
     for name in runs[0]:
-        row = point.labels | {"policy": name} | mean([one[name] for one in runs])
+        row = point.labels | {"policy": name} | mean([figures_of[name] for figures_of in runs])
         for metric in _METRICS:
-            best = [min(one[balancer][metric] for balancer in point.balancers) for one in runs]
-            change = paired_ratio_percent([one[name][metric] for one in runs], best)
+            best = [min(figures_of[balancer][metric] for balancer in point.balancers) for figures_of in runs]
+            change = paired_ratio_percent([figures_of[name][metric] for figures_of in runs], best)
             key = metric.replace("_ms", "_change_pct")
             row |= dict(zip((key, f"{key}_low", f"{key}_high"), change, strict=True))
         rows.append(row)

@@ -134,7 +134,9 @@ def _summarise_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         summed=("requests", "failures", "leases_left"),
     )
     for row in summaries:
-        errors_of_case = [one["errors"] for one in rows if all(one[name] == row[name] for name in keys)]
+        errors_of_case = [
+            measured["errors"] for measured in rows if all(measured[name] == row[name] for name in keys)
+        ]
         row["errors"] = dict(sum(map(Counter, errors_of_case), Counter()))
     return summaries
 

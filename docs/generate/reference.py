@@ -90,8 +90,8 @@ def locust_help() -> str:
     code = (
         "import sys; from argparse import ArgumentParser; from loadgen.locustfile import add_options; "
         "from locust.argument_parser import get_parser; "
-        "ours = ArgumentParser(prog='locust', add_help=False); "
-        "add_options(ours); print(ours.format_help()); print(get_parser().format_help())"
+        "parser = ArgumentParser(prog='locust', add_help=False); "
+        "add_options(parser); print(parser.format_help()); print(get_parser().format_help())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

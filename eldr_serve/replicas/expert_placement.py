@@ -17,7 +17,8 @@ from eldr_serve.errors import RequestRefusedError
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S, _MAX_PERIOD_S = 2.0, 60.0  # time between two questions to the router; doubles with each refusal
+_PERIOD_S = 2.0  # time between two questions to the router
+_MAX_PERIOD_S = 60.0  # each refusal of a placement by the engine doubles the time, up to this
 
 
 async def place_experts(engine: MovesExperts, body: bytes) -> bytes:

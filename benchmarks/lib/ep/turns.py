@@ -7,6 +7,7 @@ answers.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from time import monotonic
@@ -20,6 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from benchmarks.lib.ep.engine import Decoded
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
+from examples.demo_model import WEIGHTS
 from loadgen.journal import Journal
 
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
@@ -34,6 +36,25 @@ DataParallel = Annotated[
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated per request.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
+
+
+def resolve_ranks(benchmark: str, ranks: int, data_parallel: int | None) -> tuple[str, int, str]:
+    """Return the name of the result, the number of ranks, and the kind of their attention.
+
+    Raises:
+        UserInputError: the ranks do not divide the model's heads or, if they are data-parallel, its experts.
+    """
+    result, attention = benchmark, "tensor-parallel"
+    option, number, what = "--ranks", NUM_HEADS, "attention heads"
+    if data_parallel is not None:
+        result, ranks, attention = f"{benchmark}_dp", data_parallel, "data-parallel"
+        config = json.loads((WEIGHTS / "config.json").read_text())
+        option, number, what = "--data-parallel", config["num_local_experts"], "experts"
+    if number % ranks:
+        raise UserInputError(
+            f"{option} is {ranks}: set it to a number that divides the model's {number} {what}"
+        )
+    return result, ranks, attention
 
 
 def measure_in_turns(

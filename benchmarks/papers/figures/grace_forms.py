@@ -56,11 +56,11 @@ def forms(options: Options) -> Rows:
                     weights = np.stack([polling_weights_as_written(*layer) for layer in layers])
                     arms.append(("polling", "as in the paper", replicated, _weighted(weights, seed)))
             columns = [traffic_and_load(evaluate(batches, hosts, topology, rule)) for *_, hosts, rule in arms]
-            ours = {part: c for (part, form, *_), c in zip(arms, columns, strict=True) if form == "ours"}
+            base = {part: c for (part, form, *_), c in zip(arms, columns, strict=True) if form == "ours"}
             for (part, form, *_), column in zip(arms, columns, strict=True):
                 row = {"ranks": name_of(topology), "part": part, "form": form} | column
                 for key in ("copies", "load_std_pct", "idle_pct"):
-                    row[f"{key.removesuffix('_pct')}_change_pct"] = change_pct(column[key], ours[part][key])
+                    row[f"{key.removesuffix('_pct')}_change_pct"] = change_pct(column[key], base[part][key])
                 result.append(row)
         return result
 

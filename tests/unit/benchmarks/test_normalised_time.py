@@ -13,6 +13,7 @@ from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.normalised_time import NormalisedTime, fit_engine_sensitivity, normalise_trial
 from eldr_serve.errors import UserInputError
 from loadgen.trial import Trial
+from tests.support.processes import python
 
 HALF_AT = 50.0  # from here on the cores of `samples` do half as much
 
@@ -123,3 +124,11 @@ def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> Non
         clock.seconds(began - 10.0, end)
     time.sleep(1.0)
     assert [f.read_text() for f in files] == lines
+
+
+@pytest.mark.slow
+def test_nothing_is_sampled_if_the_parent_ended_during_the_imports(tmp_path: Path) -> None:
+    core, other = min(os.sched_getaffinity(0)), os.getppid()  # not the parent of the new process
+    done = python("-m", "benchmarks.lib.cpu_speed", core, tmp_path / "speed.jsonl", other)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "speed.jsonl").read_text() == ""

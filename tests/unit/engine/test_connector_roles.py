@@ -48,9 +48,9 @@ def test_a_prefill_engine_with_a_draft_model_generates_one_token(caplog: pytest.
 
 @pytest.mark.parametrize(("drafts", "kv_role"), [(False, "kv_producer"), (True, "kv_consumer")])
 def test_other_engines_generate_as_many_tokens_as_requested(drafts: bool, kv_role: str) -> None:
-    one = request(24)
-    scheduler_side(drafts=drafts, kv_role=kv_role).on_new_request(one)
-    assert one.max_tokens == 24
+    new_request = request(24)
+    scheduler_side(drafts=drafts, kv_role=kv_role).on_new_request(new_request)
+    assert new_request.max_tokens == 24
 
 
 def test_an_engine_that_transfers_nothing_frees_its_blocks_at_once() -> None:

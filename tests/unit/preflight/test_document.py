@@ -132,6 +132,27 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
     assert overridden.startswith("applications.0.deployments.0 overrides options of EldrIngress")
 
 
+@pytest.mark.parametrize("roles_on_gpus", [[], ["prefill"], ["decode"], ["prefill", "decode"]])
+def test_nodes_have_gpus_if_any_engine_needs_one(roles_on_gpus: list[str], tmp_path: Path) -> None:
+    document = content()
+    for role in roles_on_gpus:
+        engines = document["applications"][0]["args"][f"{role}_config"]
+        engines |= {
+            "accelerator_config": {"kind": "gpu"},
+            "placement_group_config": {"bundles": [{"GPU": 1}]},
+        }
+        engines["engine_kwargs"]["block_size"] = 32  # as on CPUs
+    (tmp_path / "made.yaml").write_text(yaml.safe_dump(document))
+    devices: list[str] = []
+
+    def find_node_pools(path: Path, device: str) -> list[NodePool]:
+        devices.append(device)
+        return HERE
+
+    checking.check_deployments([tmp_path / "made.yaml"], find_node_pools)
+    assert devices == ["gpu" if roles_on_gpus else "cpu"]
+
+
 @pytest.mark.parametrize("where", ["ingress", "http_options"])
 def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> None:
     document = content()

@@ -61,9 +61,9 @@ def test_an_invalid_sample_is_refused_and_counted(
 
 
 def test_counts_that_differ_between_layers_are_refused() -> None:
-    window, one = SampleWindow(8), sample("a")
-    one.prefill_counts[0, 0] += TOP_K
-    assert window.add([one]) == 0
+    window, odd = SampleWindow(8), sample("a")
+    odd.prefill_counts[0, 0] += TOP_K
+    assert window.add([odd]) == 0
     assert window.refused == {"layers_differ": 1}
 
 
@@ -72,10 +72,10 @@ def test_refused_samples_of_different_totals_share_a_reason_and_a_log_line(
 ) -> None:
     window = SampleWindow(8)
     window.add(replace(sample(f"r{steps}"), decode_steps=steps) for steps in (7, 11, 13))
-    odd = [sample("a", prompt=21), sample("b", prompt=23)]
-    for one in odd:
-        one.decode_counts[:, 0] += 1
-    window.add(odd)
+    odd_samples = [sample("a", prompt=21), sample("b", prompt=23)]
+    for odd_sample in odd_samples:
+        odd_sample.decode_counts[:, 0] += 1
+    window.add(odd_samples)
     assert window.refused == {"odd_total": 5}
     assert len(caplog.records) == 1
 
@@ -95,8 +95,8 @@ def test_samples_become_a_trace_that_can_be_saved() -> None:
 
 
 def test_a_request_without_a_decode_step_is_kept() -> None:
-    window, one = SampleWindow(8), sample("a")
-    window.add([replace(one, decode_steps=0, decode_counts=np.zeros_like(one.decode_counts))])
+    window, complete = SampleWindow(8), sample("a")
+    window.add([replace(complete, decode_steps=0, decode_counts=np.zeros_like(complete.decode_counts))])
     assert [entry.top_k for entry in window.samples] == [TOP_K]
 
 
