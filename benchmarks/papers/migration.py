@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.moves import parse_pair
+from eldr_serve.experts.parallel.moves import parse_placements
 from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.cost import Seconds
 
@@ -82,7 +82,7 @@ def plan_migration(
     Raises:
         ValueError: shapes do not agree, there is no window, or no rank holds an expert.
     """
-    before, after = parse_pair(old, new, topology.ranks)
+    before, after = parse_placements(old, new, topology.ranks)
     windows = np.asarray(windows_s, np.float64)
     if windows.ndim != 1 or not windows.size or not np.isfinite(windows).all() or windows.min() < 0:
         raise UserInputError("compute windows must be a list of times, 0 s or more")

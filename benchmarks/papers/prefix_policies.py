@@ -7,7 +7,7 @@ from pydantic import Field
 
 from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy
 from eldr_serve.scheduling.policies.base import available_workers, choose_shortest
-from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
 class _Limited(Policy):
@@ -32,7 +32,7 @@ class SessionHash(_Limited):
             return choose_shortest(positions, loads, self.name)
         in_flight = {str(worker): int(loads.in_flight[worker]) for worker in positions}
         ratio = self.parameters.max_load_ratio
-        chosen = choose_prefill(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
+        chosen = choose_prefill_replica(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
         return Decision(int(chosen), num_candidates=len(positions), reason=self.name)
 
 

@@ -71,7 +71,7 @@ class EngineSpec(Protocol):
     def arguments(self) -> dict[str, Any]:
         """Return the engine's arguments without the model, for `EngineBackend.describe`; JSON types."""
 
-    def check_live_placement(self, placement: ExpertPlacement) -> None:
+    def check_live_expert_placement(self, placement: ExpertPlacement) -> None:
         """Raise ConfigurationError if the engines could not take the placement while they serve.
 
         Layers and experts are not compared, since the model is not known here.

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 
-def choose_prefill(
+def choose_prefill_replica(
     head: bytes,
     in_flight: dict[str, int],
     *,

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.moves import keep_slots, parse_pair
+from eldr_serve.experts.parallel.moves import keep_slots, parse_placements
 
 
 def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:
@@ -27,7 +27,7 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = 
     Raises:
         UserInputError: the placements differ in shape, or the slots cannot be split evenly over the ranks.
     """
-    before, after = parse_pair(old, new, ranks)
+    before, after = parse_placements(old, new, ranks)
     if alike:
         after = np.stack([_exchange_ranks(*rows, ranks) for rows in zip(before, after, strict=True)])
     return keep_slots(before, after, ranks)

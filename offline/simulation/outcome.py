@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.scheduling import Saving
+from eldr_serve.scheduling import PolicyComparison
 from loadgen.statistics import LatencyObjective
 
 
@@ -29,7 +29,7 @@ class Outcome:
         imbalance: one entry per sample, the sum over workers of their KV tokens below the fullest worker's.
         spread: one entry per sample, the fullest worker's KV tokens less the emptiest worker's.
         sample_s: time of each sample.
-        saving: the shadow's estimate, if there was a shadow.
+        shadow_comparison: the shadow's estimate, if there was a shadow.
     """
 
     arrival_s: Floats
@@ -48,7 +48,7 @@ class Outcome:
     imbalance: Floats
     spread: Floats
     sample_s: Floats
-    saving: Saving | None = None
+    shadow_comparison: PolicyComparison | None = None
 
     @property
     def finished(self) -> NDArray[np.bool_]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eldr_serve.scheduling import PrefixCache
-from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefill import choose_prefill_replica
 from offline.simulation.cluster import Prefill
 
 
@@ -18,7 +18,9 @@ class PrefillEngines:
 
     def run(self, now: float, head: bytes, blocks: tuple[int, ...], tokens: int) -> tuple[int, float, int]:
         """Return the engine, the end of the prompt's prefill, and the number of cached tokens."""
-        engine = int(choose_prefill(head, self._in_flight, max_load_ratio=self._config.max_load_ratio))
+        engine = int(
+            choose_prefill_replica(head, self._in_flight, max_load_ratio=self._config.max_load_ratio)
+        )
         self._in_flight[str(engine)] += 1
         hit = min(self._caches[engine].count_hits(blocks) * self._config.block_tokens, tokens - 1)
         self._caches[engine].use(blocks)

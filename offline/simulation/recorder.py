@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eldr_serve.scheduling import Saving
+from eldr_serve.scheduling import PolicyComparison
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
 
@@ -49,8 +49,8 @@ class Recorder:
         self._imbalance.append(largest * len(kv_tokens) - sum(kv_tokens))
         self._spread.append(largest - min(kv_tokens))
 
-    def make_outcome(self, saving: Saving | None) -> Outcome:
-        """Return the results. `saving` is the shadow's."""
+    def make_outcome(self, shadow_comparison: PolicyComparison | None) -> Outcome:
+        """Return the results. `shadow_comparison` is the shadow's."""
         batch, experts, seconds, step_worker = self._steps
         return Outcome(
             self.arrival_s,
@@ -69,5 +69,5 @@ class Recorder:
             np.array(self._imbalance),
             np.array(self._spread),
             np.array(self._sample_s),
-            saving,
+            shadow_comparison,
         )

@@ -179,7 +179,7 @@ class VllmSpec:
         kwargs: dict[str, Any] = self.config.get_engine_config().engine_kwargs
         return kwargs
 
-    def check_live_placement(self, placement: ExpertPlacement) -> None:
+    def check_live_expert_placement(self, placement: ExpertPlacement) -> None:
         """Raise ConfigurationError if the engines could not take the placement while they serve."""
         kwargs = self.config.engine_kwargs
         if self.device == "gpu":
