@@ -25,7 +25,7 @@ from eldr_serve.errors import OverloadedError, SwapRefusedError, UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.router.actor import actor_name
-from eldr_serve.signatures.control import CoordinatorClient
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 _URL = "http://127.0.0.1:8000"
 

@@ -31,7 +31,7 @@ from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
 from eldr_serve.scheduling.worker_names import replica_of
-from eldr_serve.signatures.control import CoordinatorClient
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 _METRICS_ABOUT = (
     b"# One ingress process. Requests, router, workers and engines: Ray's metrics port of each node "

@@ -43,7 +43,7 @@ from eldr_serve.router.actor import actor_name, connect
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.signatures.control import CoordinatorClient
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 if TYPE_CHECKING:
     from eldr_serve.ingress.tracing import Tracing

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from eldr_serve.engine.protocol import TakesMeasurements
-from eldr_serve.replicas.pool_client import SampleSender
+from eldr_serve.replicas.sample_sender import SampleSender
 
 MAX_SAMPLED = 16  # maximum number of sampled requests in one engine at a time
 _PERIOD_S = 1.0  # interval between calls to the pool

@@ -43,8 +43,8 @@ from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
 from eldr_serve.replicas.engine_watch import EngineWatch
 from eldr_serve.replicas.expert_placement import ExpertPlacementFollower, place_experts
 from eldr_serve.replicas.log_handlers import restore_log_handlers
-from eldr_serve.replicas.pool_client import SampleSender
 from eldr_serve.replicas.rank_loads import RankLoad
+from eldr_serve.replicas.sample_sender import SampleSender
 from eldr_serve.replicas.sampling import Sampler, send_samples
 from eldr_serve.replicas.step_reporter import StepReporter
 
