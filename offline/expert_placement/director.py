@@ -36,7 +36,7 @@ from offline.expert_placement.packing import (
 )
 from offline.expert_placement.relaxation import Relaxation, relax, slots_bound
 from offline.expert_placement.rounding import round_in_polytope
-from offline.expert_placement.workload import check_slots, placement_s, price_experts, split_by_source
+from offline.expert_placement.workload import check_slots, placement_time_s, price_experts, split_by_source
 
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound at which a layer's number of replicas is kept
 _WORTH = 0.01  # share of the present time that a new placement must save more than a repair, which moves less
@@ -156,12 +156,12 @@ def renewed_placement(
     """
     engine: dict[str, Any] = {"topology": topology, "cost": cost, "token_bytes": token_bytes}
     alike = not token_bytes or not (cost.near_byte_s or cost.far_byte_s)
-    now_s = placement_s(workload, start, **engine)
+    now_s = placement_time_s(workload, start, **engine)
     best, least_s = np.asarray(start), now_s
     for origin in (start, None):
         candidate = director_placement(workload, slots=slots, start=origin, seed=seed, **engine)[0]
         candidate = minimise_moves(start, candidate, topology.ranks, alike=alike)
-        seconds = placement_s(workload, candidate, **engine)
+        seconds = placement_time_s(workload, candidate, **engine)
         if seconds < least_s - (0.0 if origin is not None else _WORTH * now_s):
             best, least_s = candidate, seconds
     return best, 1 - least_s / now_s if now_s else 0.0

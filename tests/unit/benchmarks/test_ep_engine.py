@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks.engine.ep_engine import add_empty_slots
-from benchmarks.lib.ep.engine import Decoded
+from benchmarks.lib.ep.engine import DecodedBatch
 from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
     SKIPPED_STEPS,
     choose_homes,
     draw_disjoint_batches,
     measure_in_turns,
-    summary,
+    summarise_batch,
 )
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
@@ -78,8 +78,8 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     log[:, :SKIPPED_STEPS] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])
     answers = np.arange(10).reshape(2, 5)
-    figures = summary(
-        Decoded(
+    figures = summarise_batch(
+        DecodedBatch(
             answers,
             seconds,
             move_s=0,

@@ -16,7 +16,7 @@ from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement, renewed_placement
 from offline.expert_placement.director_paper import director_paper_placement, round_with_scales
 from offline.expert_placement.rounding import round_in_polytope
-from offline.expert_placement.workload import placed_work, placement_s
+from offline.expert_placement.workload import placed_work, placement_time_s
 
 COST = LayerCost(fixed_s=1e-4, per_expert_s=2e-6, per_token_s=1e-7, near_byte_s=1e-11, far_byte_s=1e-10)
 BYTES = 2000.0
@@ -157,7 +157,7 @@ def test_a_renewed_placement_is_no_slower_and_its_gain_is_the_costs(seed: int, n
     old, new = workload(seed, 2, 4, 10), workload(seed + 1, 2, 4, 10)
     start, _ = director_placement(old, slots=4, **arguments)
     placed, gain = renewed_placement(new, start, slots=4, **arguments)
-    before, after = (placement_s(new, rows, **arguments) for rows in (start, placed))
+    before, after = (placement_time_s(new, rows, **arguments) for rows in (start, placed))
     assert gain == pytest.approx(1 - after / before)
     assert gain >= 0
     assert (placed == start).all() == (gain == 0)
