@@ -343,7 +343,7 @@ def _migration_planners(
         if previous_routes is None:
             return None
         target = eplb_placement(previous_routes, slots, groups=1, nodes=1, ranks=ranks)
-        return minimise_moves(placement, target, ranks, alike=True), previous_routes.astype(float)
+        return minimise_moves(placement, target, ranks, ranks_alike=True), previous_routes.astype(float)
 
     def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
         counts, tokens = data.trace.prefill_counts[requests], data.trace.prompt_tokens[requests]

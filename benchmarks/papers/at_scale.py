@@ -89,7 +89,7 @@ def figures_in_window(outcomes: Sequence[Outcome], objective: LatencyObjective) 
     for name, values in (("tpot", tpot_s), ("ttft", ttft_s)):
         for q in (50, 99):
             row[f"{name}_p{q}_ms"] = 1e3 * float(np.nanpercentile(values, q))
-    good, step_s = join(lambda one: one.good(objective))[inside], join(lambda one: one.seconds)
+    good, step_s = join(lambda one: one.meets(objective))[inside], join(lambda one: one.seconds)
     return row | {
         "goodput_per_s": float(good.sum() / (end - start)),
         "good_pct": 100 * float(good.mean()),

@@ -1,8 +1,9 @@
 """Migration from one placement to the next while the engine runs (DIRECTOR, section V-B).
 
-Weights travel only in compute windows, when no all-to-all uses the links, so transfers are scheduled in "idle
-time", a clock that stops outside of the windows. A rank sends one expert at a time and receives one. An
-expert is sent directly to its slot or, while that slot is still to be read, to a staging buffer.
+Weights are sent only in compute windows, when no all-to-all uses the links, so transfers are scheduled in
+"idle time", a clock that stops outside of the windows. At any time a rank sends at most one expert and
+receives at most one. An expert is sent directly to its slot or, while that slot is still to be read, to a
+staging buffer.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from eldr_serve.scheduling.policies.base import available_workers, choose_shorte
 from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
-class _Limited(Policy):
-    """A policy with a limit on a worker's load."""
+class _LoadLimitedPolicy(Policy):
+    """Base class of policies that limit a worker's load."""
 
     class Parameters(Policy.Parameters):
         max_load_ratio: float = Field(
@@ -21,8 +21,8 @@ class _Limited(Policy):
     parameters: Parameters
 
 
-class SessionHash(_Limited):
-    """The policy that hashes a session's key to a worker; without key or room, to the least loaded."""
+class SessionHash(_LoadLimitedPolicy):
+    """Chooses a worker by a hash of the session's key, or the least loaded one without key or room."""
 
     name = "session-hash"
 
@@ -36,8 +36,8 @@ class SessionHash(_Limited):
         return Decision(int(chosen), num_candidates=len(positions), reason=self.name)
 
 
-class LongestPrefix(_Limited):
-    """The policy that chooses, among workers without overload, the one that caches most of the prompt."""
+class LongestPrefix(_LoadLimitedPolicy):
+    """Chooses the worker that caches most of the prompt, among those that are not overloaded."""
 
     name = "longest-prefix"
 

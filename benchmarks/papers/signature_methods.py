@@ -75,7 +75,7 @@ def chi_square_ridge(fit: Prompts, test: Prompts) -> Floats:
 
 
 def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """Predict likewise from deviations from the mean prefill, fitted to the experts of decode."""
+    """Predict by `chi_square_ridge` fitted to the experts of decode, as deviations from the mean prefill."""
     decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
     predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
     return np.asarray(predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0))

@@ -18,7 +18,7 @@ class Recorder:
     Attributes:
         arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N].
         worker: int64[N], decode worker; -1: not placed.
-        hit_tokens: int64[N], cached prompt tokens.
+        cached_tokens: int64[N], cached prompt tokens.
         preempted: number of preemptions.
     """
 
@@ -29,7 +29,7 @@ class Recorder:
         self.arrival_s = requests.arrival_s.copy()
         self.prefilled_s, self.placed_s, self.first_s, self.last_s = (nan.copy() for _ in range(4))
         self.worker = np.full(n, -1, np.int64)
-        self.hit_tokens = np.zeros(n, np.int64)
+        self.cached_tokens = np.zeros(n, np.int64)
         self.preempted = 0
         self._steps = array("i"), array("i"), array("d"), array("i")
         self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
@@ -60,7 +60,7 @@ class Recorder:
             self.last_s,
             self.worker,
             self._tokens,
-            self.hit_tokens,
+            self.cached_tokens,
             self.preempted,
             np.array(batch, np.int64),
             np.array(experts, np.int64),

@@ -61,7 +61,7 @@ def simulate(
     seed: int = 0,
     on_finished: Callable[[int], None] = lambda number: None,
 ) -> Outcome:
-    """Run all requests. The outcome is the same for the same seed.
+    """Simulate all requests; the same seed gives the same outcome.
 
     Args:
         policy: a new policy, which has its table if it needs one.
@@ -207,7 +207,7 @@ class _Simulation:
             return
         blocks = self._requests.blocks[request_index] if self._requests.blocks else ()
         head = str(blocks[0] if blocks else f"r{request_index}").encode()
-        prefill_engine, end, self._recorder.hit_tokens[request_index] = self._prefill.run(
+        prefill_engine, end, self._recorder.cached_tokens[request_index] = self._prefill.run(
             now, head, blocks, self._prompt[request_index]
         )
         self._prefilled_by[request_index] = prefill_engine

@@ -24,14 +24,14 @@ ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_
 TEMPERATURE = 0.8  # sampling temperature of captures and replays
 STEP_TOKENS = 4096  # maximum tokens of a step
 BLOCK = 32  # tokens per KV block, the minimum of vLLM's CPU attention
-# If CpuSpeed's matrix product takes x times as long, a step takes about x**_SENSITIVITY times as long. In means
-# of 100 steps, the exponent was 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
+# If CpuSpeed's matrix product takes x times as long, a step takes about x**_SENSITIVITY times as long. In
+# means of 100 steps, the exponent was 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
 _SENSITIVITY = 0.75
 # Sizes of decode batches with their own CUDA graph. Up to 40 all have one, since a padded token may activate
 # further experts.
 _GRAPH_SIZES = (*range(1, 41), *range(48, 129, 8))
-# On a GPU, the size of the KV cache (on a CPU, ENGINE_ENV sets it) and the maximum tokens of a step, which can
-# be small because few prompts are computed.
+# On a GPU, the size of the KV cache (on a CPU, ENGINE_ENV sets it) and the maximum tokens of a step, which
+# can be small because few prompts are computed.
 GPU_LIMITS = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
 
 
