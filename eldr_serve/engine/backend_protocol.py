@@ -65,7 +65,7 @@ class EngineSpec(Protocol):
     def ports(self, replicas: int) -> list[int]:
         """Return the first port that each replica listens on; each rank takes one, consecutively."""
 
-    def placement(self) -> tuple[list[dict[str, float]], str]:
+    def placement_group(self) -> tuple[list[dict[str, float]], str]:
         """Return bundles and strategy of the placement group of one replica."""
 
     def arguments(self) -> dict[str, Any]:

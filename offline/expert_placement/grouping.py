@@ -81,7 +81,7 @@ def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high:
 
 @dataclass(frozen=True)
 class Grouping:
-    """A form of controlled non-uniform grouping; the default is ours, `grace_paper.PAPER_GROUPING` the paper's.
+    """A form of controlled non-uniform grouping; the default is ours, and PAPER_GROUPING is the paper's.
 
     Attributes:
         labels: how spectral clustering assigns groups.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.engine_pool import EnginePool
-from benchmarks.lib.replay import command as make_replay_command
+from benchmarks.lib.replay import command as replay_command
 from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
@@ -116,7 +116,7 @@ def test_the_engine_reproduces_the_captured_text(
     # So many at once that a slow machine hardly changes which requests share a step.
     options = {"steps-out": steps, "batch": 100, "per-worker": 6, "repeats": 3, "output-tokens": 16}
     out = tmp_path / "validation.json"
-    monkeypatch.setattr(make_replay_command, "EnginePool", lambda *_: nullcontext(pool))
+    monkeypatch.setattr(replay_command, "EnginePool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(sys, "argv", ["simulator_validation", *arguments(prompts, work, out, **options)])
     for name, value in IN_PROCESS.items():  # for the capture, if the first test has not made it
         monkeypatch.setenv(name, value)

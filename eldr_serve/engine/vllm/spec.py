@@ -170,7 +170,7 @@ class VllmSpec:
         base = int(self.config.experimental_configs["NIXL_SIDE_CHANNEL_PORT_BASE"])
         return [base + rank * self.ranks for rank in range(replicas)]
 
-    def placement(self) -> tuple[list[dict[str, float]], str]:
+    def placement_group(self) -> tuple[list[dict[str, float]], str]:
         """Return bundles and strategy of the placement group of one replica."""
         return engine_placement(self.config)
 

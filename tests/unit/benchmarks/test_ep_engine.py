@@ -30,10 +30,10 @@ def measurement(
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 
 
-class Engine:
+class FakeEpEngine:
     started = 0
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> FakeEpEngine:
         self.started += 1
         return self
 
@@ -42,7 +42,7 @@ class Engine:
 
 
 def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: Path) -> None:
-    engine: Any = Engine()
+    engine: Any = FakeEpEngine()
     keys = [(turn, name) for turn in range(2) for name in ("a", "b")]
     measured: list[tuple[int, str]] = []
 

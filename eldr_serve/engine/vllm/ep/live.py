@@ -28,8 +28,8 @@ class LiveExperts:
         moves_per_slice: maximum number of experts that move between two steps.
         group: process group of the ranks.
         called_together: whether all ranks receive a call between the same two steps. Data-parallel ranks do
-            not, so they refuse changes. Otherwise one rank would wait for weights that another rank sends
-            only after its step, and that step would wait for the first rank.
+            not, so they refuse changes; otherwise one rank would wait for weights that another rank sends
+            only after its step, while that step would wait for the first rank.
     """
 
     def __init__(
