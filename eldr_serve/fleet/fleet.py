@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -88,20 +88,6 @@ class Fleet:
     def oldest_call_ages_s(self) -> dict[str, float]:
         """Return the age of this process's oldest open call to the replica of each live worker, s."""
         return {worker: round(self._channels[replica_of(worker)].oldest_s, 1) for worker in self._live_names}
-
-    @property
-    def block_tokens(self) -> int:
-        """Return the tokens in a block of the replicas' prefix caches; 0 if unknown or if there are none."""
-        return self.directory.block_tokens
-
-    @property
-    def kv_usage(self) -> dict[str, float]:
-        """Return the share of KV blocks in use of each worker that has reported it, 0 to 1."""
-        return self.directory.kv_usage.usage_by_worker
-
-    def replicas_with_room(self, replicas: Iterable[str]) -> list[str]:
-        """Return the prefill replicas that may get a prompt; see KvUsage."""
-        return self.directory.kv_usage.replicas_with_room(replicas)
 
     def is_connected(self, replica: str) -> bool:
         """Return whether there is a channel to a replica, which may take no further calls."""

@@ -13,7 +13,7 @@ import time
 
 from eldr_serve.channel import Reply
 from eldr_serve.channel.server import OpenMethod
-from eldr_serve.router.metrics import RouterMetrics
+from eldr_serve.router.metrics_export import RouterMetrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.router_protocol.messages import (
     Counted,

@@ -220,7 +220,7 @@ class RouterState:
             blocks: blocks of the prompt in question if the worker computes it too.
         """
         return DecodeLoads(
-            self.placer.worker_loads(blocks),
+            self.placer.workers.worker_loads(blocks),
             self.leases.queue_size,
             self.costs.time_model(math.prod(self.counts_shape or (0,))),
             self.leases.cached_share.value,

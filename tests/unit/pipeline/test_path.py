@@ -18,9 +18,9 @@ from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.pipeline import kv_release
+from eldr_serve.pipeline.context.stage_latencies import WINDOW, StageLatencies
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
+from eldr_serve.pipeline.prefill import kv_release
 from eldr_serve.request import RequestFields, needs_whole_replica, num_sequences, prompt_head, prompt_key
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until

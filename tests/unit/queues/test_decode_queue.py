@@ -264,7 +264,7 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def each_request_waits_or_runs(self) -> None:
-        running, queue = set(self.state.placer.running), set(self.state.placer.queue)
+        running, queue = set(self.state.placer.running), set(self.state.placer.queue.leases)
         assert not running & queue
         assert running | queue == self.leases.keys() | self.waits.keys()
         assert self.leases.keys() <= running
@@ -284,7 +284,7 @@ class Conservation(RuleBasedStateMachine):
     def no_slot_is_free_while_a_request_waits(self) -> None:
         status = router_status(self.state)
         assert not self.state.leases.queue_size or not self.workers or status["policy"] == SLOTS
-        for ingress in {lease.ingress for lease in self.state.placer.queue.values()}:
+        for ingress in {lease.ingress for lease in self.state.placer.queue.leases.values()}:
             for worker in status["workers"]:
                 if worker["worker"] in self.reachable(ingress):
                     assert worker["in_flight"] >= status["parameters"]["slots"]
@@ -360,7 +360,7 @@ def test_urgent_requests_starve_no_other(patience_s: float) -> None:
     """A request without an objective is served within `patience_s` and the turns that were due before."""
     clock = Clock()
     state = router(workers=1, clock=clock)
-    state.placer.patience_s = patience_s
+    state.placer.queue.patience_s = patience_s
     place(state, "first", "plain")
     running, number = "first", 0
     while running != "plain":

@@ -17,7 +17,7 @@ from eldr_serve.engine.calls import expert_counts_of
 from eldr_serve.engine.methods import SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
-from eldr_serve.pipeline.split_prefill import read_prefill_reply
+from eldr_serve.pipeline.prefill.split_prefill import read_prefill_reply
 from eldr_serve.replicas import servers, step_reporter
 from eldr_serve.scheduling import BlockChanges, PrefixCacheSize, StepAnswer, StepSums
 from tests.support.channel_calls import read_all

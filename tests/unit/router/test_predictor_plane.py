@@ -14,7 +14,7 @@ from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.metrics import IngressEvent
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router import settings_check
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
@@ -309,14 +309,14 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
         client.set_measured_counts("a", IDS, counts(5, 41), 41)
         await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
         assert actor.messages[-1].request.blocks is None  # the blocks are sent once
-        assert actor.state.placer.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
+        assert actor.state.placer.workers.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
         actor.alive = False
         client.release("gone")
         client._counters.count(IngressEvent.SLOW_CLIENTS)
         await wait_until(lambda: client.router_unreachable)
         actor.restart()
         await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
-        assert actor.state.placer.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
+        assert actor.state.placer.workers.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
 
 
 async def test_measured_counts_go_to_the_waiting_call() -> None:

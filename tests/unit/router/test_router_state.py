@@ -285,8 +285,8 @@ def test_pending_counts_are_of_the_requests_that_decode_or_wait() -> None:
         counts = None if number == 1 else np.full((2, 8), number, np.uint16)
         place(state, request(f"r{number}", expert_counts=counts, may_wait=True))
     placer = state.placer
-    assert placer.queue
-    order = [*placer.running, *placer.queue]
+    assert placer.queue.leases
+    order = [*placer.running, *placer.queue.leases]
     known = [int(name[1:]) for name in order if name != "r1"]
     assert [int(counts[0, 0]) for counts in placer.pending_counts()] == known
     ended = next(name for name in placer.running if name != "r1")

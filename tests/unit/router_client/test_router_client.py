@@ -240,8 +240,8 @@ async def test_queued_requests_are_scored_again_after_a_swap() -> None:
         await client.place(request("a"), None, wait_s=30.0)
         task = await start_waiting(client, actor, "b", counts_for(0))
         version = actor.state.live_settings.swap_table(unit_table(3).to_bytes()).table_version
-        await wait_until(lambda: actor.state.placer.queue["b"].request.table_version == version)
-        assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
+        await wait_until(lambda: actor.state.placer.queue.leases["b"].request.table_version == version)
+        assert actor.state.placer.queue.leases["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
         client.release("a")
         assert (await task).is_most_similar
