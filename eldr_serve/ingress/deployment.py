@@ -43,7 +43,7 @@ from eldr_serve.router.actor import actor_name, connect
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.signatures.control import PoolControl
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 if TYPE_CHECKING:
     from eldr_serve.ingress.tracing import Tracing
@@ -135,7 +135,7 @@ class EldrIngress:
             status=self._status,
             decode=fleets.decode,
             tokenizer=self._tokenizer,
-            pool=PoolControl(application),
+            pool=CoordinatorClient(application),
             engine_version=engine_version,
         )
         self._port = _port(options, application)

@@ -21,7 +21,7 @@ from eldr_serve.engine.protocol import (
     Engine,
     EngineConfig,
     EngineRequest,
-    Prefilled,
+    PrefilledPrompt,
     Send,
     ServesRequests,
 )
@@ -44,8 +44,8 @@ from eldr_serve.replicas.decode_reporter import DecodeReporter
 from eldr_serve.replicas.engine_watch import EngineWatch
 from eldr_serve.replicas.expert_placement import ExpertPlacementFollower, place_experts
 from eldr_serve.replicas.log_handlers import restore_log_handlers
-from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.rank_loads import RankLoad
+from eldr_serve.replicas.sample_sender import SampleSender
 from eldr_serve.replicas.sampling import Sampler, send_samples
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class PrefillServer(EngineServer):
         else:
             await super().handle_call(method, request, reply)
 
-    async def _prefill(self, request: EngineRequest) -> Prefilled:
+    async def _prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Compute a prompt and measure its throughput."""
         tokens, computed = request.prompt_tokens, 0
         self._meter.enter(tokens)
@@ -203,7 +203,7 @@ class DecodeServer(EngineServer):
     its own reports.
 
     Args:
-        application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
+        application, num_pool_actors: determine the names of the pool's actors (see SampleSender). Without
             actors nothing is sampled.
         follows_expert_placements: whether the router has expert placements, one for each position.
     """
@@ -232,7 +232,7 @@ class DecodeServer(EngineServer):
             follow = self._expert_placement_follower.run
             self._tasks.append(start_supervised("the expert-placement follower", follow))
         if num_pool_actors:
-            self._pool = PoolClient(application, num_pool_actors)
+            self._pool = SampleSender(application, num_pool_actors)
             send = partial(send_samples, self._engine, self._sampler, self._pool)
             self._tasks.append(start_supervised("the report of samples", send))
 

@@ -29,7 +29,7 @@ from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.request import needs_whole_replica, prompt_head
-from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
 async def read_prefill_reply(call: Call) -> PrefillReply:
@@ -127,7 +127,7 @@ class SplitPrefill:
             return UncomputedPrompt()
         replicas = [name for name in replicas if name not in admission.late_replicas] or replicas
         open_calls, other_calls = self._fleet.open_calls, self._queues.other_calls(replicas)
-        replica = choose_prefill(
+        replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),
             {name: open_calls[name] + other_calls[name] for name in replicas},
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,

@@ -210,7 +210,7 @@ def test_a_policy_keeps_its_state_when_only_the_predictor_is_swapped() -> None:
     policy = marginal_cost(state)
     state.live_settings.swap_predictor(FILE, "t")
     assert state.placer.policy is policy
-    assert policy.profiles.profile.any()
+    assert policy.profiles.vectors.any()
 
 
 async def test_predictions_replace_missing_counts_and_measured_counts_train_the_predictor() -> None:
