@@ -106,7 +106,11 @@ class Shadow:
 
     def on_finished(self, request_id: str) -> None:
         """Remove a request."""
-        self._events.append(partial(self._finish, request_id))
+        self._events.append(partial(self._finish, request_id, self.policy.on_finished))
+
+    def on_aborted(self, request_id: str) -> None:
+        """Remove a request whose answer is not complete."""
+        self._events.append(partial(self._finish, request_id, self.policy.on_aborted))
 
     def update_cost_model(self, cost: StepCost) -> None:
         """Set the present cost of a decode step."""
@@ -206,12 +210,12 @@ class Shadow:
         self.totals += priced
         self._blocks[-1] += priced
 
-    def _finish(self, request_id: str) -> None:
+    def _finish(self, request_id: str, notify_policy: Callable[[str], None]) -> None:
         if self._requests.pop(request_id, None) is not None:
             del self._generated[request_id]
             self._live.finish(request_id)
             self._shadow.finish(request_id)
-            self.policy.on_finished(request_id)
+            notify_policy(request_id)
 
     def _set_cost(self, cost: StepCost) -> None:
         self._cost = cost

@@ -234,7 +234,7 @@ class _Simulation:
         self._now = now
         if self._cluster.queue_timeout_s is not None:
             self._expire(now)
-        if leases or self._placer.queue:
+        if leases or self._placer.queue.leases:
             self._report_progress(now)
         for lease in self._placer.submit(leases):
             self._hand_over(now, int(lease.request_id), lease.position)
@@ -243,8 +243,8 @@ class _Simulation:
 
     def _expire(self, now: float) -> None:
         """Remove requests from the decode queue that have waited too long."""
-        ttl = self._cluster.queue_timeout_s or 0.0
-        while (first := next(iter(self._placer.queue.values()), None)) and now - first.queued_at_s > ttl:
+        ttl, leases = self._cluster.queue_timeout_s or 0.0, self._placer.queue.leases
+        while (first := next(iter(leases.values()), None)) and now - first.queued_at_s > ttl:
             self._placer.finish(first.request_id)
             self._count_end()
 

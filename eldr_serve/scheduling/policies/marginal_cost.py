@@ -226,6 +226,10 @@ class MarginalCost(Policy):
         running = self.activation.running
         self._generated.update((name, n) for name, n in generated_tokens.items() if name in running)
 
+    def on_aborted(self, request_id: str) -> None:
+        self._generated.pop(request_id, None)  # not the length of an answer
+        super().on_aborted(request_id)
+
     def on_finished(self, request_id: str) -> None:
         self.activation.on_finished(request_id)
         self._profiled.pop(request_id, None)

@@ -166,6 +166,9 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         policy.on_assigned(ended, 0)
         policy.on_progress({ended.request_id: tokens})
         policy.on_finished(ended.request_id)
+    policy.on_assigned(request_like("aborted", 0), 0)
+    policy.on_progress({"aborted": 70})  # not the length of an answer
+    policy.on_aborted("aborted")
     rng = np.random.default_rng(seed)
     running = [request_like(f"r{i}", seed + i) for i in range(requests)]
     positions = rng.integers(workers, size=requests).tolist()

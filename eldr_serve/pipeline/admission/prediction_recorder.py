@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.queues.prediction import Concurrency, PredictionAccuracy
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.request import needs_whole_replica
