@@ -20,7 +20,7 @@ class Move(NamedTuple):
     layer: int
     expert: int
     source: int
-    slot: int
+    target: int
 
 
 def keep_slots(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
