@@ -47,7 +47,7 @@ class RequestFields(BaseModel):
 
 @dataclass(frozen=True)
 class PolicyHints:
-    """A client's headers for the policy.
+    """A client's headers for the policy; PlacementRequest has fields of the same names.
 
     Attributes:
         domain: kind of request, for policy `domain`; None if the client names none.
@@ -249,10 +249,4 @@ def make_placement_request(
     Args:
         fields: as for `max_new_tokens`.
     """
-    return PlacementRequest(
-        request_id,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens(fields),
-        domain=hints.domain,
-        labels=hints.labels,
-    )
+    return PlacementRequest(request_id, prompt_tokens, max_new_tokens(fields), **vars(hints))

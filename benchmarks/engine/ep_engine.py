@@ -40,7 +40,7 @@ from benchmarks.lib.ep.turns import (
     draw_disjoint_batches,
     measure_in_turns,
     resolve_ranks,
-    summary,
+    summarise_batch,
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats, Ints
@@ -154,7 +154,7 @@ def ep_choice(
         if arm.by_experts:
             homes = choose_homes(data.trace.prefill_counts[chosen], arm.placement, ranks)
         texts = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in chosen]
-        return summary(engine.decode(texts, tokens, name=f"{turn}/{size}", homes=homes))
+        return summarise_batch(engine.decode(texts, tokens, name=f"{turn}/{size}", homes=homes))
 
     slots = {"redundant": max(sizes.values()) - load.shape[1], "moves_per_slice": 64}
     extra = slots | {"max_batch": max(batches)}
@@ -288,7 +288,7 @@ def _decode_windows(
         plan_s = perf_counter() - started_at_s
         target, expected = migration or (None, None)
         decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
-        row, moved_ms = summary(decoded), 1e3 * decoded.move_s
+        row, moved_ms = summarise_batch(decoded), 1e3 * decoded.move_s
         row |= {"plan_ms": 1e3 * plan_s, "migration_ms": moved_ms}
         row["with_moves_ms"] = row["step_ms"] + moved_ms / len(decoded.seconds)
         row |= {key: getattr(decoded, key) for key in ("experts_moved", "slices", "slices_left")}
@@ -357,7 +357,7 @@ def _migration_planners(
         if previous_routes is None:
             return None
         target = eplb_placement(previous_routes, slots, groups=1, nodes=1, ranks=ranks)
-        return minimise_moves(placement, target, ranks, alike=True), previous_routes.astype(float)
+        return minimise_moves(placement, target, ranks, ranks_alike=True), previous_routes.astype(float)
 
     def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
         counts, tokens = data.trace.prefill_counts[requests], data.trace.prompt_tokens[requests]

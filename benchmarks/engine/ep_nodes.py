@@ -22,7 +22,7 @@ from benchmarks.engine.ep_layer import draw_job, slowest_rank
 from benchmarks.lib import options
 from benchmarks.lib.capture import load_or_capture
 from benchmarks.lib.ep.network import TRAFFIC, Network
-from benchmarks.lib.ep.ranks import on_ranks
+from benchmarks.lib.ep.ranks import run_on_ranks
 from benchmarks.lib.ep.timing import ONCE_A_NODE, LayerArm, LayerRun, RankJob, time_layers_together
 from eldr_serve.commands.errors import run
 from examples.demo_model import WEIGHTS
@@ -60,7 +60,7 @@ def ep_nodes(
     for tokens in sizes:
         job = draw_job(data, WEIGHTS, _RANKS, tokens, batches, _ARMS, rounds, seed)
         jobs += [replace(job, network=Network(_NODES, 1e-6 * delay_us, 1e6 * b)) for b in bandwidths]
-    runs_by_job = zip(*on_ranks(_RANKS, _run_jobs, jobs), strict=True)
+    runs_by_job = zip(*run_on_ranks(_RANKS, _run_jobs, jobs), strict=True)
     rows = [row for job, runs in zip(jobs, runs_by_job, strict=True) for row in _make_rows(job, runs)]
     inputs = {"batches": batches, "rounds": rounds, "delay_us": delay_us, "nodes": _NODES, "ranks": _RANKS}
     publish("ep_nodes", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)

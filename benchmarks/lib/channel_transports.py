@@ -90,7 +90,7 @@ class _Stream:
         self.ready = asyncio.Event()
 
 
-class Engine:
+class TokenSource:
     """Source of tokens that computes nothing.
 
     Attributes:
@@ -196,7 +196,7 @@ def resident_mib() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def _channel_server(engine: Engine) -> ChannelServer:
+def _channel_server(engine: TokenSource) -> ChannelServer:
     async def handler(method: str, header: Json, body: bytes, reply: Reply) -> None:
         peer = reply.peer
         engine.backlog = lambda: peer.unsent_bytes
@@ -214,7 +214,7 @@ def _channel_server(engine: Engine) -> ChannelServer:
     )
 
 
-def _grpc_methods(engine: Engine) -> Json:
+def _grpc_methods(engine: TokenSource) -> Json:
     async def stream(request: bytes, context: Any) -> None:
         def send(payload: bytes, ids: bytes) -> Awaitable[None]:
             write: Awaitable[None] = context.write(b"".join((_TOKENS.pack(1), ids, payload)))
@@ -235,7 +235,7 @@ def _grpc_methods(engine: Engine) -> Json:
     }
 
 
-def _frames_methods(engine: Engine) -> Json:
+def _frames_methods(engine: TokenSource) -> Json:
     server = _channel_server(engine)
 
     async def frames(requests: Any, context: Any) -> None:
@@ -247,7 +247,7 @@ def _frames_methods(engine: Engine) -> Json:
 @asynccontextmanager
 async def run_transport_server(transport: str) -> AsyncIterator[int]:
     """Serve one transport on this machine and yield its port."""
-    engine = Engine()
+    engine = TokenSource()
     if transport == "channel":
         server = _channel_server(engine)
         try:

@@ -118,18 +118,20 @@ def tail_price(
         journal.remove()
 
 
-def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
-    """Return the files and the numbers of an option's value. Raise UserInputError if it has another form."""
+def _parse_files_and_numbers(option: str, text: str, pattern: str) -> tuple[list[Path], list[int]]:
+    """Return the files and the numbers of an option's value. Raise UserInputError if it does not match."""
     parts = text.split(",")
     files = [Path(part) for part in parts if not part.isdigit()]
     numbers = [int(part) for part in parts if part.isdigit() and int(part)]
-    if [len(files), len(numbers)] != [2, len(form.split(",")) - 2]:
-        raise UserInputError(f"{option} must be {form}, got {text!r}")
+    if [len(files), len(numbers)] != [2, len(pattern.split(",")) - 2]:
+        raise UserInputError(f"{option} must be {pattern}, got {text!r}")
     return files, numbers
 
 
 def _point_from_routes(text: str, per_worker: int, output_tokens: int) -> Point:
-    (routes, cost_file), (workers, batch) = _parts("--point", text, "ROUTES,COST,WORKERS,BATCH")
+    (routes, cost_file), (workers, batch) = _parse_files_and_numbers(
+        "--point", text, "ROUTES,COST,WORKERS,BATCH"
+    )
     experts, cost = Experts.from_trace(read_calibration_trace(routes)), FittedCost.load(cost_file).cost
 
     def prepare(seed: int) -> Callable[[Policy], Figures]:
@@ -161,7 +163,7 @@ def _requests(
 
 
 def _points_from_whole(text: str) -> list[Point]:
-    files, (workers,) = _parts("--whole", text, "ROUTES,ARRIVALS,WORKERS")
+    files, (workers,) = _parse_files_and_numbers("--whole", text, "ROUTES,ARRIVALS,WORKERS")
     inputs = whole.Inputs.read(files[0], files[1], whole.OUR_COST)
 
     def prepare(name: str, seed: int) -> Callable[[Policy], Figures]:

@@ -32,7 +32,7 @@ from benchmarks.lib.client import (
     Answer,
     allow_open_files,
     count_failures,
-    most_open,
+    max_open_answers,
     open_session,
     request_completion,
     summarise_answers,
@@ -102,7 +102,7 @@ def _measure(
             offered_s = ramp_s + prefill_s + (tokens - 1) * gap_ms / 1000
             status = httpx.get(f"{url}/eldr/status", timeout=30).json()
             row: dict[str, Any] = {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
-            row |= {"most_open": most_open(answers), **summarise_answers(answers)}
+            row |= {"most_open": max_open_answers(answers), **summarise_answers(answers)}
             row["offered_tokens_per_s"] = count * tokens / offered_s
             row["server_us_per_token"] = sum(us.values())
             row |= {f"{name}_us_per_token": us.get(name, 0.0) for name in _PARTS}

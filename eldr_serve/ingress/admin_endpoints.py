@@ -26,12 +26,12 @@ from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.status import IngressStatus
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
 from eldr_serve.scheduling.worker_names import replica_of
-from eldr_serve.signatures.control import PoolControl
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 _METRICS_ABOUT = (
     b"# One ingress process. Requests, router, workers and engines: Ray's metrics port of each node "
@@ -79,7 +79,7 @@ class AdminEndpoints:
         status: IngressStatus,
         decode: Fleet,
         tokenizer: PromptTokenizer,
-        pool: PoolControl,
+        pool: CoordinatorClient,
         engine_version: str,
     ) -> None:
         self._gate = gate

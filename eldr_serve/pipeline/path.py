@@ -15,9 +15,9 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError, one_line_message
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.pipeline.attempt import Attempt
-from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFailedError
-from eldr_serve.pipeline.forward import forward
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.failures import DecodeFailedError, Failures, PrefillFailedError
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.decode.forward import forward
 from eldr_serve.pipeline.services import Services
 
 

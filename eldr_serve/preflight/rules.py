@@ -244,7 +244,7 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
         )
         return
     try:
-        decode.spec.check_live_placement(placements[0])
+        decode.spec.check_live_expert_placement(placements[0])
     except UserInputError as error:
         yield _error(f"router.expert_placements does not fit {decode.role}: {error}")
     else:

@@ -16,7 +16,7 @@ _MAX_RESERVATIONS = 10_000  # maximum number of reservations; further clients ge
 
 @dataclass(frozen=True)
 class _Reservation:
-    due_s: float
+    due_at_s: float
     tokens: float
     key: Hashable
 
@@ -30,7 +30,7 @@ class RetryTimes:
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queue: list[_Reservation] = []  # sorted by due_s
+        self._queue: list[_Reservation] = []  # sorted by due_at_s
         self._tokens = 0.0
 
     @property
@@ -63,8 +63,8 @@ class RetryTimes:
         if after_s >= max_s:
             return random.uniform(max_s / 2, max_s)
         if len(self._queue) >= _MAX_RESERVATIONS:
-            return max(after_s, self._queue[-1].due_s - now_s)
-        insort(self._queue, _Reservation(now_s + after_s, tokens, key), key=attrgetter("due_s"))
+            return max(after_s, self._queue[-1].due_at_s - now_s)
+        insort(self._queue, _Reservation(now_s + after_s, tokens, key), key=attrgetter("due_at_s"))
         self._tokens += tokens
         return after_s
 
@@ -86,10 +86,10 @@ class RetryTimes:
                 return
 
     def _count_due(self) -> int:
-        return bisect_right(self._queue, self._clock() + _EARLY_S, key=attrgetter("due_s"))
+        return bisect_right(self._queue, self._clock() + _EARLY_S, key=attrgetter("due_at_s"))
 
     def _expire(self) -> None:
-        expired = bisect_right(self._queue, self._clock() - _GRACE_S, key=attrgetter("due_s"))
+        expired = bisect_right(self._queue, self._clock() - _GRACE_S, key=attrgetter("due_at_s"))
         self._tokens -= sum(reservation.tokens for reservation in self._queue[:expired])
         del self._queue[:expired]
         if not self._queue:

@@ -31,8 +31,8 @@ async def place_experts(engine: MovesExperts, body: bytes) -> bytes:
 class ExpertPlacementFollower:
     """Gives an engine the expert placement of its replica's position.
 
-    It asks the router for the position, and moves the experts when the position or its placement changes. So
-    a placement that an operator loads by hand stays until then.
+    It asks the router for the position, and moves the experts only when the position or its placement
+    changes, so that a placement which an operator loads by hand stays until then.
 
     Args:
         router_name: name of the router's actor.

@@ -98,7 +98,7 @@ class LiveView:
         }
 
     def _requests(self, placer: Placer) -> dict[str, Any]:
-        leases = [*placer.queue.values(), *placer.running.values()]
+        leases = [*placer.queue.leases.values(), *placer.running.values()]
         shown = leases[-_RUNNING:]
         return {
             "not_shown": len(leases) - len(shown),

@@ -93,7 +93,7 @@ def placed_work(
     )
 
 
-def placement_s(
+def placement_time_s(
     workload: ArrayLike,
     placement: ArrayLike,
     *,

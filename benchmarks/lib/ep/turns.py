@@ -18,14 +18,14 @@ import typer
 from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
-from benchmarks.lib.ep.engine import Decoded
+from benchmarks.lib.ep.engine import DecodedBatch
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from examples.demo_model import WEIGHTS
 from loadgen.journal import Journal
 
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
-Engine = TypeVar("Engine")
+EngineT = TypeVar("EngineT")
 NUM_HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
 MAX_PROMPT_TOKENS = 65  # longer prompts are cut, since only decode is measured
 SKIPPED_STEPS = 2  # decode steps after the prefill that no figure includes
@@ -60,8 +60,8 @@ def resolve_ranks(benchmark: str, ranks: int, data_parallel: int | None) -> tupl
 def measure_in_turns(
     journal: Journal,
     keys: Iterable[Key],
-    engine: Callable[[], AbstractContextManager[Engine]],
-    measure: Callable[[Engine, Key], Any],
+    engine: Callable[[], AbstractContextManager[EngineT]],
+    measure: Callable[[EngineT, Key], Any],
     minutes: float | None,
 ) -> dict[Key, Any]:
     """Return the measurement of each key, in this order. Measure only those that the journal lacks.
@@ -116,7 +116,7 @@ def choose_homes(counts: ArrayLike, placement: Ints, ranks: int) -> Ints:
     return places[linear_sum_assignment(share_at_home[:, places], maximize=True)[1]]
 
 
-def summary(decoded: Decoded) -> dict[str, Any]:
+def summarise_batch(decoded: DecodedBatch) -> dict[str, Any]:
     """Return a batch's figures: medians over steps for times, otherwise means over steps and layers."""
     columns = np.moveaxis(decoded.log[:, SKIPPED_STEPS:], -1, 0)
     tokens, activated, pairs, served_at_home, moved_tokens = columns

@@ -10,7 +10,7 @@ from typing import Any
 from eldr_serve.channel import Reply
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.compat.serve_llm import engine_client
-from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.replicas.llm_servers import LLMDecodeServer
 
 _called_at: ContextVar[float] = ContextVar("called_at")

@@ -26,7 +26,7 @@ from eldr_serve.engine.calls import (
     REQUEST_KEY,
     GenerationReport,
 )
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt, Send
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm.compat import buffered_metrics
 from eldr_serve.engine.vllm.compat.checked import start_errors
@@ -111,7 +111,7 @@ class VllmEngine:
             await engine._experts.refresh()
         return engine
 
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Compute a prompt and hold its blocks."""
         request_to_hold = replace(request, kv_transfer_params=_HAND_OVER | {REQUEST_KEY: request.id})
         parsed = await parse_generation(request_to_hold, self.server.engine)
@@ -121,7 +121,7 @@ class VllmEngine:
         params = output.kv_transfer_params or {}
         if (created := getattr(output, "num_cache_creation_tokens", None)) is not None:
             params[CREATED_TOKENS_KEY] = min(created, len(ids))
-        return Prefilled(np.asarray(ids, np.uint32), params)
+        return PrefilledPrompt(np.asarray(ids, np.uint32), params)
 
     async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_serve.arrays import Ints
 
 _FITTING_ROUNDS = 50
-UNIT = 1 << 10  # load of one active expert
-MAX_PAIRS = 1 << 17  # of expert and rank, so that load and rank together fit into int32
+EXPERT_LOAD = 1 << 10  # load of one active expert
+MAX_PAIRS = 1 << 17  # maximum pairs of expert and rank, so that load and rank together fit into int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class MetroPlan:
 
     Attributes:
         shares: int64[N, E, G], expected share of a rank in an expert that is not yet assigned, in units of
-            1 / UNIT of an expert; -1 where the rank does not hold it.
+            1 / EXPERT_LOAD of an expert; -1 where the rank does not hold it.
         order: int64[N, M], experts with several hosts, fewest hosts first; other experts pad shorter rows.
             A plan of `as_written` has all experts.
     """
@@ -71,7 +71,7 @@ class MetroPlan:
             cell = layer, expert
             load -= expected[cell]
             choice = np.where(self.shares[cell] >= 0, load, np.iinfo(np.int64).max).argmin(axis=1)
-            load[layer, choice] += UNIT * active[cell]
+            load[layer, choice] += EXPERT_LOAD * active[cell]
             rank[cell] = choice
         return np.where(active, rank, -1).reshape(np.shape(tokens))
 
@@ -137,4 +137,4 @@ def _fair_shares(hosted: NDArray[np.bool_]) -> Ints:
     for _ in range(_FITTING_ROUNDS):
         for axis in (1, 2):
             share /= np.maximum(share.sum(axis=axis, keepdims=True), np.finfo(np.float64).tiny)
-    return np.rint(UNIT * share).astype(np.int64)
+    return np.rint(EXPERT_LOAD * share).astype(np.int64)

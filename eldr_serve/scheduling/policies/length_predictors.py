@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class LengthPredictor(Protocol):
-    """Interface of predictors; any object that satisfies it may be set as a policy's `predictor`.
+    """Interface of predictors; any object that satisfies it may be set as a policy's `length_predictor`.
 
     With a class attribute `keyed_by_request = True` the keys are request ids instead of prompt keys.
     """
@@ -268,7 +268,7 @@ def length_predictor_class(name: str) -> Callable[[int], LengthPredictor]:
 
 
 class GuardedLengthPredictor:
-    """A predictor with fallbacks: if it fails, empirical survival is used, and then "no end within H".
+    """A predictor with two fallbacks: Survival if it fails, and "no end within H" if Survival fails too.
 
     Attributes:
         failures: number of exceptions and of answers of the wrong shape, not finite or out of range.

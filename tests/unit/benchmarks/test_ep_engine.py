@@ -12,14 +12,14 @@ import pytest
 
 from benchmarks.engine import ep_engine
 from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
-from benchmarks.lib.ep.engine import Decoded
+from benchmarks.lib.ep.engine import DecodedBatch
 from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
     SKIPPED_STEPS,
     choose_homes,
     draw_disjoint_batches,
     measure_in_turns,
-    summary,
+    summarise_batch,
 )
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
@@ -33,10 +33,10 @@ def measurement(
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 
 
-class Engine:
+class FakeEpEngine:
     started = 0
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> FakeEpEngine:
         self.started += 1
         return self
 
@@ -45,7 +45,7 @@ class Engine:
 
 
 def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: Path) -> None:
-    engine: Any = Engine()
+    engine: Any = FakeEpEngine()
     keys = [(turn, name) for turn in range(2) for name in ("a", "b")]
     measured: list[tuple[int, str]] = []
 
@@ -119,8 +119,8 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     log[:, :SKIPPED_STEPS] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])
     answers = np.arange(10).reshape(2, 5)
-    figures = summary(
-        Decoded(
+    figures = summarise_batch(
+        DecodedBatch(
             answers,
             seconds,
             move_s=0,

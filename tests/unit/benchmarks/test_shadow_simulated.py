@@ -25,7 +25,7 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     assert set(begins[most:]) <= set(ends)
     open_ = [int(((begins <= time_s) & (ends > time_s)).sum()) for time_s in begins]
     assert open_[most - 1 :] == [most] * (n - most + 1)
-    assert outcome.saving is None
+    assert outcome.shadow_comparison is None
 
 
 def test_the_shadow_prices_simulated_steps_and_agrees_with_the_simulation(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, REQUEST_KEY
-from eldr_serve.engine.protocol import EngineRequest, Prefilled
+from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt
 from eldr_serve.engine.vllm.compat import serve_llm
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_uses_attributes
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES
@@ -142,7 +142,7 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert (request_id, params.max_tokens, params.min_tokens, params.temperature) == ("id", 1, 0, 0.0)
     assert (params.seed, params.stop, params.logprobs, params.ignore_eos) == (None, [], None, True)
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
-    assert isinstance(prefilled, Prefilled)
+    assert isinstance(prefilled, PrefilledPrompt)
     assert (prefilled.token_ids.dtype, prefilled.token_ids.tolist()) == (np.uint32, [1, 2, 3])
     assert prefilled.kv_transfer_params == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST_KEY] == "id"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
-from eldr_serve.experts.parallel.metro import MAX_PAIRS, UNIT, MetroPlan, route_metro
+from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MAX_PAIRS, MetroPlan, route_metro
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of
 from offline.expert_placement.eplb import activation_placement, eplb_placement
@@ -151,7 +151,7 @@ def test_the_plan_equals_greedy_choice_step_by_step(case: tuple[np.ndarray, np.n
             expected = load + np.maximum(plan.shares[layer, later], 0).sum(axis=0)
             choice = min(np.flatnonzero(hosts[layer, expert]), key=lambda g: (expected[g], g))
             assert rank[expert] == choice
-            load[choice] += UNIT
+            load[choice] += EXPERT_LOAD
 
 
 @given(case=cases())

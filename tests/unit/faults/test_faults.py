@@ -12,7 +12,7 @@ import pytest
 
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Tenants
-from eldr_serve.pipeline.split_prefill import SplitPrefill
+from eldr_serve.pipeline.prefill.split_prefill import SplitPrefill
 from eldr_serve.router.leases import Leases
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Placer
@@ -38,7 +38,7 @@ def abandoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     finish, request_ids = Placer.finish, []
 
     def finished(placer: Placer, request_id: str) -> None:
-        request_ids.extend({request_id} & placer.queue.keys())
+        request_ids.extend({request_id} & placer.queue.leases.keys())
         finish(placer, request_id)
 
     monkeypatch.setattr(Placer, "finish", finished)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.request import Request, RequestFields, prompt_key
 from tests.support.fake_router import FakeActor
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, running_app

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import at_scale as module
-from benchmarks.papers.at_scale import at_scale, divide_among_routers, smallest_that_meets
+from benchmarks.papers.at_scale import at_scale, divide_among_routers, find_smallest
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.simulation.requests import Requests
@@ -148,7 +148,7 @@ def test_the_fewest_workers_are_found_with_few_runs(goal: int) -> None:
         return count >= goal
 
     found: Callable[[], int | None] = lambda: next((c for c in counts if c >= goal), None)  # noqa: E731
-    assert smallest_that_meets(counts, meets) == found()
+    assert find_smallest(counts, meets) == found()
     assert len(measured) <= 3
 
 

@@ -11,7 +11,7 @@ import pytest
 from eldr_serve.channel import ChannelLostError, Chunk
 from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
-from eldr_serve.pipeline.move_limiter import MAX_MOVES, MoveLimiter
+from eldr_serve.pipeline.decode.move_limiter import MAX_MOVES, MoveLimiter
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with
 from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
 

@@ -18,9 +18,9 @@ from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.pipeline import kv_release
+from eldr_serve.pipeline.context.stage_latencies import WINDOW, StageLatencies
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
+from eldr_serve.pipeline.prefill import kv_release
 from eldr_serve.request import RequestFields, needs_whole_replica, num_sequences, prompt_head, prompt_key
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
@@ -235,6 +235,17 @@ async def test_a_client_that_does_not_read_loses_its_stream() -> None:
     with pytest.raises(SlowReaderError):
         await anext(stream)
     assert not pipeline.router.leases
+
+
+async def test_the_release_says_whether_the_answer_is_complete() -> None:
+    pipeline = Pipeline(decode=on("d0", DEAD))
+    assert await pipeline.run() == b"abc"
+    assert pipeline.router.releases == [False, True]
+    pipeline = Pipeline(decode=answer_with(b"a", asyncio.Event()))
+    stream = pipeline.path.generate(request_context(stream=True))
+    assert await anext(stream) == b"a"
+    await stream.aclose()  # as after the client has gone
+    assert pipeline.router.releases == [False]
 
 
 async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:

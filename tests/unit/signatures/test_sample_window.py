@@ -8,7 +8,7 @@ import pytest
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.signatures.sample_share import SampleShare
-from eldr_serve.signatures.window import SampleWindow, trace_of
+from eldr_serve.signatures.window import SampleWindow, trace_of_samples
 from tests.support.clock import Clock
 from tests.support.samples import EXPERTS, LAYERS, TOP_K, sample, traffic
 
@@ -85,7 +85,7 @@ def test_samples_become_a_trace_that_can_be_saved() -> None:
     cut = sample("cut")
     cut = replace(cut, token_ids=np.append(cut.token_ids, np.uint32(7)))  # the last token was decoded
     window.add([sample("a"), cut])
-    trace = trace_of(window.samples, "m", tokenizer="t", vocabulary=50)
+    trace = trace_of_samples(window.samples, "m", tokenizer="t", vocabulary=50)
     again = CalibrationTrace.from_bytes(trace.to_bytes())
     assert again.ids == ["a", "cut"]
     assert (again.top_k, again.prefill_counts.shape) == (TOP_K, (2, LAYERS, EXPERTS))
@@ -103,14 +103,14 @@ def test_a_request_without_a_decode_step_is_kept() -> None:
 def test_token_ids_can_be_left_out() -> None:
     window = SampleWindow(8, keep_token_ids=False)
     window.add(traffic([0], 2))
-    trace = trace_of(window.samples, "m", tokenizer="t", vocabulary=50)
+    trace = trace_of_samples(window.samples, "m", tokenizer="t", vocabulary=50)
     assert trace.token_ids is None
     assert trace.prompt_tokens.tolist() == [20, 20]
 
 
 def test_an_empty_window_makes_no_trace() -> None:
     with pytest.raises(ValueError, match="has no sample"):
-        trace_of([], "m")
+        trace_of_samples([], "m")
 
 
 def test_the_share_follows_the_rate_of_requests() -> None:

@@ -103,7 +103,8 @@ class BalanceRoute(QueuedPolicy):
             below = positions[loads.in_flight[positions] < max_in_flight]
             candidates = below if len(below) else positions
         score, projected = self._score(len(positions)), self._project(loads)
-        position = _best_position(candidates, request, loads, score, projected)
+        added = self._project_waiting([request]).counted_tokens
+        position = _best_position(candidates, added, loads, score, projected)
         return Decision(position, num_candidates=len(candidates), reason=self.name)
 
     def dispatch(
@@ -254,6 +255,10 @@ class BalanceRouteHorizon(BalanceRoute):
         super().on_finished(request_id)
         self._forecast.on_finished(request_id)
 
+    def on_aborted(self, request_id: str) -> None:
+        self._forecast.on_aborted(request_id)
+        super().on_aborted(request_id)
+
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._forecast.on_progress(generated_tokens)
 
@@ -270,7 +275,7 @@ class BalanceRouteHorizon(BalanceRoute):
 
 def _best_position(
     candidates: NDArray[np.int64],
-    request: PlacementRequest,
+    added: NDArray[np.float64],
     loads: Loads,
     score: FScore,
     projected: NDArray[np.float64],
@@ -280,11 +285,12 @@ def _best_position(
     F is the same wherever the request fits; the largest minimum margin breaks such ties.
 
     Args:
+        added: float64[1, H+1], tokens of the request at each step ahead.
         projected: projected KV tokens of all workers, float64[W, H+1].
     """
     envelope = projected[available_workers(loads)].max(axis=0)
     margins = envelope - projected[candidates]
-    value = score(np.full((1, margins.shape[1]), request.prompt_tokens), margins)
+    value = score(added, margins)
     order = np.lexsort((loads.in_flight[candidates], -margins.min(axis=1), -value))
     return int(candidates[order[0]])
 
