@@ -118,17 +118,15 @@ def director_placement(
         (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)),
         (False,) if start is not None else (True, False),
     ):
-        slow = np.flatnonzero(reached_s > bound_s * (1 + _CLOSE_TO_BOUND))
-        copies = replica_counts(mean_s[slow], spare, ranks, target_s[slow])
-        price = price_list(token_s[slow], active_s[slow], copies)
-        quota = _round_quota(relaxation, slow, copies, slots, seed) if follows_lp else None
-        present = initial[slow] if start is None else _remove_surplus(initial[slow], copies, price)
+        far = np.flatnonzero(reached_s > bound_s * (1 + _CLOSE_TO_BOUND))  # layers
+        copies = replica_counts(mean_s[far], spare, ranks, target_s[far])
+        price = price_list(token_s[far], active_s[far], copies)
+        quota = _round_quota(relaxation, far, copies, slots, seed) if follows_lp else None
+        present = initial[far] if start is None else _remove_surplus(initial[far], copies, price)
         candidate = fill_empty_slots(present, price, copies, quota, relaxation.column)
-        candidate, worst_s = _search(
-            candidate, token_s[slow], active_s[slow], bound_s[slow] * (1 + tolerance)
-        )
-        better = worst_s < reached_s[slow]
-        best[slow[better]], reached_s[slow[better]] = candidate[better], worst_s[better]
+        candidate, worst_s = _search(candidate, token_s[far], active_s[far], bound_s[far] * (1 + tolerance))
+        better = worst_s < reached_s[far]
+        best[far[better]], reached_s[far[better]] = candidate[better], worst_s[better]
     reached_s = fill_empty_ranks(best, token_s, active_s, reached_s)
     placement = repeat_in_empty_slots(best, experts).reshape(layers, -1)
     return placement, DirectorReport(relaxation.lp_s, bound_s, reached_s)
