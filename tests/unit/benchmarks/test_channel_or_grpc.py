@@ -11,7 +11,7 @@ import pytest
 from benchmarks.lib import channel_transports
 from benchmarks.lib.channel_transports import (
     TRANSPORTS,
-    Engine,
+    TokenSource,
     connect_by_transport,
     run_transport_server,
 )
@@ -62,7 +62,7 @@ async def test_a_stream_that_does_not_send_ends_a_run_without_a_pace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel_transports, "STEP_TIMEOUT_S", 0.01)
-    engine, blocked = Engine(), asyncio.Event()
+    engine, blocked = TokenSource(), asyncio.Event()
 
     async def never() -> None:
         await blocked.wait()

@@ -37,9 +37,9 @@ def abandoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect the ids of requests that end while they wait in the decode queue."""
     finish, request_ids = Placer.finish, []
 
-    def finished(placer: Placer, request_id: str) -> None:
+    def finished(placer: Placer, request_id: str, *, is_complete: bool = True) -> None:
         request_ids.extend({request_id} & placer.queue.leases.keys())
-        finish(placer, request_id)
+        finish(placer, request_id, is_complete=is_complete)
 
     monkeypatch.setattr(Placer, "finish", finished)
     return request_ids
