@@ -103,8 +103,7 @@ class BalanceRoute(QueuedPolicy):
             below = positions[loads.in_flight[positions] < max_in_flight]
             candidates = below if len(below) else positions
         score, projected = self._score(len(positions)), self._project(loads)
-        added = self._project_waiting([request]).counted_tokens
-        position = _best_position(candidates, added, loads, score, projected)
+        position = _best_position(candidates, request, loads, score, projected)
         return Decision(position, num_candidates=len(candidates), reason=self.name)
 
     def dispatch(
@@ -275,7 +274,7 @@ class BalanceRouteHorizon(BalanceRoute):
 
 def _best_position(
     candidates: NDArray[np.int64],
-    added: NDArray[np.float64],
+    request: PlacementRequest,
     loads: Loads,
     score: FScore,
     projected: NDArray[np.float64],
@@ -285,12 +284,11 @@ def _best_position(
     F is the same wherever the request fits; the largest minimum margin breaks such ties.
 
     Args:
-        added: float64[1, H+1], tokens of the request at each step ahead.
         projected: projected KV tokens of all workers, float64[W, H+1].
     """
     envelope = projected[available_workers(loads)].max(axis=0)
     margins = envelope - projected[candidates]
-    value = score(added, margins)
+    value = score(np.full((1, margins.shape[1]), request.prompt_tokens), margins)
     order = np.lexsort((loads.in_flight[candidates], -margins.min(axis=1), -value))
     return int(candidates[order[0]])
 
