@@ -222,16 +222,16 @@ class BalanceRouteHorizon(BalanceRoute):
 
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
-        parameters = self.parameters
+        checked = self.parameters
         self._horizon_score = FScore.build_horizon(
-            parameters.horizon, parameters.gamma, parameters.alpha, parameters.beta
+            checked.horizon, checked.gamma, checked.alpha, checked.beta
         )
         self._forecast = Forecast(
-            parameters.horizon,
-            parameters.predictor,
-            parameters.refresh,
-            parameters.gate,
-            count_down=parameters.count_down_from_horizon,
+            checked.horizon,
+            checked.predictor,
+            checked.refresh,
+            checked.gate,
+            count_down=checked.count_down_from_horizon,
         )
 
     @property
