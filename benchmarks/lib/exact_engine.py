@@ -136,15 +136,15 @@ class ExactEngine:
     def _serve_batch(self, number: int, batch: Batch) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
-        seed, count, max_tokens = batch
-        for index, prompt in enumerate(prompts(seed)[:count]):
+        seed, many, max_tokens = batch
+        for index, prompt in enumerate(prompts(seed)[:many]):
             name = f"{number}-{index}"
-            transfer_params = {"eldr_calibrate": True, "eldr_routes": True, "eldr_request": name}
+            ours = {"eldr_calibrate": True, "eldr_routes": True, "eldr_request": name}
             params = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0.0,
                 ignore_eos=True,
-                extra_args={"kv_transfer_params": transfer_params},
+                extra_args={"kv_transfer_params": ours},
             )
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
         records: list[dict[str, Any]] = []

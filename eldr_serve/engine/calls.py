@@ -50,11 +50,11 @@ class GenerationReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PrefillReply(msgspec.Struct, frozen=True):
-    """The reply to a prefill call, with the values of `protocol.PrefilledPrompt`.
+    """The reply to a prefill call, with the values of `protocol.Prefilled`.
 
     Attributes:
         token_ids: uint32[T] as bytes.
-        kv_transfer_params: see PrefilledPrompt.
+        kv_transfer_params: see Prefilled.
     """
 
     token_ids: bytes

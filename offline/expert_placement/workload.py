@@ -69,9 +69,7 @@ def price_experts(
 def placed_work(
     workload: ArrayLike, hosts: NDArray[np.bool_], *, topology: Topology, token_bytes: float = 0.0
 ) -> LayerWork:
-    """Return the work of a batch on each rank.
-
-    The replicas of an expert get equal shares of the tokens that each source rank has for it.
+    """Return the work of a batch on each rank if replicas share an expert's tokens of every source evenly.
 
     Args:
         workload: [..., G, E] tokens by source rank and expert, or [..., E], if all ranks have the same.
@@ -93,7 +91,7 @@ def placed_work(
     )
 
 
-def placement_time_s(
+def placement_s(
     workload: ArrayLike,
     placement: ArrayLike,
     *,

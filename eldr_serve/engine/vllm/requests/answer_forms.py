@@ -36,12 +36,12 @@ _FORMS = {
     "count_tokens": AnswerForm({"exclude_none": True}),
     "responses": AnswerForm({"by_alias": True}, renders_text_alone=True, has_random_ids=True, is_lazy=True),
 }
-_DEFAULT_FORM = AnswerForm()
+_USUAL = AnswerForm()
 
 
 def answer_form(method: str) -> AnswerForm:
     """Return the properties of a method's answers."""
-    return _FORMS.get(method, _DEFAULT_FORM)
+    return _FORMS.get(method, _USUAL)
 
 
 def to_events(method: str, serving: Any, answer: Any) -> AsyncGenerator[str, None]:
