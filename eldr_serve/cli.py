@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +19,6 @@ from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 from eldr_serve.validation import unknown_name
 
-_JOBS = "Jobs"
-_REPOSITORY = "In a checkout of the repository"
 _SERVICE = "A running service"
 _DEPLOYMENT = "A deployment"
 
@@ -60,108 +59,39 @@ def _eldr(
     """Expert-locality-aware serving of mixture-of-experts models: jobs, studies and operation."""
 
 
-@app.command("check", cls=LazyCommand, rich_help_panel=_DEPLOYMENT)
-def _check() -> Any:
-    """Check whether a deployment would start on a described cluster."""
-    from eldr_serve.preflight.command import check
-
-    return check
-
-
-@app.command("demo", cls=LazyCommand, rich_help_panel=_JOBS)
-def _demo() -> Any:
-    """Serve the demo model and show what placement changes, policy by policy."""
-    from offline.demo import demo
-
-    return demo
-
-
-@app.command("calibrate", cls=LazyCommand, rich_help_panel=_JOBS)
-def _calibrate() -> Any:
-    """Record which experts prompts use, on one or more engines."""
-    from offline.calibrate import calibrate
-
-    return calibrate
+# The functions of commands that are imported when they run, and their lines in `eldr --help`.
+_COMMANDS = {
+    "eldr_serve.preflight.command.check": "Check whether a deployment would start on a described cluster.",
+    "offline.demo.demo": "Serve the demo model and show what placement changes, policy by policy.",
+    "offline.calibrate.calibrate": "Record which experts prompts use, on one or more engines.",
+    "offline.fit.fit": "Fit a routing table on a calibration trace.",
+    "offline.fit_predictor.fit_predictor": (
+        "Fit a predictor of a prompt's experts from its tokens, on a calibration trace."
+    ),
+    "offline.refit.refit": "Fit a table to recent traffic or to a trace, and swap it in.",
+    "offline.place.place": "Place experts on the ranks of an expert-parallel engine.",
+    "offline.cost.cost": "Write what a decode step of a model costs on a GPU, from measured kernel times.",
+    "offline.routes.routes": "Convert published expert choices of a real model to a calibration trace.",
+    "offline.simulate.simulate": "Run a scenario's policies in simulation.",
+    "loadgen.compare.compare": "Compare policies on a running service, with intervals.",
+    "benchmarks.papers.reproduce.reproduce": "Simulate a paper's experiment and draw its figure.",
+    "benchmarks.__main__.bench": "Run benchmarks; results in benchmarks/results.",
+}
+_PANELS = {"eldr_serve": _DEPLOYMENT, "benchmarks": "In a checkout of the repository"}
 
 
-@app.command("fit", cls=LazyCommand, rich_help_panel=_JOBS)
-def _fit() -> Any:
-    """Fit a routing table on a calibration trace."""
-    from offline.fit import fit
+def _add(path: str, about: str) -> None:
+    module, _, function = path.rpartition(".")
 
-    return fit
+    def load() -> Any:
+        return getattr(import_module(module), function)
 
-
-@app.command("fit-predictor", cls=LazyCommand, rich_help_panel=_JOBS)
-def _fit_predictor() -> Any:
-    """Fit a predictor of a prompt's experts from its tokens, on a calibration trace."""
-    from offline.fit_predictor import fit_predictor
-
-    return fit_predictor
+    panel = _PANELS.get(path.partition(".")[0], "Jobs")
+    app.command(function.replace("_", "-"), cls=LazyCommand, help=about, rich_help_panel=panel)(load)
 
 
-@app.command("refit", cls=LazyCommand, rich_help_panel=_JOBS)
-def _refit() -> Any:
-    """Fit a table to recent traffic or to a trace, and swap it in."""
-    from offline.refit import refit
-
-    return refit
-
-
-@app.command("place", cls=LazyCommand, rich_help_panel=_JOBS)
-def _place() -> Any:
-    """Place experts on the ranks of an expert-parallel engine."""
-    from offline.place import place
-
-    return place
-
-
-@app.command("cost", cls=LazyCommand, rich_help_panel=_JOBS)
-def _cost() -> Any:
-    """Write what a decode step of a model costs on a GPU, from measured kernel times."""
-    from offline.cost import cost
-
-    return cost
-
-
-@app.command("routes", cls=LazyCommand, rich_help_panel=_JOBS)
-def _routes() -> Any:
-    """Convert published expert choices of a real model to a calibration trace."""
-    from offline.routes import routes
-
-    return routes
-
-
-@app.command("simulate", cls=LazyCommand, rich_help_panel=_JOBS)
-def _simulate() -> Any:
-    """Run a scenario's policies in simulation."""
-    from offline.simulate import simulate
-
-    return simulate
-
-
-@app.command("compare", cls=LazyCommand, rich_help_panel=_JOBS)
-def _compare() -> Any:
-    """Compare policies on a running service, with intervals."""
-    from loadgen.compare import compare
-
-    return compare
-
-
-@app.command("reproduce", cls=LazyCommand, rich_help_panel=_REPOSITORY)
-def _reproduce() -> Any:
-    """Simulate a paper's experiment and draw its figure."""
-    from benchmarks.papers.reproduce import reproduce
-
-    return reproduce
-
-
-@app.command("bench", cls=LazyCommand, rich_help_panel=_REPOSITORY)
-def _bench() -> Any:
-    """Run benchmarks; results in benchmarks/results."""
-    from benchmarks.__main__ import bench
-
-    return bench
+for _path, _about in _COMMANDS.items():
+    _add(_path, _about)
 
 
 @app.command(rich_help_panel=_SERVICE)

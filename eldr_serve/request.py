@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -47,7 +47,7 @@ class RequestFields(BaseModel):
 
 @dataclass(frozen=True)
 class PolicyHints:
-    """A client's headers for the policy.
+    """A client's headers for the policy; PlacementRequest has fields of the same names.
 
     Attributes:
         domain: kind of request, for policy `domain`; None if the client names none.
@@ -189,20 +189,45 @@ def prompt_key(fields: RequestFields, adapter: str = "") -> str:
 
 
 def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
-    """Return the input of the prefix hash: the first tokens, or 4 characters of text for each."""
+    """Return the input of the prefix hash: the first tokens, or 4 characters of text for each.
+
+    Only the beginning of a long conversation is formatted.
+    """
     prompt = fields.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return repr(prompt[:prefix_tokens]).encode()
     if isinstance(prompt, list) and prompt:
         prompt = prompt[0]
     messages = conversation(fields)
-    if prompt is None and isinstance(messages, list):
-        prompt = "\n".join(
-            f"{message.get('role')}:{message.get('content')}"
-            for message in messages
-            if isinstance(message, dict)
-        )
-    return str(prompt)[: 4 * prefix_tokens].encode(errors="surrogatepass")
+    is_chat = prompt is None and isinstance(messages, list)
+    head, length = "", 4 * prefix_tokens
+    for text in _texts_of_messages(messages) if is_chat else _texts(prompt):
+        head += text[: length - len(head)]
+        if len(head) == length:
+            break
+    return head.encode(errors="surrogatepass")
+
+
+def _texts_of_messages(messages: list[Any]) -> Iterator[str]:
+    for message in messages:
+        if isinstance(message, dict):
+            for value, end in ((message.get("role"), ":"), (message.get("content"), "\n")):
+                yield from _texts(value)
+                yield end
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the keys and values of a JSON value, one after the other."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{key}:"
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+            yield ","
+    else:
+        yield str(value)
 
 
 def max_new_tokens(fields: object) -> int:
@@ -224,10 +249,4 @@ def make_placement_request(
     Args:
         fields: as for `max_new_tokens`.
     """
-    return PlacementRequest(
-        request_id,
-        prompt_tokens=prompt_tokens,
-        max_new_tokens=max_new_tokens(fields),
-        domain=hints.domain,
-        labels=hints.labels,
-    )
+    return PlacementRequest(request_id, prompt_tokens, max_new_tokens(fields), **vars(hints))

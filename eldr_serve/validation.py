@@ -109,7 +109,7 @@ def first_problem(
         model: the class that validated the input; it provides the known names.
     """
     problems = error.errors(include_url=False)
-    problem = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
+    problem = next((each for each in problems if each["type"] in _UNKNOWN), problems[0])
     location = [part for part in problem["loc"] if part != "__root__"]
     path, parent = _path(location, content), _path(location[:-1], content)
     cause = _cause(problem)

@@ -37,7 +37,7 @@ from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
 from eldr_serve.files import require_folders
-from eldr_serve.signatures.window import SampleWindow, trace_of
+from eldr_serve.signatures.window import SampleWindow, trace_of_samples
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar
 from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts, traffic_sample
@@ -152,7 +152,7 @@ def build_trace(
     if window.add(map(_sample_of, records)) < len(records):
         why, number = window.refused.most_common(1)[0]
         raise UserInputError(f"the counts of {number} prompts cannot be used: {why}")
-    trace = trace_of(
+    trace = trace_of_samples(
         window.samples,
         model_id,
         tokenizer=tokenizer_fingerprint(vocabulary),

@@ -21,7 +21,7 @@ from eldr_serve.gpu_cost.readings import Setting
 from loadgen.results import print_table
 
 _PLOTS = (".png", ".svg", ".pdf")
-_MOST = 100_000  # upper limit of a request's KV tokens, and of a step's requests
+_MAX_NUMBER = 100_000  # upper limit of a request's KV tokens, and of a step's requests
 
 
 def cost(
@@ -85,8 +85,8 @@ def _parse_numbers(option: str, words: str) -> list[int]:
         numbers = sorted({int(word) for word in words.split(",")})
     except ValueError:
         raise UserInputError(f"{option} must be comma-separated whole numbers, got {words!r}") from None
-    if numbers[0] < 1 or numbers[-1] > _MOST:
-        raise UserInputError(f"{option} must be numbers from 1 to {_MOST}, got {words!r}")
+    if numbers[0] < 1 or numbers[-1] > _MAX_NUMBER:
+        raise UserInputError(f"{option} must be numbers from 1 to {_MAX_NUMBER}, got {words!r}")
     return numbers
 
 

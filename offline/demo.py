@@ -51,9 +51,9 @@ KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # time between two lines about a running step, if the output is not a terminal
-_STRETCHES = 6  # maximum repetitions of the load for the routing table
+_MAX_TABLE_LOADS = 6  # maximum repetitions of the load for the routing table
 _TABLE_S = 30.0  # time limit for the routing table once there are enough samples
-_SHOWN = (
+_SHOWN_COLUMNS = (
     "active_experts",
     "experts_per_token",
     "engine_ms_per_token",
@@ -107,7 +107,7 @@ class _Plan:
 
 
 @contextmanager
-def _step(what: str) -> Iterator[Callable[[str], None]]:
+def _show_step(what: str) -> Iterator[Callable[[str], None]]:
     """Show a running step, its progress through the yielded function, and finally its duration.
 
     Without a terminal, print a line every `_LINE_S` seconds instead of a spinner.
@@ -127,7 +127,7 @@ def _step(what: str) -> Iterator[Callable[[str], None]]:
     console.print(f"[green]done[/] {what} ({time.perf_counter() - start:.0f} s)")
 
 
-def _begin(module: str, *arguments: object, log: Path) -> Callable[[], None]:
+def _start_command(module: str, *arguments: object, log: Path) -> Callable[[], None]:
     """Start one of the project's commands and return a function that waits for its end.
 
     The function raises UserInputError with the last line of the log if the command fails.
@@ -154,7 +154,7 @@ def _application(
     application.check_port(port)
     prefill, decode = plan.engines
     try:
-        with _step(f"starting the engines ({prefill} prefill, {decode} decode)") as log:
+        with _show_step(f"starting the engines ({prefill} prefill, {decode} decode)") as log:
             service, address = application.start(
                 plan.arguments, port, KEY, dashboard=dashboard, log=log, before_deploy=wait_for_model
             )
@@ -162,7 +162,7 @@ def _application(
             console.print(f"Ray's dashboard: {address}", soft_wrap=True)
         yield service
     finally:
-        with _step("stopping everything"):
+        with _show_step("stopping everything"):
             application.stop()
 
 
@@ -174,11 +174,13 @@ def _start_widening(intermediate: int, out: Path) -> tuple[Path, Callable[[], No
     if (folder / "config.json").exists():
         return folder, lambda: None
     arguments = ("--intermediate", intermediate, "--out", folder)
-    return folder, _begin("offline.widen", *arguments, log=out / "widen.log")
+    return folder, _start_command("offline.widen", *arguments, log=out / "widen.log")
 
 
-def _load(service: OperatorClient, plan: _Plan, step: ScheduledTrial, load: LoadSpec, *, what: str) -> Trial:
-    with _step(what) as log:
+def _run_load(
+    service: OperatorClient, plan: _Plan, step: ScheduledTrial, load: LoadSpec, *, what: str
+) -> Trial:
+    with _show_step(what) as log:
         whole_s = load.warm_up_s + load.seconds
 
         def tick(elapsed_s: float) -> None:
@@ -215,15 +217,15 @@ def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
         min_tokens=max(1, plan.load.min_tokens // 2),
     )
     what = "load from which the service fits its routing table"
-    for number in range(_STRETCHES):
-        _load(service, plan, ScheduledTrial(number, 0, POLICIES[0], seed=number), load, what=what)
-        with _step("waiting for the routing table") as log:
+    for number in range(_MAX_TABLE_LOADS):
+        _run_load(service, plan, ScheduledTrial(number, 0, POLICIES[0], seed=number), load, what=what)
+        with _show_step("waiting for the routing table") as log:
             live, note = _wait_for_table(service, log)
         if live:
             break
     else:
         raise UserInputError(
-            f"no routing table after {_STRETCHES} times {plan.table_load_s} s of load: {note}"
+            f"no routing table after {_MAX_TABLE_LOADS} times {plan.table_load_s} s of load: {note}"
         )
     trace, table = plan.out / "trace.safetensors", plan.out / "table.safetensors"
     write_atomically(trace, service.trace())
@@ -236,7 +238,7 @@ def _measure_rounds(service: OperatorClient, plan: _Plan) -> list[Trial]:
     trials = []
     for step in schedule_trials(POLICIES, plan.rounds, plan.seed):
         what = f"round {step.round + 1} of {plan.rounds}: {step.policy}"
-        trial = _load(service, plan, replace(step, seed=1 + step.seed), plan.load, what=what)
+        trial = _run_load(service, plan, replace(step, seed=1 + step.seed), plan.load, what=what)
         trials.append(trial)
         if e := trial.engines:
             batch, cost = e["requests"] / e["steps"], 1000 * e["seconds"] / e["requests"]
@@ -251,7 +253,7 @@ def _measure_rounds(service: OperatorClient, plan: _Plan) -> list[Trial]:
 
 
 def _compare_greedy(service: OperatorClient, plan: _Plan) -> str:
-    with _step("greedy answers under every policy"):
+    with _show_step("greedy answers under every policy"):
         prompts = balanced_sample(read_prompts([Path(plan.load.prompts)]), plan.greedy, plan.seed)
         max_tokens = min(GREEDY_TOKENS, plan.load.max_tokens)
         differing = differing_answers(service, plan.load.model, POLICIES, prompts, max_tokens=max_tokens)
@@ -284,7 +286,7 @@ def _publish(plan: _Plan, trials: list[Trial], greedy: str, trace: Path, fitted:
     ]
     for text in [*sentences, *remarks]:
         console.print(text, style="bold" if text in sentences else None, soft_wrap=True, markup=False)
-    table = figures_table(rows, _SHOWN)
+    table = figures_table(rows, _SHOWN_COLUMNS)
     print_table("the same stream of prompts under three policies", table, lines=True)
     intervals = describe_intervals(plan.rounds)
     notes = f"closed loop; all engines share this machine's {plan.hardware}; {intervals}; {greedy}"

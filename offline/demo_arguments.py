@@ -46,8 +46,8 @@ def demo_arguments(
 def move_to_one_gpu(arguments: dict[str, Any]) -> None:
     """Move the engines of a deployment for CPUs to one GPU, which they share evenly.
 
-    Each engine is one process with bf16 weights. Decode steps run in CUDA graphs unless its arguments set
-    `enforce_eager`. Inductor compiles nothing.
+    Each engine is one process with bf16 weights. Its decode steps run in CUDA graphs unless its arguments set
+    `enforce_eager`, and inductor compiles nothing.
     """
     configs = [arguments[role] for role in _ROLES]
     engines = sum(config["deployment_config"].get("num_replicas", 1) for config in configs)

@@ -4,9 +4,9 @@ Unlike most of this package, it acts on a running service. It runs as a Ray job 
 
     ray job submit --no-wait --working-dir . -- python -m offline.live_placement --cost COST --top-k K
 
-It applies DIRECTOR's idea (docs/proactive_placement.md). The forecast uses the expert counts of the prompts
-that decode or wait for a decode worker; if there are none, those of the newest prompts. If the service
-samples its traffic, the decode correction is learnt from the samples.
+It applies DIRECTOR's idea (docs/proactive_placement.md). The forecast is made from the expert counts of the
+prompts that decode or wait for a decode worker or, if there are none, from those of the newest prompts. If
+the service samples its traffic, the decode correction is learnt from the samples.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from eldr_serve.files import require_folders, write_all
 from eldr_serve.validation import unknown_name
 from loadgen.results import print_table
 from offline.expert_placement.cost import LayerCost
-from offline.expert_placement.evaluate import Rule, evaluate, metro_rule, sample_batches, serve_even
+from offline.expert_placement.evaluate import ReplicaRule, evaluate, metro_rule, sample_batches, serve_even
 from offline.expert_placement.grace import slots_per_rank
 from offline.expert_placement.locality import local_rule
 from offline.expert_placement.methods import METHODS, Problem, Report
@@ -240,7 +240,7 @@ def _evaluate_by_rule(
     ]
 
 
-def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, Rule]]:
+def _rules(problem: Problem, hosts: NDArray[np.bool_]) -> list[tuple[str, ReplicaRule]]:
     """Return the rules that can choose a replica; return one rule if there is no choice."""
     if hosts.sum() == hosts.shape[0] * hosts.shape[1]:
         return [("-", serve_even)]

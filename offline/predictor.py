@@ -150,12 +150,13 @@ def choose_penalty(
     """
     predicted = np.zeros((len(PENALTIES), *y.shape))
     means = np.zeros_like(y)
-    for part in np.array_split(np.random.default_rng(seed).permutation(len(y)), FOLDS):
-        rest = np.setdiff1d(np.arange(len(y)), part)
-        means[part] = y[rest].mean(axis=0)
-        duals = dual_ridge(kernel[np.ix_(rest, rest)], y[rest] - y[rest].mean(axis=0), PENALTIES)
+    for held_out in np.array_split(np.random.default_rng(seed).permutation(len(y)), FOLDS):
+        fitted = np.setdiff1d(np.arange(len(y)), held_out)
+        mean = y[fitted].mean(axis=0)
+        means[held_out] = mean
+        duals = dual_ridge(kernel[np.ix_(fitted, fitted)], y[fitted] - mean, PENALTIES)
         for prediction, dual in zip(predicted, duals, strict=True):
-            prediction[part] = means[part] + kernel[np.ix_(part, rest)] @ dual
+            prediction[held_out] = mean + kernel[np.ix_(held_out, fitted)] @ dual
         on_fold()
     scores_by_penalty = [
         {"penalty": float(penalty)} | agreement(prediction, y, means)
@@ -167,9 +168,11 @@ def choose_penalty(
 def dual_ridge(kernel: Floats, y: Floats, penalties: Sequence[float] | Floats) -> list[Floats]:
     """Return weights float64[N, *] for each penalty. A prompt's kernel row times these is its prediction."""
     values, vectors = np.linalg.eigh(kernel)
-    along = vectors.T @ y
+    projections = vectors.T @ y
     scale = max(float(np.trace(kernel)) / len(kernel), 1e-300)
-    return [vectors @ (along / (np.maximum(values, 0) + penalty * scale)[:, None]) for penalty in penalties]
+    return [
+        vectors @ (projections / (np.maximum(values, 0) + penalty * scale)[:, None]) for penalty in penalties
+    ]
 
 
 def _directions(fitted: Floats, rank: int) -> Floats:

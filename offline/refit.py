@@ -25,7 +25,7 @@ from eldr_serve.errors import OverloadedError, SwapRefusedError, UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.router.actor import actor_name
-from eldr_serve.signatures.control import PoolControl
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 _URL = "http://127.0.0.1:8000"
 
@@ -82,7 +82,7 @@ def _refit_to_recent_traffic(application: str, url: str | None, admin_key: str |
         return OperatorClient(url or _URL, admin_key).refit()
     _join_cluster()
     try:
-        return asyncio.run(PoolControl(application).refit())
+        return asyncio.run(CoordinatorClient(application).refit())
     except (SwapRefusedError, OverloadedError) as error:
         raise UserInputError(str(error)) from None
 

@@ -47,7 +47,8 @@ class Cut:
 
     def lengths(self, tokens: int) -> tuple[int, int]:
         """Return the numbers of prompt and answer tokens of a sample. The latter may be 0 or negative."""
-        prompt = self.prompt_tokens or max(1, int(self.prompt_share * tokens))
+        share = max(1, int(self.prompt_share * tokens))
+        prompt = share if self.prompt_tokens is None else self.prompt_tokens
         rest = tokens - prompt
         return prompt, rest if self.output_tokens is None else min(rest, self.output_tokens)
 
@@ -126,7 +127,9 @@ def read_samples(
     return model, samples
 
 
-def trace_of(model: RouteFileFormat, samples: Iterable[Sample], cut: Cut | None = None) -> CalibrationTrace:
+def trace_of_routes(
+    model: RouteFileFormat, samples: Iterable[Sample], cut: Cut | None = None
+) -> CalibrationTrace:
     """Return the samples that are long enough as a trace; the default cut is the model's.
 
     Raises:
@@ -169,11 +172,11 @@ def read_trace_of_routes(path: Path, model: str | None = None, **cut: Any) -> Ca
     """Read a file as a trace; the given fields of `Cut` replace those of the model's default cut.
 
     Raises:
-        UserInputError: as `read_samples` and `trace_of`; the message names the file.
+        UserInputError: as `read_samples` and `trace_of_routes`; the message names the file.
     """
     route_model, samples = read_samples(path, None if model is None else find_model(model))
     try:
-        return trace_of(route_model, samples, replace(route_model.cut, **cut))
+        return trace_of_routes(route_model, samples, replace(route_model.cut, **cut))
     except UserInputError as error:
         raise UserInputError(f"{path}: {error}") from None
 

@@ -21,7 +21,15 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import require_folders, write_all
 from loadgen.progress import progress_bar
 from loadgen.results import print_table
-from offline.route_files import MODELS, Cut, Sample, find_model, read_samples, select_long_enough, trace_of
+from offline.route_files import (
+    MODELS,
+    Cut,
+    Sample,
+    find_model,
+    read_samples,
+    select_long_enough,
+    trace_of_routes,
+)
 
 Model = Annotated[str | None, typer.Option(help=f"Model: {', '.join(MODELS)}; default: by the records.")]
 PromptShare = Annotated[
@@ -85,9 +93,9 @@ def routes(settings: RouteSettings) -> None:
     cut = _change_cut(route_model.cut, settings)
     usable = select_long_enough(all_samples, cut)
     trace_samples, held_out_samples = _split_samples(settings, usable, len(all_samples))
-    traces = {out: trace_of(route_model, trace_samples, cut)}
+    traces = {out: trace_of_routes(route_model, trace_samples, cut)}
     if held_out_samples:
-        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of(route_model, held_out_samples, cut)
+        traces[out.with_stem(f"{out.stem}.held_out")] = trace_of_routes(route_model, held_out_samples, cut)
     write_all({path: trace.to_bytes() for path, trace in traces.items()})
     print_table(route_model.name, [row for path, trace in traces.items() for row in _rows(path, trace)])
     typer.echo(f"wrote {', '.join(map(str, traces))}")

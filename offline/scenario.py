@@ -222,7 +222,7 @@ class ScenarioInputs:
         rows.sort(key=lambda row: row[0])
         shared = arrivals.share_prefixes and any(r.hash_ids for r in records)
         return Requests(
-            np.array([at for at, _, _ in rows]) / arrivals.speed,
+            np.array([due_s for due_s, _, _ in rows]) / arrivals.speed,
             np.array([r.prompt_tokens for _, _, r in rows]),
             np.array([r.output_tokens for _, _, r in rows]),
             self._draw_kinds(len(rows), kinds),
@@ -249,11 +249,11 @@ class ScenarioInputs:
             [np.tile(np.arange(len(records)), copies), self.rng.choice(len(records), rest, replace=False)]
         )
         gaps = ends[np.searchsorted(later, times[chosen]) + 1] - times[chosen]
-        at = times[chosen] + gaps * self.rng.uniform(size=n) - times[0]
-        order = np.argsort(at, kind="stable")
-        chosen, at = chosen[order], at[order] * (n / rate / (ends[-1] - times[0]))
+        arrival_s = times[chosen] + gaps * self.rng.uniform(size=n) - times[0]
+        order = np.argsort(arrival_s, kind="stable")
+        chosen, arrival_s = chosen[order], arrival_s[order] * (n / rate / (ends[-1] - times[0]))
         prompt, output = np.array([(r.prompt_tokens, r.output_tokens) for r in records])[chosen].T
-        return Requests(at, prompt, output, self._draw_kinds(n, kinds))
+        return Requests(arrival_s, prompt, output, self._draw_kinds(n, kinds))
 
     def _read_records(self, arrivals: ArrivalTrace) -> list[RecordedArrival]:
         all_records = read_arrival_trace(arrivals.path)

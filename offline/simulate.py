@@ -28,7 +28,7 @@ from loadgen.progress import progress_bar
 from loadgen.results import publish
 from loadgen.statistics import LatencyObjective
 from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_scenario, routes_of
-from offline.simulation.calibration import fit_steps, from_status
+from offline.simulation.calibration import cost_from_status, fit_step_cost
 from offline.simulation.cluster import Cluster
 from offline.simulation.run import simulate as run_simulation
 
@@ -241,9 +241,9 @@ def _simulate_in_parallel(
 def _fit_cost(source: str, out: Path) -> None:
     if source.startswith(("http://", "https://")):
         status = OperatorClient(source, os.environ.get("ELDR_ADMIN_KEY"), timeout_s=10).status()
-        fitted = from_status(status, source)
+        fitted = cost_from_status(status, source)
     else:
-        fitted = fit_steps(Path(source))
+        fitted = fit_step_cost(Path(source))
     fitted.save(out)
     terms = ", ".join(f"{name} {1e6 * value:.3g} us" for name, value in fitted.cost.as_dict().items())
     typer.echo(f"{fitted.steps} steps: {terms}; error {fitted.rms_relative_error:.1%} rms; wrote {out}")

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -67,6 +67,7 @@ PAPER_TTFT_MS = 0.86 / 0.012  # in the paper, 0.86 ms are 1.2 % of TTFT
 _WARM_UP = 8  # prompts before the measured ones
 _MODEL = Path("examples/demo_model/weights")
 _VOCABULARY = 4096  # token ids of the demo model
+_ENGINE_BLOCK_SIZE = 32  # attention on CPUs supports only multiples of it
 _SIZES = {"L": LAYERS, "E": EXPERTS, "top_k": TOP_K, "workers": WORKERS}
 _NOTES = (
     "Parts are timed alone with Qwen3-30B-A3B's shape, in one thread, and compared with --ttft-ms. The "
@@ -143,8 +144,8 @@ def messages_with(
 ) -> Callable[[], tuple[dict[str, Any], PrefillReply, Place, EngineRequest]]:
     """Return a function that encodes and decodes each message of a request that carries its prompt's counts.
 
-    Each holds little else. They are the output of vLLM's core, the reply to the prefill call, the call for a
-    lease under the default policy, which reads counts, and the decode call.
+    The four messages are the output of vLLM's core, the reply to the prefill call, the call for a lease under
+    the default policy, which reads counts, and the decode call.
     """
     packed = pack_counts(counts)
     params = {EXPERT_COUNTS_KEY: packed}
@@ -163,11 +164,12 @@ def messages_with(
     return send
 
 
-def _row(level: str, name: str, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
+def _row(level: str, name: str, block_size: int, seconds: list[float], ttft_ms: float) -> dict[str, Any]:
     middle, low, high = (1000 * v for v in median_ci(seconds))
     return {
         "level": level,
         "part": name,
+        "block_size": block_size,
         "p50_ms": middle,
         "p50_low_ms": low,
         "p50_high_ms": high,
@@ -196,7 +198,8 @@ class _PrefillProcess:
 
     def _stop(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # an engine that stopped itself
+            self._process.stdin.close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
@@ -207,8 +210,9 @@ class _PrefillProcess:
         """Return the seconds from prompt to first token, and the counting time that the engine reports."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([capture, prompt]) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the missing answer is reported below
+            self._process.stdin.write(json.dumps([capture, prompt]) + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
@@ -235,19 +239,22 @@ def _measure_engine(
     without_capture, with_capture, counting = map(list, zip(*seconds_of_pairs, strict=True))
     ttft_ms = 1000 * float(np.median(without_capture))
     added = [on - off for off, on in zip(without_capture, with_capture, strict=True)]
+    seconds_by_name = {
+        "TTFT without capture": without_capture,
+        "TTFT with capture": with_capture,
+        "added by capture, prompt by prompt": added,
+        "counting, as the engine times it": counting,
+    }
     return [
-        _row(level, "TTFT without capture", without_capture, ttft_ms),
-        _row(level, "TTFT with capture", with_capture, ttft_ms),
-        _row(level, "added by capture, prompt by prompt", added, ttft_ms),
-        _row(level, "counting, as the engine times it", counting, ttft_ms),
+        _row(level, name, job["block_size"], seconds, ttft_ms) for name, seconds in seconds_by_name.items()
     ]
 
 
-def _part_rows(measured: dict[str, list[float]], ttft_ms: float) -> list[dict[str, Any]]:
+def _part_rows(measured: dict[str, list[float]], block_size: int, ttft_ms: float) -> list[dict[str, Any]]:
     """Return a row for each part, and one for the sum of the parts of each call."""
     per_call = zip(*(v for name, v in measured.items() if name != _ROW_RESET), strict=True)
     parts_and_sum = measured | {"sum": [sum(call) for call in per_call]}
-    return [_row("part", name, seconds, ttft_ms) for name, seconds in parts_and_sum.items()]
+    return [_row("part", name, block_size, seconds, ttft_ms) for name, seconds in parts_and_sum.items()]
 
 
 def capture_overhead(
@@ -273,9 +280,9 @@ def capture_overhead(
     """Time the parts of expert capture, and prefill with and without it."""
     unwind_on_sigterm()
     check_device(device)
-    rows = _part_rows(parts(tokens, block_size, device, calls, seed), ttft_ms)
-    job: dict[str, Any] = {"model": str(model.resolve()), "device": device, "block_size": 32}
-    job["max_tokens"] = engine_tokens
+    rows = _part_rows(parts(tokens, block_size, device, calls, seed), block_size, ttft_ms)
+    job: dict[str, Any] = {"model": str(model.resolve()), "device": device}
+    job |= {"block_size": _ENGINE_BLOCK_SIZE, "max_tokens": engine_tokens}
     if requests:
         rows += _measure_engine("engine", job, requests, port, np.random.default_rng(seed))
     wide = {"layers": wide_layers, "vocabulary": wide_vocabulary}
@@ -294,7 +301,6 @@ def capture_overhead(
         | {
             "tokens": tokens,
             "device": device,
-            "block_size": block_size,
             "calls": calls,
             "requests": requests,
             "engine_tokens": engine_tokens,

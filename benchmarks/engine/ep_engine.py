@@ -13,7 +13,7 @@ wall-clock time, including the choice of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -39,7 +39,8 @@ from benchmarks.lib.ep.turns import (
     choose_homes,
     draw_disjoint_batches,
     measure_in_turns,
-    summary,
+    resolve_ranks,
+    summarise_batch,
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats, Ints
@@ -57,6 +58,7 @@ from offline.expert_placement.forecast import workload_by_rank
 from offline.expert_placement.grace import grace_placement
 
 BENCHMARKS = {"ep_choice": "all", "ep_shift": "all"}
+_NOT_INPUTS = ("data_parallel", "minutes", "work", "out")  # --data-parallel sets the ranks
 _CHOICE_NOTES = column_notes(
     "One engine of `ranks` ranks, in 32 bits, decodes whole batches greedily on this machine's cores. "
     "Figures are medians over rounds of medians over steps, with 95 % bootstrap intervals over rounds. "
@@ -123,16 +125,17 @@ def ep_choice(
     out: options.Out = None,
 ) -> None:
     """Compare placements and choices of replicas, by batch and replication."""
+    inputs = _inputs(locals())
     batches, ratios = options.numbers("--batch", batch), _replications(replication)
+    result, ranks, attention = resolve_ranks("ep_choice", ranks, data_parallel)
+    inputs["ranks"] = ranks
+    files = {"folder": prompts.resolve()}
+    journal = Journal(work / f"{result}.jsonl", inputs | files, varying=("rounds",))
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
         raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
-    result, ranks, attention = _resolve_ranks("ep_choice", ranks, data_parallel)
-    settings = {"prompts": prompts.name, "batch": batch, "replication": replication, "ranks": ranks}
-    settings |= {"tokens": tokens, "intermediate": intermediate, "requests": requests, "seed": seed}
-    journal = Journal(work / f"{result}.jsonl", settings | {"folder": prompts.resolve()})
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     sizes = {ratio: round(load.shape[1] * ratio / ranks) * ranks for ratio in ratios}
     arms = _arms(data, fit, sizes, ranks, seed)
@@ -141,7 +144,7 @@ def ep_choice(
     drawn = _draw_batches(rest, batches, rounds, seed)
     rng = np.random.default_rng([seed, 1])
     rounds_and_sizes = product(range(rounds), batches)
-    keys = [(*at, *list(arms)[n]) for at in rounds_and_sizes for n in rng.permutation(len(arms))]
+    keys = [(*point, *list(arms)[n]) for point in rounds_and_sizes for n in rng.permutation(len(arms))]
 
     def measure(engine: EpEngine, key: tuple[int, int, float, str]) -> dict[str, Any]:
         turn, size, ratio, name = key
@@ -151,7 +154,7 @@ def ep_choice(
         if arm.by_experts:
             homes = choose_homes(data.trace.prefill_counts[chosen], arm.placement, ranks)
         texts = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in chosen]
-        return summary(engine.decode(texts, tokens, name=f"{turn}/{size}", homes=homes))
+        return summarise_batch(engine.decode(texts, tokens, name=f"{turn}/{size}", homes=homes))
 
     slots = {"redundant": max(sizes.values()) - load.shape[1], "moves_per_slice": 64}
     extra = slots | {"max_batch": max(batches)}
@@ -161,7 +164,7 @@ def ep_choice(
     for size in batches:
         measured = {arm: [trials[turn, size, *arm] for turn in range(rounds)] for arm in arms}
         rows += choice_rows(measured, size, seed, attention)
-    publish(result, rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_CHOICE_NOTES)
+    publish(result, rows, inputs=inputs, seed=seed, out=out, notes=_CHOICE_NOTES)
     journal.remove()
 
 
@@ -204,22 +207,21 @@ def ep_shift(
     out: options.Out = None,
 ) -> None:
     """Compare offline, reactive (EPLB) and proactive (DIRECTOR) placements in a shift of domains."""
+    inputs = _inputs(locals())
+    workloads = _two_groups(groups)
+    result, ranks, attention = resolve_ranks("ep_shift", ranks, data_parallel)
+    inputs["ranks"] = ranks
+    files = {"folder": prompts.resolve(), "cost_file": cost.resolve()}
+    journal = Journal(work / f"{result}.jsonl", inputs | files, varying=("rounds",))
     data = load_or_capture(prompts, work, requests=requests, seed=seed)
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
-    result, ranks, attention = _resolve_ranks("ep_shift", ranks, data_parallel)
-    settings = {"prompts": prompts.name, "batch": batch, "windows": windows, "groups": groups}
-    settings |= {"replication": replication, "choice": choice, "ranks": ranks, "tokens": tokens}
-    settings |= {"moves_per_slice": moves_per_slice, "cost": cost.name, "intermediate": intermediate}
-    settings |= {"requests": requests, "seed": seed}
-    files = {"folder": prompts.resolve(), "cost_file": cost.resolve()}
-    journal = Journal(work / f"{result}.jsonl", settings | files)
     load, slots, start = _eplb_start(data, fit, replication, ranks)
     planners = _migration_planners(data, slots, ranks, LayerCost.load(cost), seed)
     rng = np.random.default_rng([seed, 1])
     traffic, keys = {}, []
     for turn in range(rounds):
-        traffic[turn] = list(_draw_windows(data, rest, groups.split(","), windows, batch, rng))
+        traffic[turn] = list(_draw_windows(data, rest, workloads, windows, batch, rng))
         keys += [(turn, str(name)) for name in rng.permutation(list(planners))]
 
     def measure(engine: EpEngine, key: tuple[int, str]) -> list[dict[str, Any]]:
@@ -232,15 +234,27 @@ def ep_shift(
     trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
     measured = {name: [trials[turn, name] for turn in range(rounds)] for name in planners}
     rows = list(shift_rows(measured, seed, attention))
-    publish(result, rows, inputs=settings | {"rounds": rounds}, seed=seed, out=out, notes=_SHIFT_NOTES)
+    publish(result, rows, inputs=inputs, seed=seed, out=out, notes=_SHIFT_NOTES)
     journal.remove()
 
 
-def _resolve_ranks(benchmark: str, ranks: int, data_parallel: int | None) -> tuple[str, int, str]:
-    """Return the name of the result, the number of ranks, and the kind of their attention."""
-    if data_parallel is None:
-        return benchmark, ranks, "tensor-parallel"
-    return f"{benchmark}_dp", data_parallel, "data-parallel"
+def _two_groups(value: str) -> list[str]:
+    """Return the workloads of `--groups`. Raise UserInputError unless there are two known ones."""
+    groups = value.split(",")
+    if len(groups) != 2 or not set(groups) <= set(GROUPS):
+        raise UserInputError(
+            f"--groups is {value!r}: it must be two of {', '.join(GROUPS)}, separated by a comma"
+        )
+    return groups
+
+
+def _inputs(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments on which the result depends, a path as its name."""
+    return {
+        name: value.name if isinstance(value, Path) else value
+        for name, value in arguments.items()
+        if name not in _NOT_INPUTS
+    }
 
 
 def _eplb_start(data: CapturedRoutes, fit: Ints, replication: float, ranks: int) -> tuple[Floats, int, Ints]:
@@ -274,7 +288,7 @@ def _decode_windows(
         plan_s = perf_counter() - started_at_s
         target, expected = migration or (None, None)
         decoded = engine.decode(prompts, tokens, name=f"{turn}/{window}", migrate_to=target, load=expected)
-        row, moved_ms = summary(decoded), 1e3 * decoded.move_s
+        row, moved_ms = summarise_batch(decoded), 1e3 * decoded.move_s
         row |= {"plan_ms": 1e3 * plan_s, "migration_ms": moved_ms}
         row["with_moves_ms"] = row["step_ms"] + moved_ms / len(decoded.seconds)
         row |= {key: getattr(decoded, key) for key in ("experts_moved", "slices", "slices_left")}
@@ -343,7 +357,7 @@ def _migration_planners(
         if previous_routes is None:
             return None
         target = eplb_placement(previous_routes, slots, groups=1, nodes=1, ranks=ranks)
-        return minimise_moves(placement, target, ranks, alike=True), previous_routes.astype(float)
+        return minimise_moves(placement, target, ranks, ranks_alike=True), previous_routes.astype(float)
 
     def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
         counts, tokens = data.trace.prefill_counts[requests], data.trace.prompt_tokens[requests]
@@ -361,8 +375,6 @@ def _draw_windows(
     data: CapturedRoutes, rest: Ints, groups: list[str], windows: int, batch: int, rng: np.random.Generator
 ) -> Iterator[Ints]:
     """Yield the indices of each window's requests: of the first workload, then of the second."""
-    if len(groups) != 2 or not set(groups) <= set(GROUPS):
-        raise UserInputError(f"--groups must be two of {', '.join(GROUPS)}, separated by a comma")
     halves = windows // 2, windows - windows // 2
     for group, number in zip(groups, halves, strict=True):
         available = rest[np.isin(rest, data.group(group))]

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.capture import CapturedRoutes, load_or_capture
-from benchmarks.lib.ep.ranks import device, on_ranks
+from benchmarks.lib.ep.ranks import device, run_on_ranks
 from benchmarks.lib.ep.timing import (
     STAGES,
     LayerArm,
@@ -74,11 +74,11 @@ def ep_layer(
 
     two_ranks = make_job(2, batch, [*ARMS, ("even", "all-to-all")])
     many_ranks = make_job(_MANY_RANKS, _MANY_BATCH, ARMS)
-    points = on_ranks(1, time_rank_alone, two_ranks)[0]
-    message_rows = on_ranks(2, time_messages, rounds)[0]
-    shares = on_ranks(1, time_shares_alone, many_ranks)[0]  # [B, L, rounds, G] by arm
+    points = run_on_ranks(1, time_rank_alone, two_ranks)[0]
+    message_rows = run_on_ranks(2, time_messages, rounds)[0]
+    shares = run_on_ranks(1, time_shares_alone, many_ranks)[0]  # [B, L, rounds, G] by arm
     times_alone = {arm: {"experts": np.median(s, axis=2).max(axis=-1)} for arm, s in shares.items()}
-    times_together = slowest_rank([part.seconds for part in on_ranks(2, time_layers_together, two_ranks)])
+    times_together = slowest_rank([part.seconds for part in run_on_ranks(2, time_layers_together, two_ranks)])
 
     alone_work = _work(points)
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])

@@ -22,7 +22,7 @@ from benchmarks.engine.ep_layer import draw_job, slowest_rank
 from benchmarks.lib import options
 from benchmarks.lib.capture import load_or_capture
 from benchmarks.lib.ep.network import TRAFFIC, Network
-from benchmarks.lib.ep.ranks import on_ranks
+from benchmarks.lib.ep.ranks import run_on_ranks
 from benchmarks.lib.ep.timing import ONCE_A_NODE, LayerArm, LayerRun, RankJob, time_layers_together
 from eldr_serve.commands.errors import run
 from examples.demo_model import WEIGHTS
@@ -33,10 +33,11 @@ BENCHMARKS = {"ep_nodes": "default"}
 _NODES, _RANKS = 2, 4
 _ARMS = tuple(LayerArm(1.0, "even", dispatch) for dispatch in ("all-to-all", ONCE_A_NODE))
 _NOTES = (
-    "two simulated nodes of two ranks, on one machine; real routes, random hidden states; messages and bytes "
-    "of all ranks in a layer, there and back, counts of tokens included; far: between the nodes; times are "
-    "means over batches and layers of the slowest rank; changes against the all-to-all of the same batch "
-    "size and bandwidth, 95 % intervals by bootstrap over batches"
+    "Two nodes of two ranks each are simulated on one machine, with real routes and random hidden states. "
+    "Messages and bytes are those of all ranks in one layer, to the experts and back, including the messages "
+    "with the numbers of tokens. Near ones stay within a node, far ones pass between the nodes. Times are "
+    "those of the slowest rank, as means over batches and layers. Changes are against the all-to-all of the "
+    "same batch size and bandwidth, with 95 % intervals by bootstrap over batches."
 )
 
 
@@ -59,7 +60,7 @@ def ep_nodes(
     for tokens in sizes:
         job = draw_job(data, WEIGHTS, _RANKS, tokens, batches, _ARMS, rounds, seed)
         jobs += [replace(job, network=Network(_NODES, 1e-6 * delay_us, 1e6 * b)) for b in bandwidths]
-    runs_by_job = zip(*on_ranks(_RANKS, _run_jobs, jobs), strict=True)
+    runs_by_job = zip(*run_on_ranks(_RANKS, _run_jobs, jobs), strict=True)
     rows = [row for job, runs in zip(jobs, runs_by_job, strict=True) for row in _make_rows(job, runs)]
     inputs = {"batches": batches, "rounds": rounds, "delay_us": delay_us, "nodes": _NODES, "ranks": _RANKS}
     publish("ep_nodes", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
@@ -71,11 +72,11 @@ def _run_jobs(rank: int, jobs: list[RankJob]) -> list[LayerRun]:
 
 def _make_rows(job: RankJob, runs: Sequence[LayerRun]) -> list[dict[str, Any]]:
     """Return a row for each dispatch from the runs of all ranks."""
-    times = slowest_rank([one.seconds for one in runs])
+    times = slowest_rank([layer_run.seconds for layer_run in runs])
     layer_ms = {arm: 1e3 * stages["layer"].mean(axis=1) for arm, stages in times.items()}  # [B]
     rows = []
     for arm in job.arms:
-        traffic = np.sum([one.traffic[arm] for one in runs], axis=0).mean(axis=(0, 1))
+        traffic = np.sum([layer_run.traffic[arm] for layer_run in runs], axis=0).mean(axis=(0, 1))
         change = paired_change_percent(layer_ms[arm], layer_ms[job.arms[0]], np.mean, seed=job.seed)
         row: dict[str, Any] = {
             "batch_size": job.routes.shape[2],

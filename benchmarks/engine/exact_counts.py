@@ -25,7 +25,7 @@ import typer
 from benchmarks.lib import options, tiny_model
 from benchmarks.lib.cluster import ROOT, python_path
 from benchmarks.lib.engines import TRITON_CPU
-from benchmarks.lib.exact import Cells, compare_with_reference, compare_with_report, reference
+from benchmarks.lib.exact import ComparedCells, compare_with_reference, compare_with_report, reference
 from eldr_serve.commands.errors import run
 from loadgen.results import publish
 
@@ -112,7 +112,9 @@ def _serve(runner: str, model: Path, out: Path, settings: EngineSettings) -> dic
     return report
 
 
-def _row(runner: str, against: str, number: int, cells: Cells, report: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    runner: str, against: str, number: int, cells: ComparedCells, report: dict[str, Any]
+) -> dict[str, Any]:
     records = [record for record in report["records"] if record["request"].startswith(f"{number}-")]
     row: dict[str, Any] = {"runner": runner, "against": against, "batch": number, "requests": len(records)}
     row["prompt_tokens"] = sum(len(record["prompt"]) for record in records)

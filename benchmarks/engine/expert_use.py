@@ -11,7 +11,7 @@
   rho, the rank correlation of pairwise distances (the paper's Eq. 1).
 - same_domain (4): batches of one domain activate fewer experts than mixed ones. Batches are drawn at random,
   each request at a random decode step of its real routes. A domain counts as often as it occurs. Domains
-  with too few requests for a batch are left out of that batch size.
+  with fewer requests than two batches are left out of that batch size.
 - signature_quality (7, 8): rho of each transform of the counts with all layers, and with the layers that
   greedy selection keeps. `layer_mask.json` has the curve over the number of layers. Layers are selected and
   measured on the same requests, as in the paper. Held-out rho is in `prefill_decode`.

@@ -238,7 +238,7 @@ def family_rows(families: Iterable[str], runners: Sequence[str], work: Path) -> 
 
 
 def model_families(
-    anew: Annotated[
+    families: Annotated[
         str,
         typer.Option(help="Families, comma-separated; other rows stay as published; default all."),
     ] = "",
@@ -246,7 +246,7 @@ def model_families(
     out: options.Out = None,
 ) -> None:
     """Serve every family under both runners, and compare the counts."""
-    names = anew.split(",") if anew else list(FAMILIES)
+    names = families.split(",") if families else list(FAMILIES)
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
         raise UserInputError(f"there is no family {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
@@ -254,11 +254,11 @@ def model_families(
         new_rows = family_rows(names, RUNNERS, Path(work))
     inputs: dict[str, Any] = {"chunk_tokens": CHUNK}
     notes = ""
-    if anew:
+    if families:
         new_rows = merge_with_published(new_rows)
         commit = json.loads((RESULTS / "model_families.json").read_text())["commit"]
-        inputs["anew"] = names
-        notes = f" Rows of families that are not among inputs.anew are of commit {commit} or before."
+        inputs["families"] = names
+        notes = f" Rows of families that are not among inputs.families are of commit {commit} or before."
     publish(
         "model_families",
         new_rows,

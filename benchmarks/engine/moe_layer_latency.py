@@ -4,8 +4,8 @@
     python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b --device cuda
 
 One layer with random bf16 weights at a model's shape runs through the kernel that vLLM uses: its CPU
-fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call draws its experts anew,
-since repeated calls with the same few experts would find their weights in the cache.
+fused-MoE kernel, or its Triton kernel in a CUDA graph, timed by events. Each call draws new experts, since
+repeated calls with the same few experts would find their weights in the cache.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Layer:
         if self._device == "cuda":
             graph_experts, graph = self._graphs.get(len(ids)) or self._capture(chosen.cuda())
             graph_experts.copy_(chosen)
-            return float(graph.seconds())
+            return float(graph.time_replay())
         inputs = self._inputs(chosen)
         start = time.perf_counter()
         self._experts(*inputs)

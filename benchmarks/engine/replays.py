@@ -9,7 +9,7 @@ gets the decode activations that the request will really have, which shows the g
 
 from __future__ import annotations
 
-from benchmarks.lib.replay.command import Replayed, Rows, replay_command, report_changes
+from benchmarks.lib.replay.command import ReplayResult, Rows, make_replay_command, report_changes
 from benchmarks.lib.replay.rows import experts_by_batch
 from benchmarks.lib.replay.schedule import Arm
 from eldr_serve.commands.errors import run
@@ -49,7 +49,7 @@ def _share(rows: Rows) -> str:
     return "gain of prefill signatures as share of that of true decode activations: " + ", ".join(shares)
 
 
-def _report_with_active_experts(replay: Replayed) -> None:
+def _report_active_experts(replay: ReplayResult) -> None:
     """Report the policies against the load balancers, and active experts by batch size (Figure 13)."""
     report_changes(BASELINES, _share)(replay)
     labels = [
@@ -71,21 +71,21 @@ def _report_with_active_experts(replay: Replayed) -> None:
 
 # Figures and tables are those of the ELDR paper.
 # Figures 11 to 13
-decode_replay = replay_command(
+decode_replay = make_replay_command(
     "decode_replay",
     [
         *POLICIES,
         Arm("marginal-cost, affinity 0", "marginal-cost", {"affinity": 0.0}),
         Arm(TRUE_DECODE, "marginal-cost", true_decode=True),
     ],
-    _report_with_active_experts,
+    _report_active_experts,
     default_workers="8,16",
     default_groups="all,language,task",
     default_per_worker=48,
     default_intermediate=1536,  # the live benchmark has the same
 )
 # Figures 11 and 12, by rate
-rates = replay_command(
+rates = make_replay_command(
     "rates",
     POLICIES,
     default_batch="4,8,16,24",
@@ -97,21 +97,21 @@ rates = replay_command(
     ),
 )
 # Figure 16
-band_width = replay_command(
+band_width = make_replay_command(
     "band_width", [ROUND_ROBIN, *(_band(f"band {band}", band) for band in (0.0, 0.1, 0.2, 0.3))]
 )
 # Figure 15
-balanced_clusters = replay_command(
+balanced_clusters = make_replay_command(
     "balanced_clusters", [ROUND_ROBIN, _band("balanced"), _band("vanilla", balanced=False)]
 )
 # Figure 14
-signature_transforms = replay_command(
+signature_transforms = make_replay_command(
     "signature_transforms", [ROUND_ROBIN, *(_band(t, transform=t) for t in TRANSFORMS)]
 )
 # Table 2
-pool_size = replay_command("pool_size", [ROUND_ROBIN, LOCALITY, MARGINAL], default_workers="4,8,16")
+pool_size = make_replay_command("pool_size", [ROUND_ROBIN, LOCALITY, MARGINAL], default_workers="4,8,16")
 # The price that marginal-cost sets for tails; not in the paper
-tail_replay = replay_command(
+tail_replay = make_replay_command(
     "tail_replay",
     [
         *(arm for arm in POLICIES if arm.label in BASELINES),

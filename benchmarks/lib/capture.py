@@ -25,7 +25,7 @@ from rich.progress import track
 from benchmarks.lib import options
 from benchmarks.lib.engines import device_kwargs, weights_name
 from benchmarks.lib.ports import free_port
-from benchmarks.lib.replay.engine import BLOCK, ENGINE_ENV, ROOM, TEMPERATURE, pad_to_blocks
+from benchmarks.lib.replay.engine import BLOCK, ENGINE_ENV, GPU_LIMITS, TEMPERATURE, pad_to_blocks
 from eldr_serve.commands.errors import run
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.vllm.config import ONE_PROCESS
@@ -39,7 +39,7 @@ from offline.calibrate import build_trace, prompt_tokens, trace_tokens
 TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")
 _TOP_K = 4  # top-k of the demo model
-_TOGETHER = 32  # requests in flight during the capture
+_IN_FLIGHT = 32  # requests in flight during the capture
 
 
 def groups_of(names: str) -> list[str]:
@@ -130,10 +130,10 @@ def capture(
     longest = max_prompt_tokens // BLOCK * BLOCK + 1
     ids = [pad_to_blocks(prompt_tokens(tokenizer, p.text, chat=True)[-longest:]) for p in chosen]
     # vLLM 0.32 cannot split the prefill of a request with a seed on a CPU.
-    more = {"enable_chunked_prefill": False} if device == "cpu" else ROOM
+    more = {"enable_chunked_prefill": False} if device == "cpu" else GPU_LIMITS
     kwargs = engine_kwargs(
         "calibrate",
-        **device_kwargs(device, range(1, _TOGETHER + 1)),
+        **device_kwargs(device, range(1, _IN_FLIGHT + 1)),
         block_size=BLOCK,
         max_model_len=longest + output_tokens + BLOCK,
         seed=seed,
@@ -141,8 +141,8 @@ def capture(
     )
     engine = VllmCalibrationEngine({"model": str(WEIGHTS), **kwargs}, free_port())
     records = []
-    for start in track(range(0, len(chosen), _TOGETHER), description="capturing routes"):
-        part = slice(start, start + _TOGETHER)
+    for start in track(range(0, len(chosen), _IN_FLIGHT), description="capturing routes"):
+        part = slice(start, start + _IN_FLIGHT)
         # One extra token: the last sampled token never reaches the gates.
         sampling = [
             Sampling(output_tokens + 1, TEMPERATURE, ignore_eos=True, seed=prompt_seed, routes=True)

@@ -39,6 +39,7 @@ PAYLOAD = b'data: {"id":"cmpl-0","object":"text_completion","choices":[{"text":"
 ID = (7).to_bytes(4, "little")
 SLOW_BYTES = 65536  # size of a chunk of the stream that is not read
 _SLOW_S = 0.005  # interval of its chunks
+STEP_TIMEOUT_S = 60.0  # longer waits mean that tokens were lost
 _MAX_BACKLOG = 2**20  # without a pace, the engine waits while more bytes are unsent
 _MAX_CALLS = 10**6
 _SECRET = "secret"
@@ -89,7 +90,7 @@ class _Stream:
         self.ready = asyncio.Event()
 
 
-class Engine:
+class TokenSource:
     """Source of tokens that computes nothing.
 
     Attributes:
@@ -141,6 +142,9 @@ class Engine:
 
         Returns:
             {"began_s"}: start of each step in seconds of the machine's monotonic clock.
+
+        Raises:
+            RuntimeError: without a gap, a stream has not sent its chunk within STEP_TIMEOUT_S.
         """
         seconds, gap_s = request["seconds"], request["gap_s"]
         began: list[float] = [time.monotonic()]
@@ -149,12 +153,23 @@ class Engine:
             if gap_s:
                 await asyncio.sleep(began[0] + len(began) * gap_s - time.monotonic())
             else:
-                await self._all_sent.wait()
-                while self.backlog() > _MAX_BACKLOG:
-                    await asyncio.sleep(0.0005)
+                await self._wait_until_sent()
             began.append(time.monotonic())
             self._step()
         return {"began_s": began}
+
+    async def _wait_until_sent(self) -> None:
+        """Wait until all streams have sent the chunk of the last step; raise RuntimeError if one does not."""
+        try:
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                await self._all_sent.wait()
+                while self.backlog() > _MAX_BACKLOG:
+                    await asyncio.sleep(0.0005)
+        except TimeoutError:
+            raise RuntimeError(
+                f"{self._left} of {len(self._streams)} streams have not sent the chunk of a step within "
+                f"{STEP_TIMEOUT_S:g} s, and {self.backlog()} bytes are unsent"
+            ) from None
 
     def _step(self) -> None:
         self._all_sent.clear()
@@ -181,7 +196,7 @@ def resident_mib() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def _channel_server(engine: Engine) -> ChannelServer:
+def _channel_server(engine: TokenSource) -> ChannelServer:
     async def handler(method: str, header: Json, body: bytes, reply: Reply) -> None:
         peer = reply.peer
         engine.backlog = lambda: peer.unsent_bytes
@@ -199,7 +214,7 @@ def _channel_server(engine: Engine) -> ChannelServer:
     )
 
 
-def _grpc_methods(engine: Engine) -> Json:
+def _grpc_methods(engine: TokenSource) -> Json:
     async def stream(request: bytes, context: Any) -> None:
         def send(payload: bytes, ids: bytes) -> Awaitable[None]:
             write: Awaitable[None] = context.write(b"".join((_TOKENS.pack(1), ids, payload)))
@@ -220,7 +235,7 @@ def _grpc_methods(engine: Engine) -> Json:
     }
 
 
-def _frames_methods(engine: Engine) -> Json:
+def _frames_methods(engine: TokenSource) -> Json:
     server = _channel_server(engine)
 
     async def frames(requests: Any, context: Any) -> None:
@@ -232,7 +247,7 @@ def _frames_methods(engine: Engine) -> Json:
 @asynccontextmanager
 async def run_transport_server(transport: str) -> AsyncIterator[int]:
     """Serve one transport on this machine and yield its port."""
-    engine = Engine()
+    engine = TokenSource()
     if transport == "channel":
         server = _channel_server(engine)
         try:

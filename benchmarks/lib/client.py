@@ -69,7 +69,7 @@ async def request_completion(
 Send = Callable[[aiohttp.ClientSession, dict[str, Any]], Awaitable[Answer]]
 
 
-def sender(url: str, headers: dict[str, str] | None = None) -> Send:
+def completion_sender(url: str, headers: dict[str, str] | None = None) -> Send:
     """Return a function that sends a request to this URL by `request_completion`."""
     return lambda http, body: request_completion(http, url, body, headers=headers)
 
@@ -89,7 +89,7 @@ async def closed_loop(
     return answers
 
 
-def most_open(answers: list[Answer]) -> int:
+def max_open_answers(answers: list[Answer]) -> int:
     """Return the maximum number of answers in progress at the same time."""
     changes = sorted([(a.started_at_s, 1) for a in answers] + [(a.ended_at_s, -1) for a in answers])
     return int(np.cumsum([change for _, change in changes]).max(initial=0))

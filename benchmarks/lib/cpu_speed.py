@@ -4,9 +4,9 @@ Cores of shared machines are slower by up to a third for seconds or minutes, bec
 neighbours, or time stolen by the hypervisor. Where that is as large as the measured effect, times are
 normalised for it (benchmarks/lib/normalised_time.py).
 
-    python -m benchmarks.lib.cpu_speed CORE FILE
+    python -m benchmarks.lib.cpu_speed CORE FILE PARENT
 
-records the speed of a core until the parent process ends (`record_cpu_speed`).
+records the speed of a core until the parent process, with this id, ends (`record_cpu_speed`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def record_cpu_speed(folder: Path) -> Iterator[None]:
     with ExitStack() as probes:
         for core in sorted(os.sched_getaffinity(0)):
             file = folder / f"cpu_speed_{core}.jsonl"
-            command = [sys.executable, "-m", "benchmarks.lib.cpu_speed", str(core), str(file)]
+            words = str(core), str(file), str(os.getpid())
+            command = [sys.executable, "-m", "benchmarks.lib.cpu_speed", *words]
             probes.enter_context(start_process(command, env={}, log=file.with_suffix(".log")))
         yield
 
@@ -79,12 +80,16 @@ def _ticks(core: int) -> tuple[int, int]:
     return ticks[7], sum(ticks)
 
 
-def _record_until_parent_ends(core: int, file: Path) -> None:
+def _record_until_parent_ends(core: int, file: Path, parent: int) -> None:
+    """Record the speed of a core while `parent` is the id of this process's parent.
+
+    The caller gives the id, because the parent may have ended during the imports.
+    """
     import torch
 
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {core})
-    probe, parent = CpuSpeed(), os.getppid()
+    probe = CpuSpeed()
     with file.open("a", buffering=1) as out:
         while os.getppid() == parent:
             out.write(json.dumps([time.time(), probe.measure(), *_ticks(core)]) + "\n")
@@ -92,4 +97,4 @@ def _record_until_parent_ends(core: int, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    _record_until_parent_ends(int(sys.argv[1]), Path(sys.argv[2]))
+    _record_until_parent_ends(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

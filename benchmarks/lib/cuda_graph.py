@@ -26,11 +26,13 @@ class TimedGraph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._kept = work()
-        # Its sum keeps the GPU busy until the replay is queued, and evicts the inputs from the GPU's cache.
+        # The GPU sums this tensor before each replay. The sum takes long enough for the host to queue the
+        # replay meanwhile, so that no measured time includes the host's. It also evicts the inputs from the
+        # L2 cache, because the tensor is larger than the cache.
         self._flushed = torch.ones(1 << 26, dtype=torch.float32, device="cuda")
 
-    def seconds(self) -> float:
-        """Return the time of one replay on the GPU, in seconds, without inputs in the L2 cache."""
+    def time_replay(self) -> float:
+        """Time one replay on the GPU, in seconds, without inputs in the L2 cache."""
         start, end = (self._event() for _ in range(2))
         self._flushed.sum()
         start.record()

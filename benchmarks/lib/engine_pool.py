@@ -14,10 +14,10 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from benchmarks.lib.replay.engine import ReplayArrival, ReplayEngine, Steps
+from benchmarks.lib.replay.engine import ReplayArrival, ReplayEngine, StepRecords
 from eldr_serve.errors import UserInputError
 
-TimesAndSteps = tuple[dict[str, np.ndarray], Steps]
+ReplayTimes = tuple[dict[str, np.ndarray], StepRecords]
 
 
 class ReplayEngines(Protocol):
@@ -26,7 +26,7 @@ class ReplayEngines(Protocol):
     def probe_s(self) -> float:
         """Return the CPU time that the matrix product of CpuSpeed takes now, in seconds."""
 
-    def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[TimesAndSteps]:
+    def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[ReplayTimes]:
         """Serve arrivals. The future gives the token times of each request, in seconds, and the steps."""
 
 
@@ -73,7 +73,7 @@ class EnginePool(EngineProcesses):
         """Return the CPU time of the matrix product of CpuSpeed on a core of the engines, in seconds."""
         return self._pool.submit(_probe).result()
 
-    def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[TimesAndSteps]:
+    def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[ReplayTimes]:
         """Serve the arrivals on the next free engine, with the clock of ReplayEngine.run."""
         return self._pool.submit(_replay, arrivals, probe_s)
 
@@ -91,6 +91,6 @@ def _probe() -> float:
     return _engine.probe_s()
 
 
-def _replay(arrivals: list[ReplayArrival], probe_s: float) -> TimesAndSteps:
+def _replay(arrivals: list[ReplayArrival], probe_s: float) -> ReplayTimes:
     _engine.warm([arrival.tokens for arrival in arrivals])
     return _engine.run(arrivals, probe_s)

@@ -162,7 +162,7 @@ def vllm_servers(
 ) -> Iterator[dict[str, list[str]]]:
     """Start equal engines as plain vLLM OpenAI servers, one process group each.
 
-    Yields {"prefill": urls, "decode": urls}. Whole replicas are all under "decode", as in a deployment.
+    Yields {"prefill": urls, "decode": urls}. Whole replicas are under "decode", as in a deployment's file.
     """
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     with contextlib.ExitStack() as stack:

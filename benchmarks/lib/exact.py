@@ -38,7 +38,7 @@ def reference(model: Path) -> Choices:
     return lambda tokens: route(tuple(tokens))
 
 
-class Cells:
+class ComparedCells:
     """Number of compared integers (cells) and number of cells that differ, by kind."""
 
     def __init__(self) -> None:
@@ -61,9 +61,9 @@ class Cells:
         }
 
 
-def compare_with_reference(report: dict[str, Any], choices: Choices) -> list[Cells]:
+def compare_with_reference(report: dict[str, Any], choices: Choices) -> list[ComparedCells]:
     """Compare each batch's signatures, decode counts, routes and step records with uncached results."""
-    cells_of_batches = [Cells() for _ in report["batches"]]
+    cells_of_batches = [ComparedCells() for _ in report["batches"]]
     for record in report["records"]:
         number, prompt = _batch(record["request"]), len(record["prompt"])
         chosen = choices(record["prompt"] + record["output"])
@@ -84,9 +84,9 @@ def compare_with_reference(report: dict[str, Any], choices: Choices) -> list[Cel
     return cells_of_batches
 
 
-def compare_with_report(report: dict[str, Any], other: dict[str, Any]) -> list[Cells]:
+def compare_with_report(report: dict[str, Any], other: dict[str, Any]) -> list[ComparedCells]:
     """Compare each batch's tokens, signatures, counts, routes and step records with another engine's."""
-    cells_of_batches = [Cells() for _ in report["batches"]]
+    cells_of_batches = [ComparedCells() for _ in report["batches"]]
     other_records = {record["request"]: record for record in other["records"]}
     for record in report["records"]:
         pair, cells = (record, other_records[record["request"]]), cells_of_batches[_batch(record["request"])]

@@ -136,15 +136,15 @@ class ExactEngine:
     def _serve_batch(self, number: int, batch: Batch) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
-        seed, many, max_tokens = batch
-        for index, prompt in enumerate(prompts(seed)[:many]):
+        seed, count, max_tokens = batch
+        for index, prompt in enumerate(prompts(seed)[:count]):
             name = f"{number}-{index}"
-            ours = {"eldr_calibrate": True, "eldr_routes": True, "eldr_request": name}
+            transfer_params = {"eldr_calibrate": True, "eldr_routes": True, "eldr_request": name}
             params = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0.0,
                 ignore_eos=True,
-                extra_args={"kv_transfer_params": ours},
+                extra_args={"kv_transfer_params": transfer_params},
             )
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
         records: list[dict[str, Any]] = []

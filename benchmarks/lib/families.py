@@ -61,7 +61,7 @@ _GDN = {
 }
 
 
-def _engine(blocks: int, **others: Any) -> dict[str, Any]:
+def _engine_arguments(blocks: int, **others: Any) -> dict[str, Any]:
     return {"dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": blocks} | others
 
 
@@ -74,7 +74,9 @@ class Family:
     config_class: str = ""  # in transformers, if it does not have the model's prefix
     architecture: str = ""  # name in vLLM, if it differs from the class name in transformers
     exact: bool = True  # vLLM's CPU engine generates the same tokens as the Hugging Face model
-    engine: dict[str, Any] = field(default_factory=lambda: _engine(9))  # few KV blocks cause preemptions
+    engine: dict[str, Any] = field(
+        default_factory=lambda: _engine_arguments(9)
+    )  # few KV blocks cause preemptions
     torchvision: bool = False  # vLLM imports torchvision for this model, although only text is used
     mla_for_amx: bool = False  # use vLLM's MLA backend for AMX, which needs AMX, or AVX-512 with bfloat16
 
@@ -113,16 +115,18 @@ def _is_gate(name: str) -> bool:
 _EXPERTS_16 = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
 _LOCAL_8 = {"num_local_experts": 8, "num_experts_per_tok": 2}
 # By default vLLM chooses its AMX backend on CPUs with AMX, which does not support float32.
-_MLA_ENGINE = _engine(17, attention_backend="CPU_MLA")
+_MLA_ENGINE = _engine_arguments(17, attention_backend="CPU_MLA")
 # vLLM's CPU kernel of GDN supports only bfloat16.
-_RECURRENT = _engine(24, dtype="bfloat16", max_model_len=1536)
+_RECURRENT = _engine_arguments(24, dtype="bfloat16", max_model_len=1536)
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES = {
     "Qwen2-MoE": Family(
         "Qwen2Moe",
         _EXPERTS_16 | {"shared_expert_intermediate_size": 32},
-        engine=_engine(6, block_size=288, max_model_len=1440),  # more tokens in a block than a byte can count
+        engine=_engine_arguments(
+            6, block_size=288, max_model_len=1440
+        ),  # more tokens in a block than a byte can count
     ),
     "Qwen3-MoE": Family("Qwen3Moe", _EXPERTS_16 | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
     "Mixtral": Family("Mixtral", _LOCAL_8),
@@ -144,7 +148,7 @@ FAMILIES = {
             "layer_types": _SLIDING,
             "sliding_window": 48,
         },
-        engine=_engine(14),
+        engine=_engine_arguments(14),
     ),
     "Gemma-4": Family(
         "Gemma4",
@@ -164,7 +168,7 @@ FAMILIES = {
             "attention_k_eq_v": True,
         },
         config_class="Gemma4TextConfig",
-        engine=_engine(36),
+        engine=_engine_arguments(36),
     ),
     "Llama-4": Family(
         "Llama4",
@@ -178,7 +182,7 @@ FAMILIES = {
             "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
         },
         config_class="Llama4TextConfig",
-        engine=_engine(20, max_model_len=160),
+        engine=_engine_arguments(20, max_model_len=160),
     ),
     "Qwen3-Next": Family(
         "Qwen3Next",
@@ -198,7 +202,7 @@ FAMILIES = {
             "layer_types": ["conv", "conv", "full_attention", "conv"],
         },
         # eldr_serve/engine/vllm/compat/moe.py refuses the custom operator, which changes the experts.
-        engine=_engine(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),
+        engine=_engine_arguments(24, compilation_config={"custom_ops": ["-rotary_embedding"]}),
     ),
     "Qwen3.5-MoE": Family(
         "Qwen3_5Moe",
@@ -214,7 +218,7 @@ FAMILIES = {
         _DEEPSEEK_V2,
         exact=False,
         mla_for_amx=True,
-        engine=_engine(9, dtype="bfloat16", block_size=32),
+        engine=_engine_arguments(9, dtype="bfloat16", block_size=32),
     ),
     "DeepSeek-V3": Family(
         "DeepseekV3",
@@ -250,8 +254,11 @@ def choices(folder: Path) -> Callable[[list[int]], NDArray[np.int64]]:
 class Reference:
     """Hugging Face's model of a checkpoint, in float32 without a KV cache.
 
-    `scores`, float[T,L,E], are the routers' scores in the last `route`, if they expose them. `groups` is
-    (groups of experts, number of groups that a router chooses first), (1, 1) without groups.
+    Attributes:
+        scores: float[T,L,E], the scores of the routers in the last `route`; empty if routers do not return
+            their scores.
+        groups: number of groups of experts, and number of groups that a router chooses first; (1, 1) if
+            experts have no groups.
     """
 
     def __init__(self, folder: Path) -> None:

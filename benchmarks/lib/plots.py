@@ -72,13 +72,13 @@ def real_routes() -> None:
     )
     rows = read_rows("tail_price")
     points = list(dict.fromkeys((row["workload"], row["workers"]) for row in rows))
-    ours = {"marginal-cost,tail_power=16": (-0.17, "C0"), "marginal-cost,tail_power=1": (0.17, "C9")}
+    bar_styles = {"marginal-cost,tail_power=16": (-0.17, "C0"), "marginal-cost,tail_power=1": (0.17, "C9")}
     for axes, percentile in zip(panels, ("p50", "p99"), strict=True):
         column = f"tpot_{percentile}_change_pct"
         for row in rows:
             x, change = points.index((row["workload"], row["workers"])), row[column]
-            if row["policy"] in ours:
-                offset, colour = ours[row["policy"]]
+            if row["policy"] in bar_styles:
+                offset, colour = bar_styles[row["policy"]]
                 spread = [[change - row[f"{column}_low"]], [row[f"{column}_high"] - change]]
                 axes.bar(x + offset, change, 0.32, yerr=spread, color=colour, label=row["policy"])
             elif row["policy"] in BASELINES:

@@ -29,10 +29,10 @@ def medians(
         row: dict[str, Any] = dict(zip(keys, key, strict=True)) | {"rounds": len(of_case)}
         for name, value in of_case[0].items():
             if name in summed:
-                row[name] = sum(one[name] for one in of_case)
+                row[name] = sum(measured[name] for measured in of_case)
             elif isinstance(value, int | float) and name not in keys:
-                row[name] = float(np.median([one[name] for one in of_case]))
+                row[name] = float(np.median([measured[name] for measured in of_case]))
         for name in with_interval:
-            put_interval(row, name, median_ci([one[name] for one in of_case]))
+            put_interval(row, name, median_ci([measured[name] for measured in of_case]))
         summaries.append(row)
     return summaries

@@ -14,7 +14,7 @@ from offline.simulation.requests import Experts, Requests
 _TIMED = 200  # placements
 
 
-def placement_s(
+def placement_cpu_s(
     policy: Policy, requests: Requests, experts: Experts | None, workers: int, in_flight: int
 ) -> float:
     """Return the median CPU time of the placer for a placement and its release, in seconds.

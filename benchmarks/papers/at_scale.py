@@ -44,9 +44,9 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.lib import options
-from benchmarks.lib.router_time import channel_s, placement_s
+from benchmarks.lib.router_time import channel_s, placement_cpu_s
 from benchmarks.papers.figures.common import mean
-from benchmarks.papers.scaled_arrivals import BASE, Study, WorkerLoad, load_of, scenario_of
+from benchmarks.papers.scaled_arrivals import BASE, StudySettings, WorkerLoad, load_at_batch, scenario_of
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy
@@ -62,8 +62,8 @@ from offline.simulation.run import simulate
 
 _OURS = "marginal-cost,tail_power=1,marginal-cost,tail_power=16"
 POLICIES = f"shortest-queue,least-tokens,power-of-two,locality-band,{_OURS}"
-_GRID = 1 / 32  # step of the search for fewer workers, as a share of the workers
-_FEWEST, _MOST = 0.6, 1.25  # range of that search, as shares of the workers
+_SHARE_STEP = 1 / 32  # step of the search for fewer workers, as a share of the workers
+_MIN_SHARE, _MAX_SHARE = 0.6, 1.25  # range of that search, as shares of the workers
 _WINDOW = (0.2, 0.9)  # share of the arrivals before and until which figures count
 _COMPARED = ("tpot_p50_ms", "tpot_p99_ms", "goodput_per_s")
 
@@ -78,27 +78,27 @@ def divide_among_routers(requests: Requests, routers: int, seed: int) -> list[Re
 def figures_in_window(outcomes: Sequence[Outcome], objective: LatencyObjective) -> dict[str, float]:
     """Return the figures of the requests in the window, of all routers together."""
 
-    def together(values: Callable[[Outcome], NDArray[Any]]) -> NDArray[Any]:
+    def join(values: Callable[[Outcome], NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate([values(outcome) for outcome in outcomes])
 
-    arrival_s = together(lambda one: one.arrival_s)
+    arrival_s = join(lambda one: one.arrival_s)
     start, end = np.quantile(arrival_s, _WINDOW)
     inside = (arrival_s >= start) & (arrival_s <= end)
-    tpot_s, ttft_s = together(lambda one: one.tpot_s)[inside], together(lambda one: one.ttft_s)[inside]
+    tpot_s, ttft_s = join(lambda one: one.tpot_s)[inside], join(lambda one: one.ttft_s)[inside]
     row: dict[str, float] = {}
     for name, values in (("tpot", tpot_s), ("ttft", ttft_s)):
         for q in (50, 99):
             row[f"{name}_p{q}_ms"] = 1e3 * float(np.nanpercentile(values, q))
-    good, step_s = together(lambda one: one.good(objective))[inside], together(lambda one: one.seconds)
+    good, step_s = join(lambda one: one.meets(objective))[inside], join(lambda one: one.seconds)
     return row | {
         "goodput_per_s": float(good.sum() / (end - start)),
         "good_pct": 100 * float(good.mean()),
-        "batch_size": float(np.average(together(lambda one: one.batch), weights=step_s)),
-        "active_experts": float(np.average(together(lambda one: one.experts), weights=step_s)),
+        "batch_size": float(np.average(join(lambda one: one.batch), weights=step_s)),
+        "active_experts": float(np.average(join(lambda one: one.experts), weights=step_s)),
     }
 
 
-def smallest_that_meets(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
+def find_smallest(counts: Sequence[int], meets: Callable[[int], bool]) -> int | None:
     """Return the smallest of ascending counts that meets a goal, or None. All larger ones must meet it."""
     low, high = 0, len(counts)
     while low < high:
@@ -132,7 +132,7 @@ class UnfinishedError(Exception):
     """A run is missing in the journal, and no run may be made."""
 
 
-class Runs:
+class JournaledRuns:
     """Simulations of one recording on one number of workers, each made once and kept in the journal.
 
     Args:
@@ -143,7 +143,7 @@ class Runs:
 
     def __init__(
         self,
-        study: Study,
+        study: StudySettings,
         arrivals: Path,
         load: WorkerLoad,
         size: Size,
@@ -166,7 +166,7 @@ class Runs:
             inputs, share = self._make_inputs(0), self.size.share
             requests = divide_among_routers(inputs.requests, self.size.routers, 0)[0]
             in_flight = self._study.batch * share
-            return 1e6 * placement_s(
+            return 1e6 * placement_cpu_s(
                 self._policy(inputs, policy, share), requests, inputs.experts, share, in_flight
             )
 
@@ -203,12 +203,14 @@ class Runs:
     def fewest_workers(self, policy: str, quantile: str) -> int | None:
         """Return the fewest workers that give the policy the base's quantile on all workers, in one seed."""
         goal, share = self.figures_of_seed(BASE, 0, self.size.workers)[quantile], self.size.share
-        counts = range(round(_FEWEST * share), round(_MOST * share) + 1, max(1, round(_GRID * share)))
+        counts = range(
+            round(_MIN_SHARE * share), round(_MAX_SHARE * share) + 1, max(1, round(_SHARE_STEP * share))
+        )
 
         def meets_goal(count: int) -> bool:
             return self.figures_of_seed(policy, 0, count * self.size.routers)[quantile] <= goal
 
-        count = smallest_that_meets(counts, meets_goal)
+        count = find_smallest(counts, meets_goal)
         return None if count is None else count * self.size.routers
 
     def _run(self, policy: str, seed: int, workers: int) -> dict[str, float]:
@@ -256,7 +258,9 @@ class Runs:
         return f"{_stem(self.arrivals)}/{self.size.workers}/{routers}/{policy}/{rest}"
 
 
-def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: int) -> list[dict[str, Any]]:
+def rows_of(
+    runs: JournaledRuns, policies: Sequence[str], saving: Sequence[str], seeds: int
+) -> list[dict[str, Any]]:
     """Return a row for each policy with runs that are finished or may be made, with means over seeds.
 
     Args:
@@ -278,7 +282,7 @@ def rows_of(runs: Runs, policies: Sequence[str], saving: Sequence[str], seeds: i
     return rows
 
 
-def _row(runs: Runs, policy: str, seeds: int) -> dict[str, Any]:
+def _row(runs: JournaledRuns, policy: str, seeds: int) -> dict[str, Any]:
     base, runs_of_policy = runs.figures_of_seeds(BASE, seeds), runs.figures_of_seeds(policy, seeds)
     row = mean(runs_of_policy) | {"router_us": 1e6 * runs.router_s(policy)}
     row |= {"router_load_pct": runs.router_load_pct(policy), "slo_tpot_ms": runs.load.objective.tpot_ms}
@@ -346,20 +350,20 @@ def at_scale(
 ) -> None:
     """Simulate policies by number of workers, with the time that the router needs."""
     fitted = FittedCost.load(cost)
-    study = Study(routes, fitted.cost, batch, seconds, parts, centroids, ttft_ms, slack)
+    study = StudySettings(routes, fitted.cost, batch, seconds, parts, centroids, ttft_ms, slack)
     sizes, names = _sizes(workers, routers, simulated_routers), _split(policies)
     counts = _expand_to_sizes("--seeds", seeds, len(sizes))
     for name in names:
         options.policy("--policies", name)
     inputs = asdict(study) | {"routes": routes.name}
     finished_runs = Journal(journal, inputs)
-    loads = {path: load_of(study, path) for path in arrivals}
+    loads = {path: load_at_batch(study, path) for path in arrivals}
     rows: list[dict[str, Any]] = []
     with progress_bar() as progress:
         bar = progress.add_task("", total=len(sizes) * len(arrivals))
         requests = progress.add_task("requests", total=None)
         start_runs = partial(
-            Runs,
+            JournaledRuns,
             finished_only=finished_only,
             on_requests=partial(progress.advance, requests),
             on_run=lambda name: progress.update(bar, description=name),

@@ -30,7 +30,7 @@ from benchmarks.lib.ep.turns import (
     Tokens,
     draw_disjoint_batches,
     measure_in_turns,
-    summary,
+    summarise_batch,
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints
@@ -91,7 +91,7 @@ def ep_policies(
     journal = Journal(work / "ep_policies.jsonl", settings)
     experts = data.trace.decode_counts.shape[2]
     names = groups.split(",")
-    cases = {group: EpCase(data, group, workers, batch, rounds, ranks, seed) for group in names}
+    cases = {group: EpWorkload(data, group, workers, batch, rounds, ranks, seed) for group in names}
     keys = [(turn, group, *arm) for turn in range(rounds) for group in names for arm in ARMS]
 
     def measure(engine: EpEngine, key: tuple[int, str, str, str]) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def ep_policies(
             chosen = [data.tokens[n][-MAX_PROMPT_TOKENS:] for n in batch_of_worker]
             name = hashlib.sha256(batch_of_worker.tobytes()).hexdigest()
             decoded = engine.decode(chosen, tokens, name=name)
-            summaries.append(summary(decoded) | {"requests": batch_of_worker.tolist()})
+            summaries.append(summarise_batch(decoded) | {"requests": batch_of_worker.tolist()})
         return summaries
 
     def start_engine() -> EpEngine:
@@ -120,7 +120,7 @@ def ep_policies(
     journal.remove()
 
 
-class EpCase:
+class EpWorkload:
     """A workload: each policy's assignment of requests, and placements fitted to the other half."""
 
     def __init__(
@@ -219,7 +219,7 @@ def policy_rows(
         workers = [worker for turn in turns for worker in turn]
         batch_sizes = np.array([len(worker["answers"]) for worker in workers])
         row: dict[str, Any] = {"workload": group, "policy": arm[0], "placement": arm[1]}
-        ms, base_ms = (np.array([of[request][0] for request in base]) for of in (by_arm[arm], base))
+        ms, base_ms = (np.array([steps[request][0] for request in base]) for steps in (by_arm[arm], base))
         for q in (50, 99):
             of_q = partial(np.percentile, q=q)
             row[f"tpot_p{q}_ms"] = float(of_q(ms))

@@ -1,8 +1,9 @@
 """Migration from one placement to the next while the engine runs (DIRECTOR, section V-B).
 
-Weights travel only in compute windows, when no all-to-all uses the links, so transfers are scheduled in "idle
-time", a clock that stops outside of the windows. A rank sends one expert at a time and receives one. An
-expert is sent directly to its slot or, while that slot is still to be read, to a staging buffer.
+Weights are sent only in compute windows, when no all-to-all uses the links, so transfers are scheduled in
+"idle time", a clock that stops outside of the windows. At any time a rank sends at most one expert and
+receives at most one. An expert is sent directly to its slot or, while that slot is still to be read, to a
+staging buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.moves import parse_pair
+from eldr_serve.experts.parallel.moves import parse_placements
 from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.cost import Seconds
 
@@ -58,7 +59,7 @@ class MigrationPlan:
     @property
     def ready_steps(self) -> Ints:
         """Return int[L]: the first step in which each layer runs with its new placement."""
-        return _steps(self.ready_s, self.windows_s)
+        return _first_steps(self.ready_s, self.windows_s)
 
 
 def plan_migration(
@@ -82,7 +83,7 @@ def plan_migration(
     Raises:
         ValueError: shapes do not agree, there is no window, or no rank holds an expert.
     """
-    before, after = parse_pair(old, new, topology.ranks)
+    before, after = parse_placements(old, new, topology.ranks)
     windows = np.asarray(windows_s, np.float64)
     if windows.ndim != 1 or not windows.size or not np.isfinite(windows).all() or windows.min() < 0:
         raise UserInputError("compute windows must be a list of times, 0 s or more")
@@ -103,7 +104,7 @@ def plan_migration(
         moves_of_layer = trial.layer_moves(int(layer), before[layer], after[layer])
         end = max(move.ready_s for move in moves_of_layer)
         if steps is not None:
-            runs = steps - int(_steps(np.array([end]), windows)[0])
+            runs = steps - int(_first_steps(np.array([end]), windows)[0])
             if gain[layer] * runs <= links.commit_s * len(moves_of_layer):
                 continue
         timetable = trial
@@ -117,11 +118,11 @@ class _Timetable:
 
     def __init__(self, topology: Topology, links: Links) -> None:
         self._node, self._links = topology.node_of, links
-        self._free = np.zeros((3, topology.ranks))  # sending, receiving, staging
+        self._free_at_s = np.zeros((3, topology.ranks))  # sending, receiving, staging
 
     def copy(self) -> _Timetable:
         other = copy(self)
-        other._free = self._free.copy()  # noqa: SLF001 - of the same class
+        other._free_at_s = self._free_at_s.copy()  # noqa: SLF001 - of the same class
         return other
 
     def layer_moves(self, layer: int, old: Ints, new: Ints) -> list[ScheduledMove]:
@@ -143,7 +144,7 @@ class _Timetable:
             slot = free.pop()
             sender, rank = sources[slot] // size, slot // size
             after = (
-                self._free[2, rank]
+                self._free_at_s[2, rank]
                 if slot == staged
                 else max((times[r][1] for r in readers[slot]), default=0)
             )
@@ -153,7 +154,7 @@ class _Timetable:
                 if not blocked[sources[slot]] and sources[slot] not in times:
                     free.append(sources[slot])
             if staged is not None and not blocked[staged]:
-                self._free[2, staged // size] = max(times[r][1] for r in readers[staged])
+                self._free_at_s[2, staged // size] = max(times[r][1] for r in readers[staged])
                 staged = None
         moves = [
             ScheduledMove(
@@ -172,13 +173,13 @@ class _Timetable:
     def _sources(self, layer: int, old: Ints, new: Ints, size: int) -> dict[int, int]:
         """Return the source of each slot to be written: same rank, else same node, else the idlest rank."""
         sources: dict[int, int] = {}
-        sends = self._free[0].copy()
+        sends = self._free_at_s[0].copy()
         for slot in np.flatnonzero(old != new).tolist():
             holders = np.flatnonzero(old == new[slot])
             if not len(holders):
                 raise ValueError(f"expert {new[slot]} of layer {layer} is on no rank")
             rank = slot // size
-            cost = np.array([self._time(int(h) // size, rank) for h in holders])
+            cost = np.array([self._transfer_s(int(h) // size, rank) for h in holders])
             best = int(np.lexsort((sends[holders // size], cost))[0])
             sources[slot] = int(holders[best])
             sends[holders[best] // size] += cost[best]
@@ -188,17 +189,17 @@ class _Timetable:
         """Reserve a transfer and return (start, end). A copy within a rank uses no link."""
         if sender == rank:
             return after, after
-        start = float(max(after, self._free[0, sender], self._free[1, rank]))
-        end = start + self._time(sender, rank)
-        self._free[0, sender] = self._free[1, rank] = end
+        start = float(max(after, self._free_at_s[0, sender], self._free_at_s[1, rank]))
+        end = start + self._transfer_s(sender, rank)
+        self._free_at_s[0, sender] = self._free_at_s[1, rank] = end
         return start, end
 
-    def _time(self, source: int, rank: int) -> float:
+    def _transfer_s(self, source: int, rank: int) -> float:
         if source == rank:
             return 0.0
         near = self._node[source] == self._node[rank]
         return self._links.expert_bytes * (self._links.near_byte_s if near else self._links.far_byte_s)
 
 
-def _steps(idle_s: Floats, windows_s: Floats) -> Ints:
+def _first_steps(idle_s: Floats, windows_s: Floats) -> Ints:
     return np.asarray(np.ceil(idle_s / windows_s.sum() - 1e-9).astype(np.int64))

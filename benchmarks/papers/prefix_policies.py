@@ -7,11 +7,11 @@ from pydantic import Field
 
 from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy
 from eldr_serve.scheduling.policies.base import available_workers, choose_shortest
-from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
-class _Limited(Policy):
-    """A policy with a limit on a worker's load."""
+class _LoadLimitedPolicy(Policy):
+    """Base class of policies that limit a worker's load."""
 
     class Parameters(Policy.Parameters):
         max_load_ratio: float = Field(
@@ -21,8 +21,8 @@ class _Limited(Policy):
     parameters: Parameters
 
 
-class SessionHash(_Limited):
-    """The policy that hashes a session's key to a worker; without key or room, to the least loaded."""
+class SessionHash(_LoadLimitedPolicy):
+    """Chooses a worker by a hash of the session's key, or the least loaded one without key or room."""
 
     name = "session-hash"
 
@@ -32,12 +32,12 @@ class SessionHash(_Limited):
             return choose_shortest(positions, loads, self.name)
         in_flight = {str(worker): int(loads.in_flight[worker]) for worker in positions}
         ratio = self.parameters.max_load_ratio
-        chosen = choose_prefill(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
+        chosen = choose_prefill_replica(request.prompt_key.encode(), in_flight, max_load_ratio=ratio)
         return Decision(int(chosen), num_candidates=len(positions), reason=self.name)
 
 
-class LongestPrefix(_Limited):
-    """The policy that chooses, among workers without overload, the one that caches most of the prompt."""
+class LongestPrefix(_LoadLimitedPolicy):
+    """Chooses the worker that caches most of the prompt, among those that are not overloaded."""
 
     name = "longest-prefix"
 

@@ -18,7 +18,7 @@ BASE = "shortest-queue"
 
 
 @dataclass(frozen=True)
-class Study:
+class StudySettings:
     """All settings of the simulations except workers, policies and seeds.
 
     Attributes:
@@ -54,7 +54,7 @@ class WorkerLoad:
     objective: LatencyObjective
 
 
-def load_of(study: Study, arrivals: Path) -> WorkerLoad:
+def load_at_batch(study: StudySettings, arrivals: Path) -> WorkerLoad:
     """Return the load at which a worker runs the wanted batch of random routes, by Little's law."""
     # The kinds of requests and their experts do not depend on the workers and the rate.
     inputs = ScenarioInputs(scenario_of(study, arrivals, 16, 100.0), seed=0)
@@ -69,7 +69,7 @@ def load_of(study: Study, arrivals: Path) -> WorkerLoad:
     return WorkerLoad(rate, 1e3 * step_s, LatencyObjective(study.ttft_ms, 1e3 * study.slack * step_s))
 
 
-def scenario_of(study: Study, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:
+def scenario_of(study: StudySettings, arrivals: Path, workers: int, rate_per_s: float) -> Scenario:
     """Return a scenario in which all workers together get `rate_per_s` requests/s."""
     experts = routes_of(study.routes).model_copy(
         update={"parts": study.parts, "centroids": study.centroids, "fit_share": 0.3}

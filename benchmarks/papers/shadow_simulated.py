@@ -46,15 +46,15 @@ def step_ms(outcome: Outcome) -> float:
 
 def row(first: Outcome, second: Outcome) -> dict[str, Any]:
     """Return a row from the outcomes with either policy live and the other as its shadow."""
-    assert first.saving is not None
-    assert second.saving is not None
-    priced = 100 * (first.saving.live_ms / first.saving.shadow_ms - 1)
-    reverse = 100 * (second.saving.shadow_ms / second.saving.live_ms - 1)
+    assert first.shadow_comparison is not None
+    assert second.shadow_comparison is not None
+    priced = 100 * (first.shadow_comparison.live_ms / first.shadow_comparison.shadow_ms - 1)
+    reverse = 100 * (second.shadow_comparison.shadow_ms / second.shadow_comparison.live_ms - 1)
     step = 100 * (step_ms(first) / step_ms(second) - 1)
     return {
         "batch_size": float(second.batch.mean()),
         "step_ms": step_ms(second),
-        "price_error_pct": 100 * (second.saving.live_ms / step_ms(second) - 1),
+        "price_error_pct": 100 * (second.shadow_comparison.live_ms / step_ms(second) - 1),
         "step_change_pct": step,
         "priced_first_live_pct": priced,
         "priced_second_live_pct": reverse,

@@ -75,7 +75,7 @@ def chi_square_ridge(fit: Prompts, test: Prompts) -> Floats:
 
 
 def decode_ridge(fit: Prompts, test: Prompts) -> Floats:
-    """Predict likewise from deviations from the mean prefill, fitted to the experts of decode."""
+    """Predict by `chi_square_ridge` fitted to the experts of decode, as deviations from the mean prefill."""
     decode = fit.trace.decode_probability.reshape(fit.frequencies.shape).astype(np.float64)
     predicted = chi_square_ridge(replace(fit, frequencies=decode), test)
     return np.asarray(predicted - decode.mean(axis=0) + fit.frequencies.mean(axis=0))
@@ -155,7 +155,7 @@ def bag_of_embeddings(fit: Prompts, test: Prompts) -> Floats:
     return np.asarray(mean + scale * predicted.double().numpy())
 
 
-def head(parts: int) -> Method:
+def prompt_head(parts: int) -> Method:
     """Return the true experts of the first of `parts` equal parts of a prompt, as of a cached prefix."""
 
     def predict(fit: Prompts, test: Prompts) -> Floats:
@@ -165,7 +165,7 @@ def head(parts: int) -> Method:
     return predict
 
 
-def last_turn(fit: Prompts, test: Prompts) -> Floats:
+def previous_turn(fit: Prompts, test: Prompts) -> Floats:
     """Return the prefill of another prompt of the domain: a session's previous turn, without common text.
 
     A prompt that is alone in its domain gets the mean of the fitted prompts.
@@ -191,14 +191,14 @@ def methods_for(trace: CalibrationTrace) -> dict[str, Method]:
         "ridge, presence": presence_ridge,
         "token table, of counts": count_table,
         "bag of embeddings": bag_of_embeddings,
-        "session's last turn": last_turn,
+        "session's last turn": previous_turn,
     }
     if is_of_the_demo_model(trace):
         methods |= {
             "token table, of routes": route_table,
             "ridge, model's embeddings": embedding_ridge,
-            "first tenth of the prompt": head(10),
-            "cached first half of the prompt": head(2),
+            "first tenth of the prompt": prompt_head(10),
+            "cached first half of the prompt": prompt_head(2),
         }
     return methods
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from benchmarks.engine.replays import POLICIES
-from benchmarks.lib.replay.command import Replayed, replay_command
+from benchmarks.lib.replay.command import ReplayResult, make_replay_command
 from benchmarks.lib.replay.rows import LAYERS
 from benchmarks.lib.replay.schedule import ReplayCase, ReplayExperiment
 from eldr_serve.commands.errors import run
@@ -36,7 +36,7 @@ from loadgen.results import publish
 BENCHMARKS = {"simulator_validation": "all"}
 
 
-def report(run: Replayed) -> None:
+def report(run: ReplayResult) -> None:
     """Report simulated and measured TPOT of every policy, with error, correlation, ranking and regret."""
     cases = [_simulate_with_other_costs(run.experiment, case) for case in run.cases]
     rows = [row for case in cases for row in policy_rows(case, run.experiment.regret(case))]
@@ -123,7 +123,7 @@ def _draw(cases: Sequence[ReplayCase], path: Path) -> None:
     save(figure, path)
 
 
-simulator_validation = replay_command(
+simulator_validation = make_replay_command(
     "simulator_validation",
     POLICIES,
     report,

@@ -112,24 +112,26 @@ def tail_price(
     )
     rows = [row for case, runs in each for row in _rows(case, runs)]
     inputs = settings | {"seeds": seeds, "points": point or [], "whole": whole_point or []}
-    inputs["costs"] = [one.cost.as_dict() for one in points]
+    inputs["costs"] = [simulated.cost.as_dict() for simulated in points]
     publish("tail_price", rows, inputs=inputs, seed=seed, out=out, notes=_NOTES)
     if record is None:
         journal.remove()
 
 
-def _parts(option: str, text: str, form: str) -> tuple[list[Path], list[int]]:
-    """Return the files and the numbers of an option's value. Raise UserInputError if it has another form."""
+def _parse_files_and_numbers(option: str, text: str, pattern: str) -> tuple[list[Path], list[int]]:
+    """Return the files and the numbers of an option's value. Raise UserInputError if it does not match."""
     parts = text.split(",")
     files = [Path(part) for part in parts if not part.isdigit()]
     numbers = [int(part) for part in parts if part.isdigit() and int(part)]
-    if [len(files), len(numbers)] != [2, len(form.split(",")) - 2]:
-        raise UserInputError(f"{option} must be {form}, got {text!r}")
+    if [len(files), len(numbers)] != [2, len(pattern.split(",")) - 2]:
+        raise UserInputError(f"{option} must be {pattern}, got {text!r}")
     return files, numbers
 
 
 def _point_from_routes(text: str, per_worker: int, output_tokens: int) -> Point:
-    (routes, cost_file), (workers, batch) = _parts("--point", text, "ROUTES,COST,WORKERS,BATCH")
+    (routes, cost_file), (workers, batch) = _parse_files_and_numbers(
+        "--point", text, "ROUTES,COST,WORKERS,BATCH"
+    )
     experts, cost = Experts.from_trace(read_calibration_trace(routes)), FittedCost.load(cost_file).cost
 
     def prepare(seed: int) -> Callable[[Policy], Figures]:
@@ -161,7 +163,7 @@ def _requests(
 
 
 def _points_from_whole(text: str) -> list[Point]:
-    files, (workers,) = _parts("--whole", text, "ROUTES,ARRIVALS,WORKERS")
+    files, (workers,) = _parse_files_and_numbers("--whole", text, "ROUTES,ARRIVALS,WORKERS")
     inputs = whole.Inputs.read(files[0], files[1], whole.OUR_COST)
 
     def prepare(name: str, seed: int) -> Callable[[Policy], Figures]:
@@ -197,10 +199,10 @@ def _run(
 def _rows(point: Point, runs: Sequence[dict[str, Figures]]) -> list[dict[str, Any]]:
     rows = []
     for name in runs[0]:
-        row = point.labels | {"policy": name} | mean([one[name] for one in runs])
+        row = point.labels | {"policy": name} | mean([figures_of[name] for figures_of in runs])
         for metric in _METRICS:
-            best = [min(one[balancer][metric] for balancer in point.balancers) for one in runs]
-            change = paired_ratio_percent([one[name][metric] for one in runs], best)
+            best = [min(figures_of[balancer][metric] for balancer in point.balancers) for figures_of in runs]
+            change = paired_ratio_percent([figures_of[name][metric] for figures_of in runs], best)
             key = metric.replace("_ms", "_change_pct")
             row |= dict(zip((key, f"{key}_low", f"{key}_high"), change, strict=True))
         rows.append(row)

@@ -47,11 +47,17 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.barrier.any_rank import HEADER as ANY_RANK
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
-from benchmarks.lib.barrier.requests import Scale, order_for_round, read_stems, request_bodies, request_body
+from benchmarks.lib.barrier.requests import (
+    TraceScale,
+    order_for_round,
+    read_stems,
+    request_bodies,
+    request_body,
+)
 from benchmarks.lib.barrier.rows import BASE, policy_rows
 from benchmarks.lib.barrier.steps import RECORD_FOLDER_ENV, read_steps
 from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
-from benchmarks.lib.client import Send, closed_loop, count_failures, open_session, sender
+from benchmarks.lib.client import Send, closed_loop, completion_sender, count_failures, open_session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.ep.turns import Minutes, measure_in_turns
@@ -137,7 +143,9 @@ def _service(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with serve_without_table(arguments, port=port) as service:
-        asyncio.run(_send_one_by_one(sender(service.url), [request_body(stem, 2) for stem in stems]))
+        asyncio.run(
+            _send_one_by_one(completion_sender(service.url), [request_body(stem, 2) for stem in stems])
+        )
         yield service
 
 
@@ -168,7 +176,7 @@ def _measure(
     service.set_policy(*policy_and_parameters(policy, load.slots))
     bodies = request_bodies(order_for_round(lengths[trace], number, rounds), stems, 1000 * seed + number)
     seconds = load.warm_up_s + load.seconds
-    send = sender(service.url, {ANY_RANK: "1"} if policy == VLLM else None)
+    send = completion_sender(service.url, {ANY_RANK: "1"} if policy == VLLM else None)
     loop = timed_loop(send, bodies, in_flight=load.in_flight, seconds=seconds)
     trial = BarrierTrial.from_answers(load, *asyncio.run(loop), read_steps(folder, ranks))
     spread, p99 = trial.steps.spread.mean(), np.nanquantile(trial.tpot_ms, 0.99)
@@ -271,7 +279,7 @@ def barrier(
     inputs |= {"trace": [path.name for path in trace]}
     inputs |= {"prompts": prompts.name, "deployment": deployment.stem}
     names, load = _named_policies(policies), ClosedLoop(slots, in_flight, warm_up_seconds, trial_seconds)
-    scale = Scale(prompt_tokens, output_tokens, longest_output, context)
+    scale = TraceScale(prompt_tokens, output_tokens, longest_output, context)
     lengths = {path.name.partition(".")[0]: scale.lengths(read_arrival_trace(path)) for path in trace}
     stems, folder = read_stems(prompts, scale.longest_prompt), work / "barrier_steps"
     sizes: dict[str, Any] = {"ranks": ranks, "slots": slots, "context": context}

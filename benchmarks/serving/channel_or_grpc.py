@@ -43,6 +43,7 @@ from benchmarks.lib.channel_transports import (
     ID,
     PAYLOAD,
     SLOW_BYTES,
+    STEP_TIMEOUT_S,
     TRANSPORTS,
     Link,
     Readable,
@@ -58,7 +59,6 @@ from loadgen.results import publish
 
 BENCHMARKS = {"channel_or_grpc": "all"}
 _STARTS_S = 30.0
-_STEP_TIMEOUT_S = 60.0  # longer waits mean that tokens were lost
 _WARM_UP_S = 0.3
 _CANCEL_GAP_S = 0.005
 _WITH_INTERVAL = (
@@ -108,7 +108,7 @@ class _Readers:
         """Let the engine run. Return the seconds of its steps and of the reads of their last tokens."""
         self._tokens, self._read_s = 0, []
         began_s = (await link.command("run", {"seconds": seconds, "gap_s": gap_s}))["began_s"]
-        async with asyncio.timeout(_STEP_TIMEOUT_S):
+        async with asyncio.timeout(STEP_TIMEOUT_S):
             while self._tokens < len(began_s) * len(self.calls):
                 self._changed.clear()
                 await self._changed.wait()
@@ -144,7 +144,7 @@ async def _open_streams(link: Link, count: int, first: int) -> tuple[_Readers, d
     """Open streams and return them with what opening cost."""
     before, cpu_s, mib = await link.command("stats", {}), time.process_time(), resident_mib()
     readers = _Readers(link, count, first)
-    async with asyncio.timeout(_STEP_TIMEOUT_S):
+    async with asyncio.timeout(STEP_TIMEOUT_S):
         while (after := await link.command("stats", {}))["open"] < count:
             await asyncio.sleep(0.01)
     cpu_s = time.process_time() - cpu_s + after["cpu_s"] - before["cpu_s"]
@@ -188,7 +188,7 @@ async def _measure_cancels(
         await asyncio.sleep(_CANCEL_GAP_S)
     await run
     stopped_s = (await link.command("stats", {}))["stopped_at"]
-    ms = [1000 * (stopped_s[str(number)] - at) for number, at in sent_s.items()]
+    ms = [1000 * (stopped_s[str(number)] - cancelled_s) for number, cancelled_s in sent_s.items()]
     return {"cancel_p50_ms": float(np.median(ms)), "cancel_p99_ms": float(np.percentile(ms, 99))}
 
 

@@ -43,7 +43,7 @@ from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.errors import run
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
-from eldr_serve.pipeline.stage_latencies import WINDOW
+from eldr_serve.pipeline.context.stage_latencies import WINDOW
 from loadgen.journal import Journal
 from loadgen.results import publish
 

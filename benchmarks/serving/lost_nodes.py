@@ -142,19 +142,19 @@ async def _drive(
         ("all nodes of engines", lambda: nodes.lose(_NODES), _AWAY_S, nodes.bring_back),
     ):
         await asyncio.sleep(6.0)
-        at = time.perf_counter()
+        lost_at_s = time.perf_counter()
         typer.echo(f"lost: {what}", err=True)
         await asyncio.to_thread(lose)
         await asyncio.sleep(away_s)
         await asyncio.to_thread(back)
         recovery_s = None
-        while time.perf_counter() - at < _RECOVERY_S + away_s:
+        while time.perf_counter() - lost_at_s < _RECOVERY_S + away_s:
             if await asyncio.to_thread(_is_complete, urls[0]):
-                recovery_s = time.perf_counter() - at
+                recovery_s = time.perf_counter() - lost_at_s
                 break
             await asyncio.sleep(0.5)
         typer.echo(f"recovered after {recovery_s} s", err=True)
-        lost.append({"lost": what, "at": at, "away_s": away_s, "recovery_s": recovery_s})
+        lost.append({"lost": what, "at": lost_at_s, "away_s": away_s, "recovery_s": recovery_s})
     await asyncio.sleep(6.0)
     over.set()
     await asyncio.gather(*clients)

@@ -92,7 +92,7 @@ def _serve(system: str, arguments: dict[str, Any], port: int) -> Iterator[dict[s
         url = f"http://127.0.0.1:{port + 1 if system == 'eldr' else port}"
         if is_ours:
             wait_ready(url, 240)
-        yield {system: client.sender(url)}
+        yield {system: client.completion_sender(url)}
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _servers(
             router = vllm_router(
                 venv, policy, number, ["--vllm-pd-disaggregation", *servers], port=port, logs=logs
             )
-            senders[system] = client.sender(stack.enter_context(router))
+            senders[system] = client.completion_sender(stack.enter_context(router))
         yield senders
 
 
@@ -324,7 +324,7 @@ def _groups(systems: list[str], turns: int) -> list[list[str]]:
 def _start_groups(
     groups: list[list[str]], arguments: dict[str, Any], port: int, venv: Path | None
 ) -> Iterator[dict[str, client.Send]]:
-    """Run the groups of systems, and yield each system's client.sender."""
+    """Run the groups of systems, and yield each system's client.completion_sender."""
     with ExitStack() as stack:
         sends: dict[str, client.Send] = {}
         for group in groups:

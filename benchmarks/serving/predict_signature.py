@@ -93,7 +93,8 @@ def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) 
         lease = Lease(running_request, LeaseState.GRANTED, worker=f"w{number % workers}")
         placer.adopt_lease(lease)
         if number < _PROMPTS:
-            placer.prefixes.record_prompt(lease.worker, prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS))
+            blocks = prompt_blocks(ids[: tokens // 2], BLOCK_TOKENS)
+            placer.workers.prefixes.record_prompt(lease.worker, blocks)
     warm_up, marks = 50, []
     for call in range(warm_up + calls):
         ids = prompts[call % _PROMPTS]

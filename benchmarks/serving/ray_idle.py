@@ -66,7 +66,7 @@ def summarise(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     bare_pct = [row["idle_pct"] for row in rows if row["setting"] == "none"]
     summaries = medians(rows, keys=("setting",), with_interval=("idle_pct",))
     for row in summaries:
-        idle_pct = [one["idle_pct"] for one in rows if one["setting"] == row["setting"]]
+        idle_pct = [start["idle_pct"] for start in rows if start["setting"] == row["setting"]]
         differences = [bare - idle for bare, idle in zip(bare_pct, idle_pct, strict=False)]
         put_interval(row, "saved_pct", median_ci(differences))
     return summaries

@@ -105,13 +105,13 @@ class Caller:
         self._client.release(request.request_id)
 
 
-async def _latencies(one: Any, calls: int, in_flight: int) -> list[float]:
+async def _latencies(call: Any, calls: int, in_flight: int) -> list[float]:
     seconds: list[float] = []
 
     async def go(count: int) -> None:
         for _ in range(count):
             start = time.perf_counter()
-            await one()
+            await call()
             seconds.append(time.perf_counter() - start)
 
     await asyncio.gather(*(go(max(1, calls // in_flight)) for _ in range(in_flight)))

@@ -74,11 +74,11 @@ def read_sums(status: dict[str, Any]) -> NDArray[np.float64]:
 
 def make_rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int) -> list[dict[str, Any]]:
     """Make one row per figure of the module's list, from each policy's trials by round."""
-    ours, other = policies
-    a, b = parts[ours], parts[other]
+    first, second = policies
+    a, b = parts[first], parts[second]
     pairs = {
-        f"priced, {ours} live": ([p.live / p.tokens for p in a], [p.shadow / p.tokens for p in a]),
-        f"priced, {other} live": ([p.shadow / p.tokens for p in b], [p.live / p.tokens for p in b]),
+        f"priced, {first} live": ([p.live / p.tokens for p in a], [p.shadow / p.tokens for p in a]),
+        f"priced, {second} live": ([p.shadow / p.tokens for p in b], [p.live / p.tokens for p in b]),
         "step": ([p.token_seconds / p.requests for p in a], [p.token_seconds / p.requests for p in b]),
         "engine": ([p.seconds / p.requests for p in a], [p.seconds / p.requests for p in b]),
         "tpot": ([p.tpot for p in a], [p.tpot for p in b]),
@@ -91,7 +91,7 @@ def make_rows(policies: tuple[str, str], parts: dict[str, list[Part]], seed: int
         change, draws = _change(pair, counts)
         unit = 1.0 if name == "experts" else 1e3
         row: dict[str, Any] = {"figure": name, "rounds": len(a)}
-        row |= zip((ours, other), (unit * float(np.mean(values)) for values in pair), strict=True)
+        row |= zip((first, second), (unit * float(np.mean(values)) for values in pair), strict=True)
         row |= zip(("change_pct", "low_pct", "high_pct"), interval(change, draws), strict=True)
         off = interval(change - step, draws - step_draws)
         timed = name not in ("step", "experts")

@@ -29,7 +29,7 @@ from benchmarks.lib.client import (
     Answer,
     allow_open_files,
     count_failures,
-    most_open,
+    max_open_answers,
     open_session,
     request_completion,
 )
@@ -157,7 +157,7 @@ def _measure(
             "killed": ", ".join(kill),
             "requests": count,
             "tokens": tokens,
-            "most_open": most_open(answers),
+            "most_open": max_open_answers(answers),
             "failures": len(failed),
             "errors": count_failures(answers),
             "longest_gap_s": max(

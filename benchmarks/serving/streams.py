@@ -32,7 +32,7 @@ from benchmarks.lib.client import (
     Answer,
     allow_open_files,
     count_failures,
-    most_open,
+    max_open_answers,
     open_session,
     request_completion,
     summarise_answers,
@@ -102,7 +102,7 @@ def _measure(
             offered_s = ramp_s + prefill_s + (tokens - 1) * gap_ms / 1000
             status = httpx.get(f"{url}/eldr/status", timeout=30).json()
             row: dict[str, Any] = {"way": way, "streams": count, "tokens": tokens, "gap_ms": gap_ms}
-            row |= {"most_open": most_open(answers), **summarise_answers(answers)}
+            row |= {"most_open": max_open_answers(answers), **summarise_answers(answers)}
             row["offered_tokens_per_s"] = count * tokens / offered_s
             row["server_us_per_token"] = sum(us.values())
             row |= {f"{name}_us_per_token": us.get(name, 0.0) for name in _PARTS}
@@ -134,7 +134,9 @@ def _summarise_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         summed=("requests", "failures", "leases_left"),
     )
     for row in summaries:
-        errors_of_case = [one["errors"] for one in rows if all(one[name] == row[name] for name in keys)]
+        errors_of_case = [
+            measured["errors"] for measured in rows if all(measured[name] == row[name] for name in keys)
+        ]
         row["errors"] = dict(sum(map(Counter, errors_of_case), Counter()))
     return summaries
 

@@ -90,8 +90,8 @@ def locust_help() -> str:
     code = (
         "import sys; from argparse import ArgumentParser; from loadgen.locustfile import add_options; "
         "from locust.argument_parser import get_parser; "
-        "ours = ArgumentParser(prog='locust', add_help=False); "
-        "add_options(ours); print(ours.format_help()); print(get_parser().format_help())"
+        "parser = ArgumentParser(prog='locust', add_help=False); "
+        "add_options(parser); print(parser.format_help()); print(get_parser().format_help())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -126,7 +126,8 @@ def metrics_page() -> str:
     parts = [
         "# Metrics\n\nNames as in Prometheus, with Ray's prefix.\nTheir use: "
         "[watching](../watching.md).\nAll except those of engines also have the label `application`.\n"
-        "The key is that of the same value in `GET /eldr/status`.\n"
+        "The key is that of the same value in `GET /eldr/status`, in the unit of the key's suffix, such as "
+        "`_ms` or `_pct`.\n"
     ]
     for title, metrics in (
         ("The router", ROUTER),

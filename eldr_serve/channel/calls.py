@@ -72,30 +72,40 @@ class Call:
         self._unread, self._ids, self._unread_bytes, self._tokens = [], [], 0, 0
         return chunk
 
-    def set_timeouts(self, first_s: float, gap_s: float, since: Callable[[], float] | None = None) -> None:
-        """Fail the call if no part arrives for `first_s`, or no further part for `gap_s`.
+    def set_timeouts(
+        self, first_part_s: float, next_part_s: float, since: Callable[[], float] | None = None
+    ) -> None:
+        """Fail the call if no part arrives for `first_part_s`, or no further part for `next_part_s`.
 
         The limits are checked periodically, not with each part of the reply.
 
         Args:
-            since: returns the time, on the loop's clock, from which `first_s` counts. It moves forward
-                while the engine answers other calls first. By default `first_s` counts from now.
+            since: returns the time, on the loop's clock, from which `first_part_s` counts. It moves forward
+                while the engine answers other calls first. By default `first_part_s` counts from now.
         """
         now_s = self._loop.time()
         self._timer = self._loop.call_later(
-            min(first_s, gap_s), self._check_time, first_s, gap_s, since or (lambda: now_s)
+            min(first_part_s, next_part_s),
+            self._check_time,
+            first_part_s,
+            next_part_s,
+            since or (lambda: now_s),
         )
 
-    def _check_time(self, first_s: float, gap_s: float, since: Callable[[], float]) -> None:
+    def _check_time(self, first_part_s: float, next_part_s: float, since: Callable[[], float]) -> None:
         now_s = self._loop.time()
-        due_s = since() + first_s if self._received_at_s is None else self._received_at_s + gap_s
-        if due_s > now_s:
+        due_at_s = (
+            since() + first_part_s if self._received_at_s is None else self._received_at_s + next_part_s
+        )
+        if due_at_s > now_s:
             self._timer = self._loop.call_at(
-                min(due_s, now_s + gap_s), self._check_time, first_s, gap_s, since
+                min(due_at_s, now_s + next_part_s), self._check_time, first_part_s, next_part_s, since
             )
             return
         what = (
-            f"nothing for {first_s:g} s" if self._received_at_s is None else f"nothing more for {gap_s:g} s"
+            f"nothing for {first_part_s:g} s"
+            if self._received_at_s is None
+            else f"nothing more for {next_part_s:g} s"
         )
         self._timed_out = True  # even a slow reader waits no longer for the engine to stop
         self._error = self._error or CallTimeoutError(f"the engine sent {what}")

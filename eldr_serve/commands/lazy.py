@@ -14,7 +14,7 @@ from eldr_serve.errors import UserInputError
 class LazyCommand(TyperCommand):
     """A command whose function is imported when it is run, completed or shows its help.
 
-    The callback imports and returns that function; its docstring is the command's line in `eldr --help`.
+    The callback imports and returns that function.
     """
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:

@@ -65,13 +65,13 @@ class EngineSpec(Protocol):
     def ports(self, replicas: int) -> list[int]:
         """Return the first port that each replica listens on; each rank takes one, consecutively."""
 
-    def placement(self) -> tuple[list[dict[str, float]], str]:
+    def placement_group(self) -> tuple[list[dict[str, float]], str]:
         """Return bundles and strategy of the placement group of one replica."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the engine's arguments without the model, for `EngineBackend.describe`; JSON types."""
 
-    def check_live_placement(self, placement: ExpertPlacement) -> None:
+    def check_live_expert_placement(self, placement: ExpertPlacement) -> None:
         """Raise ConfigurationError if the engines could not take the placement while they serve.
 
         Layers and experts are not compared, since the model is not known here.

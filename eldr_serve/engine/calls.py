@@ -50,11 +50,11 @@ class GenerationReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PrefillReply(msgspec.Struct, frozen=True):
-    """The reply to a prefill call, with the values of `protocol.Prefilled`.
+    """The reply to a prefill call, with the values of `protocol.PrefilledPrompt`.
 
     Attributes:
         token_ids: uint32[T] as bytes.
-        kv_transfer_params: see Prefilled.
+        kv_transfer_params: see PrefilledPrompt.
     """
 
     token_ids: bytes

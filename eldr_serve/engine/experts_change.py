@@ -25,7 +25,7 @@ class ExpertsChange(BaseModel):
         description="expected tokens per expert, [layers][experts], for replica choices that need them; "
         "null: those of the placement",
     )
-    replicas: list[str] | None = Field(default=None, description="decode replicas; null: all")
+    replicas: list[str] | None = Field(default=None, min_length=1, description="decode replicas; null: all")
 
     @classmethod
     def parse(cls, body: bytes) -> tuple[ExpertsChange, ExpertPlacement]:

@@ -23,7 +23,7 @@ from eldr_serve.engine.calls import (
     ROUTES_KEY,
     GenerationReport,
 )
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Sampling, Send
+from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt, Sampling, Send
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.errors import RequestRefusedError
@@ -58,7 +58,7 @@ class FakeConfig:
     deployment_config: dict[str, Any] = field(default_factory=dict)
 
 
-class InProcess:
+class InProcessEngine:
     """The methods of protocol.Engine that are the same in all engines without processes of their own."""
 
     async def place_experts(
@@ -90,7 +90,7 @@ class InProcess:
         """Report good health."""
 
 
-class FakeEngine(InProcess):
+class FakeEngine(InProcessEngine):
     """An implementation of protocol.Engine without a model.
 
     A completion has tokens 0 to `max_tokens` - 1, one every `gap_ms`; both are fields of the request's body.
@@ -105,25 +105,25 @@ class FakeEngine(InProcess):
         self.held_prompts: set[str] = set()
         self.running: set[str] = set()
         self._config = config
-        self._packed = itertools.cycle([pack_counts(counts) for counts in config.expert_counts])
-        self._due: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
-        self._number = 0  # number of the newest step
+        self._packed_counts = itertools.cycle([pack_counts(counts) for counts in config.expert_counts])
+        self._answers_by_step: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
+        self._step_number = 0  # number of the newest step
         self._samples = SampleBuffer()
-        self._steps = asyncio.get_running_loop().create_task(self._step())
+        self._step_task = asyncio.get_running_loop().create_task(self._step())
 
     @classmethod
     async def start(cls, config: FakeConfig) -> FakeEngine:
         """Start the engine; the same signature as VllmEngine.start."""
         return cls(config)
 
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Hold a prompt; the location of its blocks is the request's id."""
         _body_fields(request)
         with self._mark_running(request):
             await asyncio.sleep(self._config.prefill_s)
         self.held_prompts.add(request.id)
         ids = np.zeros(self._config.prompt_tokens, np.uint32)
-        return Prefilled(ids, {"held": request.id, EXPERT_COUNTS_KEY: next(self._packed)})
+        return PrefilledPrompt(ids, {"held": request.id, EXPERT_COUNTS_KEY: next(self._packed_counts)})
 
     async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Send an answer; no blocks are transferred."""
@@ -133,7 +133,7 @@ class FakeEngine(InProcess):
         answer = _Answer(
             request.id, send, body.get("max_tokens") or 1, gap_steps, bool(body.get("stream")), num_generated
         )
-        self._due[self._number + 1].append(answer)
+        self._answers_by_step[self._step_number + 1].append(answer)
         try:
             with self._mark_running(request):
                 await answer.ended.wait()
@@ -147,14 +147,14 @@ class FakeEngine(InProcess):
         ids = np.frombuffer(request.token_ids, np.uint32)
         if not len(ids):
             ids = np.zeros(self._config.prompt_tokens, np.uint32)
-        prefill = request.expert_counts or next(self._packed)
+        prefill = request.expert_counts or next(self._packed_counts)
         decode = _decode_counts(self._config.expert_counts[0].shape, steps, self._config.top_k)
         self._samples.put(request, ids, prefill, pack_counts(decode), steps)
 
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Return the next configured expert counts."""
         await asyncio.sleep(self._config.prefill_s)
-        return self._config.prompt_tokens, next(self._packed)
+        return self._config.prompt_tokens, next(self._packed_counts)
 
     async def serve_endpoint(self, request: EngineRequest, send: Send) -> None:
         """Refuse: this engine has no such endpoints."""
@@ -199,7 +199,7 @@ class FakeEngine(InProcess):
 
     async def stop(self) -> None:
         """End the steps."""
-        self._steps.cancel()
+        self._step_task.cancel()
 
     @contextmanager
     def _mark_running(self, request: EngineRequest) -> Iterator[None]:
@@ -212,11 +212,13 @@ class FakeEngine(InProcess):
     async def _step(self) -> None:
         started_at_s = time.monotonic()
         while True:
-            await asyncio.sleep(started_at_s + (self._number + 1) * self._config.step_s - time.monotonic())
-            self._number += 1
-            for answer in self._due.pop(self._number, ()):
+            await asyncio.sleep(
+                started_at_s + (self._step_number + 1) * self._config.step_s - time.monotonic()
+            )
+            self._step_number += 1
+            for answer in self._answers_by_step.pop(self._step_number, ()):
                 if answer.step():
-                    self._due[self._number + answer.gap_steps].append(answer)
+                    self._answers_by_step[self._step_number + answer.gap_steps].append(answer)
 
 
 class FakeTokenizer:

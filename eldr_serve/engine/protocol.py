@@ -49,7 +49,7 @@ class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         body: JSON, as the client sent it; the engine validates it.
         id: identifier that the caller assigned to this call.
         headers: HTTP headers of the client's request.
-        kv_transfer_params: `Prefilled.kv_transfer_params` without the expert counts, if the prompt's KV
+        kv_transfer_params: `PrefilledPrompt.kv_transfer_params` without the expert counts, if the prompt's KV
             blocks are to be read from another engine.
         token_ids: token ids of the prompt, uint32 bytes, if prefill has already computed them.
         cache_salt: prompts share cached prefixes only with prompts of the same salt, and the client's
@@ -82,7 +82,7 @@ class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Prefilled:
+class PrefilledPrompt:
     """A prompt whose KV blocks an engine holds for another engine.
 
     Attributes:
@@ -102,7 +102,7 @@ class ServesRequests(Protocol):
     `status_of` maps all other errors to an HTTP status. Cancelling a call ends the request in the engine.
     """
 
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Compute the prompt and hold its KV blocks until they are read or released, or their lease ends.
 
         Refuse the requests that `generate` would refuse, with the same message, before any step runs.

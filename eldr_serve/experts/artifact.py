@@ -1,7 +1,7 @@
 """Artifact files, which capture, fits and the router exchange: safetensors with JSON metadata inside.
 
-Loading checks the schema, every shape, and that numbers are finite; nothing is ever unpickled. An invalid
-file raises ArtifactError, which names the file.
+Loading a file checks its schema and its shapes, and that its numbers are finite. Nothing is unpickled, so a
+file cannot run code. An invalid file raises ArtifactError, which names the file.
 """
 
 from __future__ import annotations

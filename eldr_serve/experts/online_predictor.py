@@ -11,22 +11,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.experts.signature_predictor import Float32s, SignaturePredictor
 
-_MEMORY = 64  # time constant of the recent mean and of the accuracy, prompts
+_TIME_CONSTANT = 64  # of the recent mean and of the accuracy, in prompts
 _MIN_PROMPTS = 16  # number of prompts before the predictor may be switched off
-_MARGIN = 0.02  # gain above which it is switched on again
-_RATE = 0.1  # learning rate of the directions; 0.03 to 0.3 gave similar results
+_MIN_GAIN_TO_ENABLE = 0.02  # gain above which it is switched on again
+_LEARNING_RATE = 0.1  # learning rate of the directions; 0.03 to 0.3 gave similar results
 logger = logging.getLogger(__name__)
 
 
 class OnlinePredictor:
     """Predicts a prompt's expert counts, and learns from its true counts once they are known.
 
-    The rows of tokens are learnt by recursive least squares with a diagonal covariance: the row of a frequent
-    token changes little, the row of a new token much. The directions are rotated towards the residual (a step
-    of GROUSE, Balzano et al. 2010) and stay orthonormal. The mean is fixed.
+    The rows of tokens are learnt by recursive least squares with a diagonal covariance, so that the row of a
+    frequent token changes little and that of a new token changes a lot. Each prompt also rotates the
+    directions towards its residual (a step of GROUSE, Balzano et al. 2010), which keeps them orthonormal. The
+    mean does not change.
 
-    Each prompt is evaluated before it is learnt. The baseline predicts the mean of recent prompts. While the
-    baseline is better, the predictor is off, but continues to learn. Not thread-safe.
+    Each prompt is predicted before it is learnt, and the prediction is compared with a baseline, the mean of
+    recent prompts. While the baseline is better, the predictor is off but continues to learn. The class is
+    not thread-safe.
 
     Attributes:
         predictor: current predictor; its `token_factors`, `expert_factors` and `variance` change in place.
@@ -41,13 +43,13 @@ class OnlinePredictor:
         }
         self.predictor = replace(predictor, **state)
         self.is_enabled, self.num_prompts, self.cosine = True, 0, 0.0
-        self._recent = predictor.mean.copy()
-        self._error = self._error_of_mean = 0.0  # squared, over recent prompts
+        self._recent_mean = predictor.mean.copy()
+        self._squared_error = self._squared_error_of_mean = 0.0  # means over recent prompts
 
     @property
     def gain(self) -> float:
         """Return 1 - squared error / squared error of the recent mean, over recent prompts."""
-        return 1 - self._error / self._error_of_mean if self._error_of_mean else 0.0
+        return 1 - self._squared_error / self._squared_error_of_mean if self._squared_error_of_mean else 0.0
 
     @property
     def status(self) -> dict[str, Any]:
@@ -70,21 +72,25 @@ class OnlinePredictor:
         if not len(ids):
             return
         true /= len(ids)
-        hidden = self.predictor.hidden(ids)
-        self._evaluate(true, self.predictor.frequencies(hidden))
-        self._learn(ids, true, hidden)
+        mean_factors = self.predictor.mean_factors(ids)
+        self._evaluate(true, self.predictor.frequencies(mean_factors))
+        self._learn(ids, true, mean_factors)
 
     def _evaluate(self, true: Float32s, predicted: Float32s) -> None:
         self.num_prompts += 1
-        share = 1 / min(self.num_prompts, _MEMORY)
-        deviation, prediction = true - self._recent, predicted - self._recent
+        share = 1 / min(self.num_prompts, _TIME_CONSTANT)
+        deviation, prediction = true - self._recent_mean, predicted - self._recent_mean
         length = float(np.linalg.norm(deviation) * np.linalg.norm(prediction))
         cosine = float(np.vdot(deviation, prediction)) / length if length else 0.0
         self.cosine += share * (cosine - self.cosine)
-        self._error += share * (float(np.square(prediction - deviation).sum()) - self._error)
-        self._error_of_mean += share * (float(np.square(deviation).sum()) - self._error_of_mean)
-        self._recent += deviation / np.float32(_MEMORY)
-        is_enabled = self.num_prompts < _MIN_PROMPTS or self.gain > (0 if self.is_enabled else _MARGIN)
+        self._squared_error += share * (float(np.square(prediction - deviation).sum()) - self._squared_error)
+        self._squared_error_of_mean += share * (
+            float(np.square(deviation).sum()) - self._squared_error_of_mean
+        )
+        self._recent_mean += deviation / np.float32(_TIME_CONSTANT)
+        is_enabled = self.num_prompts < _MIN_PROMPTS or self.gain > (
+            0 if self.is_enabled else _MIN_GAIN_TO_ENABLE
+        )
         if is_enabled != self.is_enabled:
             self.is_enabled = is_enabled
             logger.warning(
@@ -93,7 +99,7 @@ class OnlinePredictor:
                 self.gain,
             )
 
-    def _learn(self, ids: NDArray[np.int64], true: Float32s, hidden: Float32s) -> None:
+    def _learn(self, ids: NDArray[np.int64], true: Float32s, mean_factors: Float32s) -> None:
         token_factors, variance = self.predictor.token_factors, self.predictor.variance
         directions = self.predictor.expert_factors.reshape(token_factors.shape[1], true.size)  # a view
         deviation: Float32s = (true - self.predictor.mean).reshape(-1)
@@ -102,24 +108,24 @@ class OnlinePredictor:
         shares = (times / len(ids)).astype(np.float32)
         covariance = variance[seen] * shares
         gain = covariance / (1 + covariance @ shares)
-        token_factors[seen] += np.outer(gain, target - hidden)
+        token_factors[seen] += np.outer(gain, target - mean_factors)
         variance[seen] -= gain * covariance
         residual = deviation - target @ directions
         _rotate(directions, shares @ token_factors[seen], residual, float(deviation @ deviation))
 
 
-def _rotate(directions: Float32s, hidden: Float32s, residual: Float32s, scale: float) -> None:
-    """Rotate the direction along `hidden` towards the residual, in place.
+def _rotate(directions: Float32s, mean_factors: Float32s, residual: Float32s, scale: float) -> None:
+    """Rotate the direction along `mean_factors` towards the residual, in place.
 
     Args:
         residual: part of the deviation that is orthogonal to all directions.
         scale: squared length of the whole deviation.
     """
-    length, distance = float(np.linalg.norm(hidden)), float(np.linalg.norm(residual))
+    length, distance = float(np.linalg.norm(mean_factors)), float(np.linalg.norm(residual))
     if not (length and distance):
         return
-    angle = np.arctan(_RATE * length * distance / scale)
-    along = hidden / np.float32(length)
+    angle = np.arctan(_LEARNING_RATE * length * distance / scale)
+    along = mean_factors / np.float32(length)
     step = np.float32(np.cos(angle) - 1) * (along @ directions)
     step += np.float32(np.sin(angle) / distance) * residual
     directions += np.outer(along, step)

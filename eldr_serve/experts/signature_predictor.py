@@ -1,7 +1,7 @@
 """Prediction of a prompt's expert counts from its token ids alone: a signature before prefill.
 
 The predicted expert frequencies are those of the mean prompt plus the mean of the tokens' contributions. A
-token's contribution is of low rank: r numbers, which an [r, L*E] matrix maps to expert frequencies.
+token's contribution consists of only r numbers, which an [r, L*E] matrix maps to expert frequencies.
 Array sizes: V token ids, L MoE layers, E experts per layer, r rank.
 """
 
@@ -100,21 +100,23 @@ class SignaturePredictor(Artifact):
             token_ids: int[n] in the prompt's order; ids outside the vocabulary count as unseen.
         """
         ids = np.asarray(token_ids, np.int64)
-        counts = self.frequencies(self.hidden(ids))
+        counts = self.frequencies(self.mean_factors(ids))
         counts *= len(ids)
         return counts
 
-    def frequencies(self, hidden: Float32s) -> Float32s:
-        """Return frequencies float32[L, E]: mean plus `hidden`, clipped to [0, 1]; each row sums to top_k."""
-        p = np.tensordot(hidden, self.expert_factors, axes=1)
-        p += self.mean
-        np.clip(p, _MIN_FREQUENCY, 1, out=p)
-        p *= self.top_k / p.sum(axis=1, keepdims=True)
-        frequencies: Float32s = p
+    def frequencies(self, mean_factors: Float32s) -> Float32s:
+        """Return the expert frequencies float32[L, E] of a prompt whose tokens have these mean factors.
+
+        Frequencies are from 0 to 1, and each row sums to top_k.
+        """
+        frequencies: Float32s = np.tensordot(mean_factors, self.expert_factors, axes=1)
+        frequencies += self.mean
+        np.clip(frequencies, _MIN_FREQUENCY, 1, out=frequencies)
+        frequencies *= self.top_k / frequencies.sum(axis=1, keepdims=True)
         return frequencies
 
-    def hidden(self, token_ids: NDArray[np.int64]) -> Float32s:
-        """Return the mean row of the tokens, float32[r]; ids outside the vocabulary have zeros."""
+    def mean_factors(self, token_ids: NDArray[np.int64]) -> Float32s:
+        """Return the mean of the tokens' factors, float32[r]; ids outside the vocabulary have zeros."""
         in_vocabulary = token_ids[(token_ids >= 0) & (token_ids < len(self.token_factors))]
         rows = self.token_factors.take(in_vocabulary, axis=0)
         # A product with ones is five times as fast as `sum`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -43,8 +43,7 @@ class Fleet:
         directory.kv_usage.max_usage = max_kv_usage
         self.waiters = Waiters()
         self._channels: dict[str, Channel] = {}
-        self._connection_tasks: dict[str, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # also those of replicas that have gone
+        self._connection_tasks: dict[str, asyncio.Task[None]] = {}  # also those of replicas that have gone
         self._live_names: tuple[str, ...] = ()
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._sample_timer: asyncio.TimerHandle | None = None
@@ -63,9 +62,10 @@ class Fleet:
         self.directory.watch(lambda: None)
         if self._sample_timer is not None:
             self._sample_timer.cancel()
-        for task in self._tasks:
+        tasks = list(self._connection_tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def live_names(self) -> tuple[str, ...]:
@@ -89,20 +89,6 @@ class Fleet:
         """Return the age of this process's oldest open call to the replica of each live worker, s."""
         return {worker: round(self._channels[replica_of(worker)].oldest_s, 1) for worker in self._live_names}
 
-    @property
-    def block_tokens(self) -> int:
-        """Return the tokens in a block of the replicas' prefix caches; 0 if unknown or if there are none."""
-        return self.directory.block_tokens
-
-    @property
-    def kv_usage(self) -> dict[str, float]:
-        """Return the share of KV blocks in use of each worker that has reported it, 0 to 1."""
-        return self.directory.kv_usage.usage_by_worker
-
-    def replicas_with_room(self, replicas: Iterable[str]) -> list[str]:
-        """Return the prefill replicas that may get a prompt; see KvUsage."""
-        return self.directory.kv_usage.replicas_with_room(replicas)
-
     def is_connected(self, replica: str) -> bool:
         """Return whether there is a channel to a replica, which may take no further calls."""
         return replica in self._channels
@@ -121,22 +107,21 @@ class Fleet:
         return channel.call(method, request, group=rank)
 
     def _follow_directory(self) -> None:
-        metadata = self.directory.metadata
-        for replica in [replica for replica in self._connection_tasks if replica not in metadata]:
-            # Its channel stays open for its streams, until the replica closes it.
-            self._connection_tasks.pop(replica)
-            self._update()
-        for replica in metadata:
-            if replica not in self._connection_tasks:
+        for replica in self.directory.metadata:
+            task = self._connection_tasks.get(replica)
+            if task is None or task.done():  # one that has ended by itself has failed
                 task = asyncio.get_running_loop().create_task(self._keep_connected(replica))
                 self._connection_tasks[replica] = task
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        self._update()
 
     async def _keep_connected(self, replica: str) -> None:
-        """Connect, and reconnect after a loss, while Serve knows the replica."""
-        this_task, retry_s = asyncio.current_task(), _RETRY_S
-        while self._connection_tasks.get(replica) is this_task:
+        """Connect, and reconnect after a loss, while Serve knows the replica.
+
+        The channel of a replica that has gone stays open for its streams, until the replica closes it. A
+        replica that returns before keeps its channel.
+        """
+        retry_s = _RETRY_S
+        while replica in self.directory.metadata:
             try:
                 address = Address(**self.directory.metadata[replica][ADDRESS])
                 channel = await address.connect(self._update)
@@ -161,6 +146,7 @@ class Fleet:
                     del self._channels[replica]
                 self._update()
             logger.warning("the channel to replica %s is closed: %s", replica, reason)
+        del self._connection_tasks[replica]
 
     def _add_report(self, replica: str, report: Mapping[str, Any]) -> None:
         self._reports[replica] = report
@@ -179,7 +165,7 @@ class Fleet:
         metadata = self.directory.metadata
         live_metadata = {
             replica: metadata[replica]
-            for replica in self._connection_tasks.keys() & metadata.keys()
+            for replica in metadata
             if replica in self._channels and self._channels[replica].is_open
         }
         self._live_names = tuple(sorted(workers_of(live_metadata)))

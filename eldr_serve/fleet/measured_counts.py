@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
 from eldr_serve.experts.signature import unpack_counts
 
+logger = logging.getLogger(__name__)
 _MAX_DELAY_S = 1.0  # maximum delay after the end of the request
 
 _Answer = tuple[int, str]  # tokens of the prompt, its packed counts
@@ -44,3 +46,5 @@ class MeasuredCounts:
                 self._on_counts(unpack_counts(packed), tokens)
         except (ChannelLostError, CallFailedError):
             pass  # the request's own call reports it
+        except Exception:  # a request does not fail because its counts could not be read
+            logger.exception("expert counts of a prompt could not be read")

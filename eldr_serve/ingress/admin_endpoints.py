@@ -26,12 +26,12 @@ from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.body import parse_json
 from eldr_serve.ingress.status import IngressStatus
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router_client.operator_calls import OperatorCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
 from eldr_serve.scheduling.worker_names import replica_of
-from eldr_serve.signatures.control import PoolControl
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 _METRICS_ABOUT = (
     b"# One ingress process. Requests, router, workers and engines: Ray's metrics port of each node "
@@ -60,8 +60,12 @@ class AdminEndpoints:
     """Endpoints for operators, load balancers and monitoring; the HTTP application checks the admin key.
 
     Args:
+        gate: knows whether a request has the admin key.
+        operator: calls of the router that read or change the live settings.
         scorer: learns the fingerprint of the served tokenizer, before a predictor is swapped in.
+        status: the status of this ingress, and what keeps the service from being ready.
         decode: the decode replicas, which get expert placements and are drained.
+        tokenizer: the tokenizer of the served model, whose fingerprint predictors and traces have.
         pool: the application's signature pool.
         engine_version: version that `GET /version` returns.
     """
@@ -75,7 +79,7 @@ class AdminEndpoints:
         status: IngressStatus,
         decode: Fleet,
         tokenizer: PromptTokenizer,
-        pool: PoolControl,
+        pool: CoordinatorClient,
         engine_version: str,
     ) -> None:
         self._gate = gate
@@ -142,8 +146,8 @@ class AdminEndpoints:
             return await self._administer(self._operator.swap_table(await request.body()))
         settings = await _from_router(self._operator.settings())
         if settings.table is None:
-            raise BadRequestError(
-                "no routing table is live: `signatures` in GET /eldr/status shows what is missing"
+            raise RequestRefusedError(
+                "no routing table is live: `signatures` in GET /eldr/status shows what is missing", status=404
             )
         return Response(settings.table, media_type="application/octet-stream")
 

@@ -23,11 +23,11 @@ from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.ingress.http_application import application as http_application
 from eldr_serve.ingress.http_server import HttpServer
-from eldr_serve.ingress.metrics import IngressMetrics
+from eldr_serve.ingress.metrics_export import IngressMetrics
 from eldr_serve.ingress.openai_endpoints import OpenAIEndpoints
 from eldr_serve.ingress.options import IngressOptions, TracingOptions
 from eldr_serve.ingress.port import Port, owner_of_port
-from eldr_serve.ingress.request_log import RequestLog
+from eldr_serve.ingress.request_log import RequestLog, show_request_lines
 from eldr_serve.ingress.status import IngressStatus
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
@@ -35,7 +35,7 @@ from eldr_serve.monitoring.supervision import supervise
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.replicas.autoscaling import IN_FLIGHT
@@ -43,7 +43,7 @@ from eldr_serve.router.actor import actor_name, connect
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.signatures.control import PoolControl
+from eldr_serve.signatures.coordinator_client import CoordinatorClient
 
 if TYPE_CHECKING:
     from eldr_serve.ingress.tracing import Tracing
@@ -113,6 +113,7 @@ class EldrIngress:
             options=path_options,
             tokenizer=self._tokenizer,
         )
+        show_request_lines()
         self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
@@ -134,7 +135,7 @@ class EldrIngress:
             status=self._status,
             decode=fleets.decode,
             tokenizer=self._tokenizer,
-            pool=PoolControl(application),
+            pool=CoordinatorClient(application),
             engine_version=engine_version,
         )
         self._port = _port(options, application)

@@ -22,8 +22,8 @@ from eldr_serve.ingress.request_log import RequestLog
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.objective import objective_of
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.request import (
     PolicyHints,
     Request,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.request import Request
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Request log of one ingress replica.
+    """Request log of one ingress replica, on the logger of this module; see show_request_lines.
 
     Args:
         every: log every request; false: only requests of which an attempt failed, even if they were answered.
@@ -28,7 +28,6 @@ class RequestLog:
     def __init__(self, *, every: bool, tracing: Tracing | None = None) -> None:
         self._every = every
         self._tracing = tracing
-        _show_lines()
 
     def begin(self, url_path: str, request: Request, on_overflow: Callable[[], None]) -> RequestContext:
         """Return the context of a new request, which is logged when the request has ended.
@@ -57,11 +56,11 @@ class RequestLog:
             await self._tracing.stop()
 
 
-def _show_lines() -> None:
+def show_request_lines() -> None:
     """Write this logger's lines of level INFO to stderr, unless the process has configured logging itself.
 
-    Ray Serve adds handlers only to its own logger, whose level deployments set to WARNING. Of loggers without
-    handlers, Python shows only warnings.
+    An ingress calls this once, when it starts. Ray Serve adds handlers only to its own logger, whose level
+    deployments set to WARNING. Of loggers without handlers, Python shows only warnings.
     """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

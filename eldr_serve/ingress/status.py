@@ -8,10 +8,10 @@ from typing import Any
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
+from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
+from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.stage_latencies import StageLatencies
 from eldr_serve.pipeline.warmup import Warmup
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.worker_names import replica_of
@@ -68,8 +68,8 @@ class IngressStatus:
             "prefill_oldest_s": self._fleets.prefill.oldest_call_ages_s,
             "stages": self._stage_latencies.summary(),
             "prefill_wait_s": self._prefill_admission.estimate_waits(),
-            "prefill_kv_usage": self._fleets.prefill.kv_usage,
-            "decode_kv_usage": self._fleets.decode.kv_usage,
+            "prefill_kv_usage": self._fleets.prefill.directory.kv_usage.usage_by_worker,
+            "decode_kv_usage": self._fleets.decode.directory.kv_usage.usage_by_worker,
             "objectives": self._prediction_recorder.status(),
             "experts": self._fleets.decode.directory.experts,
         }

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, format_trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from eldr_serve.ingress.options import TracingOptions
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 
 _EXPORT_S = 5.0  # time limit of an export with its retries
 _STOP_S = 3.0  # time limit of the last export when the ingress ends

@@ -2,7 +2,7 @@
 
 A metric's name, unit and labels are defined here and nowhere else. `eldr_serve.monitoring` creates Ray's
 objects from the definitions, and measures the event loop of every process. Each package that owns a state
-exports it (`ingress/metrics.py`, `router/metrics.py`, `engine/vllm/stats.py`). So a new metric needs a
+exports it (`metrics_export.py` in `ingress` and `router`, `engine/vllm/stats.py`). So a new metric needs a
 definition here, and an update beside the state that it shows.
 
 Ray exports each name with the prefix `ray_`. Following Prometheus' conventions, counters end in `_total`, and

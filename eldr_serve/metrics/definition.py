@@ -21,7 +21,8 @@ class Metric:
         labels: labels of the metric. Ray adds more, such as the process (`WorkerId`), and all metrics but
             those of engines also have APPLICATION.
         bounds: upper bounds of a histogram's buckets.
-        status: path of the same value in `GET /eldr/status`.
+        status: path of the same value in `GET /eldr/status`; its suffix names the unit there, for example
+            `_ms` for a value in s, or `_pct` for a ratio.
         only: condition under which there are samples; empty if always.
     """
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from eldr_serve.pipeline.decode_call import DecodeCall
-from eldr_serve.pipeline.decode_step import DecodeStep
-from eldr_serve.pipeline.latency_admission import LatencyAdmission
-from eldr_serve.pipeline.placement_step import PlacementStep
-from eldr_serve.pipeline.prefill_step import PrefillStep
-from eldr_serve.pipeline.prompt import Prompt, UncomputedPrompt
-from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.retry_limiter import RetryLimiter
+from eldr_serve.pipeline.admission.latency_admission import LatencyAdmission
+from eldr_serve.pipeline.admission.retry_limiter import RetryLimiter
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.decode.decode_call import DecodeCall
+from eldr_serve.pipeline.decode.decode_step import DecodeStep
+from eldr_serve.pipeline.decode.placement_step import PlacementStep
+from eldr_serve.pipeline.prefill.prefill_step import PrefillStep
+from eldr_serve.pipeline.prefill.prompt import Prompt, UncomputedPrompt
 
 
 class Attempt:

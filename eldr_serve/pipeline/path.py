@@ -12,15 +12,13 @@ from contextlib import aclosing
 from eldr_serve.channel import CallFailedError
 from eldr_serve.engine.calls import error_event
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError
+from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError, one_line_message
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.pipeline.attempt import Attempt
-from eldr_serve.pipeline.failures import DecodeFailedError, Failures, PrefillFailedError
-from eldr_serve.pipeline.forward import forward
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.failures import DecodeFailedError, Failures, PrefillFailedError
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.decode.forward import forward
 from eldr_serve.pipeline.services import Services
-
-_LOST_BECAUSE = "the decode engine was lost while generating this answer; send the request again"
 
 
 class RequestPath:
@@ -54,13 +52,15 @@ class RequestPath:
                 except (RequestRefusedError, CallFailedError) as error:
                     if not answer.has_started:
                         raise
-                    failures.messages.append(f"the answer could not continue on another engine: {error}")
+                    why = one_line_message(error)
+                    failures.messages.append(f"the answer could not continue on another engine: {why}")
                     break
             if not answer.has_started:
                 raise self._refusal(failures)
             self._services.counters.count(IngressEvent.STREAMS_LOST)
             context.record.error = "engine_lost"
-            yield error_event("engine_lost", _LOST_BECAUSE, context.request.method)
+            reason = f"this answer is incomplete: {failures.messages[-1]}; send the request again"
+            yield error_event("engine_lost", reason, context.request.method)
 
     async def forward(self, request: EngineRequest) -> bytes:
         """Return a decode engine's answer to a request that generates nothing; see forward.forward."""

@@ -22,8 +22,8 @@ from eldr_serve.engine.methods import GENERATE, PREFILL, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.measured_counts import MeasuredCounts
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.kv_release import KvRelease
-from eldr_serve.pipeline.split_prefill import read_prefill_reply
+from eldr_serve.pipeline.prefill.kv_release import KvRelease
+from eldr_serve.pipeline.prefill.split_prefill import read_prefill_reply
 from eldr_serve.router_client.client import RouterClient
 
 logger = logging.getLogger(__name__)

@@ -55,7 +55,8 @@ def check_deployments(
 
     Args:
         paths: deployment YAML files.
-        find_node_pools: returns the node pools of the cluster for a file and the hardware of its engines.
+        find_node_pools: returns the node pools of the cluster for a file and the hardware of its engines:
+            "gpu" if any of them needs a GPU.
         model: see build_deployment.
 
     Raises:
@@ -100,7 +101,8 @@ def _plan(path: Path, find_node_pools: FindNodePools, model: Path | None) -> _De
         deployment = build_deployment(path, read_document(path), model)
     except ValueError as error:
         return _DeploymentPlan(path, unreadable=" ".join(str(error).split()))
-    node_pools = find_node_pools(path, deployment.engines[0].spec.device)
+    needs_gpus = any(engines.spec.device == "gpu" for engines in deployment.engines)
+    node_pools = find_node_pools(path, "gpu" if needs_gpus else "cpu")
     assignment = assign_nodes(
         node_pools, [*(engines.replicas for engines in deployment.engines), deployment.ingress]
     )

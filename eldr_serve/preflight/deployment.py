@@ -124,7 +124,7 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
 
 
 def _build_engines(role: EngineRole, spec: EngineSpec, path: Path, model: Path | None) -> EngineDeployment:
-    bundles, strategy = spec.placement()
+    bundles, strategy = spec.placement_group()
     options = spec.deployment_config
     is_autoscaled = bool(options.get("autoscaling_config"))
     model_config = _read_model_config(role, spec, path, model)

@@ -167,11 +167,11 @@ def check_network(deployment: Deployment, assignment: NodeAssignment) -> Iterato
                     f"{role}'s NIXL ports {_span(numbers)} overlap {_span([first, last])} of {holder}: "
                     "set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
                 )
-    for one, other in combinations(ports, 2):
-        share_a_node = any({one, other} <= {name for name, _ in node.replicas} for node in assignment.nodes)
-        if share_a_node and set(ports[one]) & set(ports[other]):
+    for role, other in combinations(ports, 2):
+        share_a_node = any({role, other} <= {name for name, _ in node.replicas} for node in assignment.nodes)
+        if share_a_node and set(ports[role]) & set(ports[other]):
             yield _error(
-                f"{one}'s NIXL ports {_span(ports[one])} overlap {other}'s {_span(ports[other])} on one "
+                f"{role}'s NIXL ports {_span(ports[role])} overlap {other}'s {_span(ports[other])} on one "
                 "node: set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs"
             )
     for engines in deployment.engines:
@@ -244,7 +244,7 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
         )
         return
     try:
-        decode.spec.check_live_placement(placements[0])
+        decode.spec.check_live_expert_placement(placements[0])
     except UserInputError as error:
         yield _error(f"router.expert_placements does not fit {decode.role}: {error}")
     else:

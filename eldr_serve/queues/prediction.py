@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 WINDOW_S = 60.0  # older errors count only as long as there are too few newer ones
 _MAX_ERRORS = 512
 _MIN_ERRORS = 8  # with fewer errors there is no margin; the newest ones count at any age
-_NEAREST = 80  # errors that a margin is taken from, those at the nearest loads
-# Share of requests whose latency is within prediction and margin. 95 % are to meet both of their latencies.
-_SHARE = 0.975
+_MAX_NEAREST = 80  # errors that a margin is taken from, those at the nearest loads
+# Share of requests whose latency is to be within prediction and margin, so that 95 % meet both latencies.
+_COVERED_SHARE = 0.975
 
 
 @dataclass
@@ -73,16 +73,18 @@ class PredictionAccuracy:
         """Return what to add to a prediction at this load to cover 97.5 % of recent requests, s.
 
         It is negative if nearly all predictions were too long, and 0 with few requests. After a pause it
-        is taken from the newest requests before it, so that a burst is not admitted whole.
+        is taken from the newest requests before the pause, so that a burst is not admitted as a whole.
         """
         since_s = self._clock() - WINDOW_S
         while len(self._errors) > _MIN_ERRORS and self._errors[0][0] < since_s:
             self._errors.popleft()
         self.last_margin_s = 0.0
         if len(self._errors) >= _MIN_ERRORS:
-            nearest = heapq.nsmallest(_NEAREST, reversed(self._errors), key=lambda item: abs(item[1] - load))
-            errors = sorted(error * min(1.0, load / at) if error > 0 else error for _, at, error in nearest)
-            self.last_margin_s = errors[min(math.ceil(_SHARE * (len(errors) + 1)), len(errors)) - 1]
+            nearest = heapq.nsmallest(
+                _MAX_NEAREST, reversed(self._errors), key=lambda item: abs(item[1] - load)
+            )
+            errors = sorted(e * min(1.0, load / its_load) if e > 0 else e for _, its_load, e in nearest)
+            self.last_margin_s = errors[min(math.ceil(_COVERED_SHARE * (len(errors) + 1)), len(errors)) - 1]
         return self.last_margin_s
 
     def status(self) -> dict[str, float]:
@@ -97,7 +99,7 @@ class PredictionAccuracy:
         }
 
 
-class Concurrency:
+class ConcurrencyMeter:
     """Number of running requests, and its mean over the time of each.
 
     Args:

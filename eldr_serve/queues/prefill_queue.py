@@ -1,7 +1,7 @@
 """Queues of prompts that wait for prefill in engines, with estimated waiting times.
 
-An engine computes prompts in order of arrival. Each ingress knows its own prompts. Each worker measures its
-throughput in tokens/s and reports it to the ingresses, with the number of tokens in its queue.
+An engine computes prompts in order of arrival. Since an ingress knows only its own prompts, each worker
+measures its throughput in tokens/s and reports it to all ingresses, with the number of tokens in its queue.
 Decision 12 (docs/decisions) gives the reasons for this estimate and its constants.
 """
 
@@ -22,7 +22,7 @@ _STALE_S = 10.0  # the prompts in a report older than this are ignored; its rate
 _RETRY_ROOM = 0.8
 # A retry at its promised time may exceed the bound by this factor, because the rate may have fallen to
 # _RETRY_ROOM of the promised one: 30 s of prompts at 1000 tokens/s take 37.5 s at 800 tokens/s.
-_OVERDRAFT = 1 / _RETRY_ROOM
+_RETRY_BOUND_FACTOR = 1 / _RETRY_ROOM
 # A rate that was measured over t s is trusted for the next _TRUST_S + _TRUST_FACTOR t s, which limits
 # Retry-After: without a measurement to the default bound, after 28.5 s of measurement to MAX_RETRY_AFTER_S.
 _TRUST_S, _TRUST_FACTOR = 30.0, 20.0
@@ -229,7 +229,7 @@ class PrefillQueues:
         """
         is_due = self._retries.is_due(key)
         reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_tokens)
-        bound_s = self._bound_s * (_OVERDRAFT if is_due else 1.0)
+        bound_s = self._bound_s * (_RETRY_BOUND_FACTOR if is_due else 1.0)
         queues = zip(workers, self._refresh(workers), strict=True)
         return [name for name, queue in queues if queue.has_room(reserved_tokens / len(workers), bound_s)]
 

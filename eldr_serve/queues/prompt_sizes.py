@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _CHARACTERS_PER_TOKEN = 4.0  # until prompts have been counted
-_MEMORY = 100  # time constant of the mean, prompts
+_TIME_CONSTANT = 100  # of the mean, in prompts
 
 
 class PromptSizes:
@@ -24,7 +24,7 @@ class PromptSizes:
         """Learn from a prompt or chat with this true number of tokens; ignore it if it has no text."""
         characters = _num_characters(prompt, messages)
         if characters:
-            weight = 1 - 1 / _MEMORY
+            weight = 1 - 1 / _TIME_CONSTANT
             self._characters = weight * self._characters + characters
             self._tokens = weight * self._tokens + tokens
 

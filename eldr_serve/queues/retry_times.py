@@ -16,7 +16,7 @@ _MAX_RESERVATIONS = 10_000  # maximum number of reservations; further clients ge
 
 @dataclass(frozen=True)
 class _Reservation:
-    due_s: float
+    due_at_s: float
     tokens: float
     key: Hashable
 
@@ -30,7 +30,7 @@ class RetryTimes:
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queue: list[_Reservation] = []  # sorted by due_s
+        self._queue: list[_Reservation] = []  # sorted by due_at_s
         self._tokens = 0.0
 
     @property
@@ -43,7 +43,7 @@ class RetryTimes:
     def due_tokens(self) -> float:
         """Return the tokens of reservations that are due; their room is not given to other requests."""
         self._expire()
-        return sum(reservation.tokens for reservation in self._queue[: self._due()])
+        return sum(reservation.tokens for reservation in self._queue[: self._count_due()])
 
     def reserve(
         self, key: Hashable, tokens: float, after_s: float, max_s: float = MAX_RETRY_AFTER_S
@@ -51,7 +51,7 @@ class RetryTimes:
         """Reserve room for `tokens` after `after_s`; return the Retry-After for the client, s.
 
         Args:
-            key: identifies the request, to recognise its retry.
+            key: identifies the request, to recognise its retry; an earlier reservation is replaced.
             tokens: estimated number of tokens of the request.
             after_s: estimated time until there is room, s.
             max_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result
@@ -59,32 +59,37 @@ class RetryTimes:
         """
         self._expire()
         now_s = self._clock()
+        self._remove(key, len(self._queue))
         if after_s >= max_s:
             return random.uniform(max_s / 2, max_s)
         if len(self._queue) >= _MAX_RESERVATIONS:
-            return max(after_s, self._queue[-1].due_s - now_s)
-        insort(self._queue, _Reservation(now_s + after_s, tokens, key), key=attrgetter("due_s"))
+            return max(after_s, self._queue[-1].due_at_s - now_s)
+        insort(self._queue, _Reservation(now_s + after_s, tokens, key), key=attrgetter("due_at_s"))
         self._tokens += tokens
         return after_s
 
     def is_due(self, key: Hashable) -> bool:
         """Return whether this is a refused request that retries at its reserved time."""
         self._expire()
-        return any(reservation.key == key for reservation in self._queue[: self._due()])
+        return any(reservation.key == key for reservation in self._queue[: self._count_due()])
 
     def claim(self, key: Hashable) -> None:
         """Remove the reservation of an accepted request, if it is due."""
-        for index, reservation in enumerate(self._queue[: self._due()]):
+        self._remove(key, self._count_due())
+
+    def _remove(self, key: Hashable, among: int) -> None:
+        """Remove the reservation of a key from the first `among`, if it is there."""
+        for index, reservation in enumerate(self._queue[:among]):
             if reservation.key == key:
                 self._tokens -= reservation.tokens
                 del self._queue[index]
                 return
 
-    def _due(self) -> int:
-        return bisect_right(self._queue, self._clock() + _EARLY_S, key=attrgetter("due_s"))
+    def _count_due(self) -> int:
+        return bisect_right(self._queue, self._clock() + _EARLY_S, key=attrgetter("due_at_s"))
 
     def _expire(self) -> None:
-        expired = bisect_right(self._queue, self._clock() - _GRACE_S, key=attrgetter("due_s"))
+        expired = bisect_right(self._queue, self._clock() - _GRACE_S, key=attrgetter("due_at_s"))
         self._tokens -= sum(reservation.tokens for reservation in self._queue[:expired])
         del self._queue[:expired]
         if not self._queue:

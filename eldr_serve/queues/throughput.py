@@ -8,8 +8,8 @@ from collections.abc import Callable
 DEFAULT_RATE = 1000.0  # assumed throughput until it has been measured, tokens/s
 _IDLE_BELOW_TOKENS = 512  # with fewer queued tokens an engine counts as idle, and its rate is not measured
 _WINDOW_S = 30.0  # averaging window for the rate, s of busy time
-# Weight of the default rate, s of busy time. It equals one short prompt. So the first prompt alone does not
-# set the rate, and after the second one the default hardly counts.
+# Weight of the default rate, s of busy time. It is that of one short prompt, so that the first prompt alone
+# does not set the rate, and the default hardly counts after the second one.
 _PRIOR_S = 0.1
 
 

@@ -1,4 +1,4 @@
-"""The estimated wait of a request in a line, from how fast the line has moved."""
+"""The estimated wait of a request in a queue, from how fast the queue has moved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MIN_DEPARTURES = 4  # departures needed for an estimate
 
 
 class WaitEstimator:
-    """Estimates waits in one line from the mean time between its recent departures.
+    """Estimates waits in one queue from the mean time between its recent departures.
 
-    Departures from before the line was last empty do not count.
+    Departures from before the queue was last empty do not count.
 
     Args:
         clock: returns the time, s.
@@ -25,7 +25,7 @@ class WaitEstimator:
         self._departures: deque[float] = deque(maxlen=_MAX_DEPARTURES)
 
     def record_departure(self, *, empty: bool) -> None:
-        """Record that a request has left the line; start over if the line is empty."""
+        """Record that a request has left the queue; start over if the queue is empty."""
         if empty:
             self._departures.clear()
         else:

@@ -1,8 +1,8 @@
 """Autoscaling policy for Ray Serve: scale engines by requests in flight and by KV cache usage.
 
-Serve counts only requests that go through its own handles. The ingress sends requests over channels, so
-Serve's default policy sees none. Each engine reports, through `record_autoscaling_stats`, its requests in
-flight (a decode engine adds its share of the router's decode queue) and its KV cache usage.
+Serve counts only requests that go through its own handles, but the ingress sends requests over channels, so
+Serve's default policy would see none. Therefore each engine reports, through `record_autoscaling_stats`, its
+requests in flight (a decode engine adds its share of the router's decode queue) and its KV cache usage.
 Serve's controller runs the policy and applies bounds, delays and factors to its result. Ray sends this module
 to the controller by value, so it imports nothing of eldr_serve.
 """

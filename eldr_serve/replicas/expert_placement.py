@@ -17,7 +17,8 @@ from eldr_serve.errors import RequestRefusedError
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S, _MAX_PERIOD_S = 2.0, 60.0  # time between two questions to the router; doubles with each refusal
+_PERIOD_S = 2.0  # time between two questions to the router
+_MAX_PERIOD_S = 60.0  # each refusal of a placement by the engine doubles the time, up to this
 
 
 async def place_experts(engine: MovesExperts, body: bytes) -> bytes:
@@ -30,8 +31,8 @@ async def place_experts(engine: MovesExperts, body: bytes) -> bytes:
 class ExpertPlacementFollower:
     """Gives an engine the expert placement of its replica's position.
 
-    It asks the router for the position, and moves the experts when the position or its placement changes. So
-    a placement that an operator loads by hand stays until then.
+    It asks the router for the position, and moves the experts only when the position or its placement
+    changes, so that a placement which an operator loads by hand stays until then.
 
     Args:
         router_name: name of the router's actor.

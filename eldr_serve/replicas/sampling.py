@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from eldr_serve.engine.protocol import TakesMeasurements
-from eldr_serve.replicas.pool_client import PoolClient
+from eldr_serve.replicas.sample_sender import SampleSender
 
 MAX_SAMPLED = 16  # maximum number of sampled requests in one engine at a time
 _PERIOD_S = 1.0  # interval between calls to the pool
@@ -47,7 +47,7 @@ def _fraction(request_id: str) -> float:
     return int.from_bytes(digest.digest()) / 2**64
 
 
-async def send_samples(engine: TakesMeasurements, sampler: Sampler, pool: PoolClient) -> None:
+async def send_samples(engine: TakesMeasurements, sampler: Sampler, pool: SampleSender) -> None:
     """Send the engine's samples to the pool and apply the share that it returns, until cancelled."""
     idle = 0  # periods since the last call
     while True:

@@ -21,7 +21,7 @@ from eldr_serve.engine.protocol import (
     Engine,
     EngineConfig,
     EngineRequest,
-    Prefilled,
+    PrefilledPrompt,
     Send,
     ServesRequests,
 )
@@ -40,13 +40,13 @@ from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.queues.reports import PromptMeter
 from eldr_serve.replicas.autoscaling import IN_FLIGHT, KV_IN_USE
+from eldr_serve.replicas.decode_reporter import DecodeReporter
 from eldr_serve.replicas.engine_watch import EngineWatch
 from eldr_serve.replicas.expert_placement import ExpertPlacementFollower, place_experts
 from eldr_serve.replicas.log_handlers import restore_log_handlers
-from eldr_serve.replicas.pool_client import PoolClient
 from eldr_serve.replicas.rank_loads import RankLoad
+from eldr_serve.replicas.sample_sender import SampleSender
 from eldr_serve.replicas.sampling import Sampler, send_samples
-from eldr_serve.replicas.step_reporter import StepReporter
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class PrefillServer(EngineServer):
         else:
             await super().handle_call(method, request, reply)
 
-    async def _prefill(self, request: EngineRequest) -> Prefilled:
+    async def _prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Compute a prompt and measure its throughput."""
         tokens, computed = request.prompt_tokens, 0
         self._meter.enter(tokens)
@@ -203,7 +203,7 @@ class DecodeServer(EngineServer):
     its own reports.
 
     Args:
-        application, num_pool_actors: determine the names of the pool's actors (see PoolClient). Without
+        application, num_pool_actors: determine the names of the pool's actors (see SampleSender). Without
             actors nothing is sampled.
         follows_expert_placements: whether the router has expert placements, one for each position.
     """
@@ -225,14 +225,14 @@ class DecodeServer(EngineServer):
         await super().__init__(llm_config, **kwargs)
         clock = asyncio.get_running_loop().time
         self._rank_loads = [RankLoad(clock) for _ in range(self._engine.ranks())]
-        self._steps = StepReporter(self._engine, router_name, lambda: self._channel_server.in_flight)
-        self._tasks.append(start_supervised("the report of steps", self._steps.run))
+        self._reporter = DecodeReporter(self._engine, router_name, lambda: self._channel_server.in_flight)
+        self._tasks.append(start_supervised("the reports to the router", self._reporter.run))
         if follows_expert_placements:
             self._expert_placement_follower = ExpertPlacementFollower(self._engine, router_name)
             follow = self._expert_placement_follower.run
             self._tasks.append(start_supervised("the expert-placement follower", follow))
         if num_pool_actors:
-            self._pool = PoolClient(application, num_pool_actors)
+            self._pool = SampleSender(application, num_pool_actors)
             send = partial(send_samples, self._engine, self._sampler, self._pool)
             self._tasks.append(start_supervised("the report of samples", send))
 
@@ -289,7 +289,7 @@ class DecodeServer(EngineServer):
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return an EngineServer's loads, with this replica's share of waiting requests; called by Serve."""
         stats = await super().record_autoscaling_stats()
-        return stats | {IN_FLIGHT: stats[IN_FLIGHT] + self._steps.queued}
+        return stats | {IN_FLIGHT: stats[IN_FLIGHT] + self._reporter.queued}
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router.expert_placements import expert_placement_of
 from eldr_serve.router.ingress_calls import IngressCalls
-from eldr_serve.router.metrics import RouterMetrics
+from eldr_serve.router.metrics_export import RouterMetrics
 from eldr_serve.router.pool_link import PoolLink
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
@@ -122,7 +122,7 @@ class DecodeRouter:
         is_new = settings.fingerprint != previous.deployed_fingerprint
         state = _new_state(settings, previous) if is_new else self._state
         self._pool.apply_settings(settings.pool)
-        state.placer.patience_s = settings.patience_s
+        state.placer.queue.patience_s = settings.patience_s
         self._expert_placements = settings.expert_placements
         if is_new:
             self._state = state
@@ -150,15 +150,18 @@ class DecodeRouter:
         steps: dict[str, StepSums],
         prefix_cache: PrefixCacheSize | None = None,
         prefix_changes: BlockChanges | None = None,
+        number: int | None = None,
     ) -> StepAnswer:
         """Record recent step costs of a replica's workers, and size and changes of their prefix caches.
 
         Args:
             steps: recent steps of each worker, by name.
+            number: number of the replica's report; see RouterState.observe_steps.
         """
         state = self._state
         has_all_blocks = [
-            state.observe_steps(sums, worker, prefix_cache, prefix_changes) for worker, sums in steps.items()
+            state.observe_steps(sums, worker, prefix_cache, prefix_changes, number)
+            for worker, sums in steps.items()
         ]
         queued = len(steps) * state.leases.queue_size / max(1, state.positions.num_live)
         return StepAnswer(queued, all(has_all_blocks))
@@ -261,7 +264,7 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
         adapters=LoadedAdapters(settings.adapters, settings.adapter_slots),
         seed=settings.seed,
     )
-    state.placer.patience_s = settings.patience_s
+    state.placer.queue.patience_s = settings.patience_s
     state.live_settings.set_deployed_fingerprint(settings.fingerprint, overrides=previous)
     return state
 

@@ -85,12 +85,12 @@ class Comparison:
     def status(self) -> dict[str, Any]:
         """Return the current comparison, its error if it failed, and previous ones, as JSON-able values.
 
-        `now` and each item of `past` contain the two policies and the fields of Saving.
+        `now` and each item of `past` contain the two policies and the fields of PolicyComparison.
         """
         now = None if self._shadow is None else self._names | (_result(self._shadow) or {})
         return {"now": now, "failed": self._failure, "past": list(self._past)}
 
 
 def _result(shadow: Shadow) -> dict[str, Any] | None:
-    saving = shadow.saving()
-    return None if saving is None else asdict(saving)
+    comparison = shadow.compare()
+    return None if comparison is None else asdict(comparison)

@@ -13,7 +13,7 @@ import time
 
 from eldr_serve.channel import Reply
 from eldr_serve.channel.server import OpenMethod
-from eldr_serve.router.metrics import RouterMetrics
+from eldr_serve.router.metrics_export import RouterMetrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.router_protocol.messages import (
     Counted,
@@ -105,9 +105,9 @@ class IngressCalls:
         return True
 
     def finish(self, request_id: str, tokens: int) -> None:
-        """End a request, with its final number of tokens."""
+        """End a request, with the number of tokens of its complete answer, or 0 if it is not complete."""
         self._generated_tokens.pop(request_id, None)
-        self.state.leases.finish(request_id, tokens)
+        self.state.leases.finish(request_id, tokens, is_complete=tokens > 0)
         self.apply_soon()
 
     def end_subscription(self, subscription: _Subscription) -> None:

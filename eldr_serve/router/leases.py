@@ -57,12 +57,12 @@ class Leases:
     @property
     def queue_size(self) -> int:
         """Return the number of requests that wait for a worker."""
-        return len(self._placer.queue)
+        return len(self._placer.queue.leases)
 
     @property
     def oldest_wait_s(self) -> float:
         """Return the longest present wait for a worker, s; 0 if no request waits."""
-        queued_at_s = min((lease.queued_at_s for lease in self._placer.queue.values()), default=None)
+        queued_at_s = min((lease.queued_at_s for lease in self._placer.queue.leases.values()), default=None)
         return 0.0 if queued_at_s is None else self._clock() - queued_at_s
 
     def is_running(self, request_id: str) -> bool:
@@ -79,7 +79,7 @@ class Leases:
         for lease in leases:
             lease.request = self._check.remove_unusable_prediction(lease.request)
             self._keep_counts(lease.request)
-        queued_ids = {lease.request_id for lease in leases if lease.request_id in self._placer.queue}
+        queued_ids = {lease.request_id for lease in leases if lease.request_id in self._placer.queue.leases}
         granted_leases = self._placer.submit(lease for lease in leases if not self.is_stale(lease.request))
         self._counters[RouterEvent.QUEUED] += sum(
             lease.state is LeaseState.QUEUED and lease.request_id not in queued_ids for lease in leases
@@ -101,7 +101,7 @@ class Leases:
             if current.request.predicted and new_counts:
                 self._placer.set_measured_counts(lease.request)
             return
-        current = current or self._placer.queue.get(lease.request_id)
+        current = current or self._placer.queue.leases.get(lease.request_id)
         if current is not None and not new_counts:
             lease.request = current.request
         self._placer.adopt_lease(lease)
@@ -120,13 +120,13 @@ class Leases:
 
     def remove_unusable_predictions(self) -> None:
         """Remove predicted counts whose shape is not that of the engines."""
-        for lease in (*self._placer.running.values(), *self._placer.queue.values()):
+        for lease in (*self._placer.running.values(), *self._placer.queue.leases.values()):
             lease.request = self._check.remove_unusable_prediction(lease.request)
 
-    def finish(self, request_id: str, generated_tokens: int = 0) -> None:
-        """End a request's lease in any state; policies learn answer lengths from its tokens."""
+    def finish(self, request_id: str, generated_tokens: int = 0, *, is_complete: bool = True) -> None:
+        """End a request's lease in any state; policies learn the length of its answer if it is complete."""
         self._placer.set_generated_tokens({request_id: generated_tokens})
-        self._placer.finish(request_id)
+        self._placer.finish(request_id, is_complete=is_complete)
 
     def finish_requests_of(self, ingress: str, *, keep: Collection[str] = ()) -> tuple[int, int]:
         """End an ingress's requests, except those to keep; return how many decoded and how many waited."""
@@ -136,10 +136,10 @@ class Leases:
                 for request_id, lease in leases.items()
                 if lease.ingress == ingress and request_id not in keep
             ]
-            for leases in (self._placer.running, self._placer.queue)
+            for leases in (self._placer.running, self._placer.queue.leases)
         )
         for request_id in running_ids + queued_ids:
-            self._placer.finish(request_id)
+            self._placer.finish(request_id, is_complete=False)
         return len(running_ids), len(queued_ids)
 
     def _keep_counts(self, request: PlacementRequest) -> None:

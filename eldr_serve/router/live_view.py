@@ -92,11 +92,13 @@ class LiveView:
             "space": self._space(),
             "steps": {name: self._series(reports, now_s, layers) for name, reports in self._reports.items()},
             "latency": self._latencies(now_s),
-            "changes": [{"ago_s": round(now_s - at, 1), "policy": name} for at, name in self._changes],
+            "changes": [
+                {"ago_s": round(now_s - changed_s, 1), "policy": name} for changed_s, name in self._changes
+            ],
         }
 
     def _requests(self, placer: Placer) -> dict[str, Any]:
-        leases = [*placer.queue.values(), *placer.running.values()]
+        leases = [*placer.queue.leases.values(), *placer.running.values()]
         shown = leases[-_RUNNING:]
         return {
             "not_shown": len(leases) - len(shown),
@@ -144,8 +146,8 @@ class LiveView:
 
     def _latencies(self, now_s: float) -> dict[str, Any]:
         bins: dict[int, list[StreamLatencies]] = {}
-        for at, answer in self._answers:
-            if (ago := int((now_s - at) / _BIN_S)) < _BINS:
+        for ended_at_s, answer in self._answers:
+            if (ago := int((now_s - ended_at_s) / _BIN_S)) < _BINS:
                 bins.setdefault(ago, []).append(answer)
         rows = []
         for ago, answers in sorted(bins.items(), reverse=True):
@@ -162,12 +164,12 @@ class LiveView:
         self, reports: Iterable[tuple[float, StepSums]], now_s: float, layers: int | None
     ) -> dict[str, Any]:
         rows = []
-        for at, steps in reports:
+        for reported_at_s, steps in reports:
             n = steps.steps
             experts = None if not layers else round(steps.active_experts / n / layers, 2)
             rows.append(
                 [
-                    round(now_s - at, 1),
+                    round(now_s - reported_at_s, 1),
                     round(steps.requests / n, 2),
                     experts,
                     round(1e3 * steps.seconds / n, 3),

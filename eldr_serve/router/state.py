@@ -35,6 +35,8 @@ from eldr_serve.scheduling import (
     StepSums,
 )
 
+_MAX_REPORTERS = 10_000  # workers whose newest report is remembered; also those that have gone
+
 
 class RouterState:
     """The state of the router, which places the requests of several ingresses on decode workers.
@@ -87,6 +89,7 @@ class RouterState:
         self.positions = Positions()
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
+        self._report_numbers: dict[str, int] = {}  # by worker; the last one has reported last
         first = LiveSettings(
             version=0,
             policy=policy,
@@ -193,16 +196,21 @@ class RouterState:
         worker: str = "",
         prefix_cache: PrefixCacheSize | None = None,
         prefix_changes: BlockChanges | None = None,
+        number: int | None = None,
     ) -> bool:
         """Add a decode worker's measurements, and update the policy's cost model from recent steps.
 
         Args:
             prefix_cache: size of the worker's cache; None if it has no prefix cache.
             prefix_changes: changes of the cache's blocks, if there are any and the engine reports them.
+            number: number of the worker's report, from 1. A worker sends a report again if it gets no answer;
+                its steps count once. None: the report is not sent again.
 
         Returns:
             Whether the router has all blocks that the engine has reported.
         """
+        if number is not None and self._has_arrived(worker, number):
+            steps = StepSums()
         has_all_blocks = False
         if worker in self.positions.workers:  # the last report of a lost worker may be late
             self.view.observe_steps(worker, steps)
@@ -213,6 +221,14 @@ class RouterState:
             self.placer.update_cost_model(self.costs.cost)
         return has_all_blocks
 
+    def _has_arrived(self, worker: str, number: int) -> bool:
+        """Record the number of a worker's report; return whether this report has arrived before."""
+        newest = self._report_numbers.pop(worker, 0)
+        self._report_numbers[worker] = max(number, newest)
+        if len(self._report_numbers) > _MAX_REPORTERS:
+            del self._report_numbers[next(iter(self._report_numbers))]
+        return number <= newest
+
     def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
         """Return the loads of all live workers, for predictions of latency in the ingresses.
 
@@ -220,7 +236,7 @@ class RouterState:
             blocks: blocks of the prompt in question if the worker computes it too.
         """
         return DecodeLoads(
-            self.placer.worker_loads(blocks),
+            self.placer.workers.worker_loads(blocks),
             self.leases.queue_size,
             self.costs.time_model(math.prod(self.counts_shape or (0,))),
             self.leases.cached_share.value,

@@ -70,7 +70,7 @@ def _num_layers(state: RouterState) -> int | None:
 
 
 def _workers(state: RouterState) -> list[dict[str, Any]]:
-    loads, table = state.placer.loads(), state.live_settings.table
+    loads, table = state.placer.workers.loads(), state.live_settings.table
     domains = None if table is None else table.domains
     return [
         {
@@ -78,7 +78,7 @@ def _workers(state: RouterState) -> list[dict[str, Any]]:
             "worker": worker,
             "in_flight": int(loads.in_flight[position]),
             "kv_tokens": int(loads.kv_tokens[position]),
-            "cached_blocks": state.placer.prefixes.reported_blocks(worker),
+            "cached_blocks": state.placer.workers.prefixes.reported_blocks(worker),
             "cluster_domain": (domains[position % len(domains)] or None) if domains else None,
         }
         for position, worker in enumerate(state.positions.workers)

@@ -172,7 +172,7 @@ class RouterClient:
         Raises:
             OverloadedError: no decode replica is known, or none was free in time.
         """
-        self.release(request.request_id)  # from an earlier attempt
+        self.release(request.request_id, is_complete=False)  # from an earlier attempt
         measured_counts = counts
         counts = self.scorer.predict(token_ids) if measured_counts is None else measured_counts
         is_predicted = measured_counts is None and counts is not None
@@ -187,7 +187,7 @@ class RouterClient:
             if lease.state is not LeaseState.GRANTED:
                 self._lease_by_local_fallback(lease)
         except BaseException:
-            self.release(request.request_id)  # it may be queued or hold a lease by now
+            self.release(request.request_id, is_complete=False)  # it may be queued or hold a lease by now
             raise
         if measured_counts is not None and token_ids is not None:
             self.scorer.train(token_ids, measured_counts, len(token_ids))
@@ -225,10 +225,11 @@ class RouterClient:
             self._unreported.add(request_id)
             self._fallback.set_generated_tokens(request_id, generated_tokens)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, *, is_complete: bool = True) -> None:
         """End a request's lease in any state. Further calls have no effect.
 
-        The release reports its final number of tokens, from which policies learn answer lengths.
+        The release of a complete answer reports its number of tokens, from which policies learn answer
+        lengths; that of another answer reports 0.
         """
         lease = self.leases.pop(request_id, None)
         if lease is None:
@@ -239,7 +240,7 @@ class RouterClient:
         self._waiting.cancel(request_id)
         call = self._calls.pop(request_id, None)
         if call is not None:
-            call.close(lease.generated_tokens)
+            call.close(lease.generated_tokens if is_complete else 0)
 
     def record_stream(self, latencies: StreamLatencies) -> None:
         """Record the latencies of an ended stream, for the live page."""

@@ -40,7 +40,7 @@ from eldr_serve.scheduling.prefixes import (
     TrackedBlocks,
     prompt_blocks,
 )
-from eldr_serve.scheduling.shadow import Saving, Shadow
+from eldr_serve.scheduling.shadow import PolicyComparison, Shadow
 from eldr_serve.scheduling.types import (
     Decision,
     Lease,
@@ -74,6 +74,7 @@ __all__ = [
     "PlacementRequest",
     "Placer",
     "Policy",
+    "PolicyComparison",
     "PolicyError",
     "PrefixCache",
     "PrefixCacheSize",
@@ -81,7 +82,6 @@ __all__ = [
     "PromptBlocks",
     "PromptKeyed",
     "QueuedPolicy",
-    "Saving",
     "Shadow",
     "StepAnswer",
     "StepCost",

@@ -1,4 +1,8 @@
-"""Expected activation of experts in a decode step of each worker."""
+"""Expected activation of experts in a decode step of each worker.
+
+A request's activation is stored in one byte per expert and layer, its levels, so that thousands of running
+requests need little memory.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,29 @@ from numpy.typing import NDArray
 
 from eldr_serve.scheduling.types import PlacementRequest
 
-# A cell stores the depth -log(1 - p) in one byte, its level. The depth is _DEPTH_UNIT * level**2, so that
-# small p are precise.
+# The level of a probability p encodes its depth -log(1 - p) as _DEPTH_UNIT * level**2, so that small p are
+# precise.
 _MAX_DEPTH = 4.0  # p = 0.98; the marginal cost of an expert that is nearly always active is negligible
 _DEPTH_UNIT = _MAX_DEPTH / 255**2
 _SQUARES = np.arange(256, dtype=np.int32) ** 2
-_MEMORY = 64  # time constant of the mean, requests
-_COARSE = 8  # the cells of every _COARSE-th layer come first in a row
+_TIME_CONSTANT = 64  # of the mean over requests
+_COARSE_STRIDE = 8  # the cells of every _COARSE_STRIDE-th layer come first in a row
 _PROBABILITY_OF_LEVEL = -np.expm1(-_DEPTH_UNIT * _SQUARES).astype(np.float32)  # level -> p
 
 Levels = NDArray[np.uint8]
 
 
-def levels_of(p: NDArray[np.floating[Any]]) -> Levels:
+def levels_of(activation: NDArray[np.floating[Any]]) -> Levels:
     """Return the level nearest to each probability; level i means 1 - exp(-_DEPTH_UNIT * i**2)."""
-    depth = -np.log1p(-np.minimum(p, 1 - np.exp(-_MAX_DEPTH)))
+    depth = -np.log1p(-np.minimum(activation, 1 - np.exp(-_MAX_DEPTH)))
     levels: Levels = np.rint(np.sqrt(depth / _DEPTH_UNIT)).astype(np.uint8)
     return levels
 
 
-def probability(levels: Levels) -> NDArray[np.float32]:
-    """Return the probability of each level, float32."""
-    p: NDArray[np.float32] = _PROBABILITY_OF_LEVEL[levels]
-    return p
+def activation_of(levels: Levels) -> NDArray[np.float32]:
+    """Return the probability that each level stands for, float32."""
+    activation: NDArray[np.float32] = _PROBABILITY_OF_LEVEL[levels]
+    return activation
 
 
 def extend_rows(rows: NDArray[Any], num_workers: int, *cells: int, fill: float = 0) -> NDArray[Any]:
@@ -43,14 +47,14 @@ def extend_rows(rows: NDArray[Any], num_workers: int, *cells: int, fill: float =
 class ExpectedActivation:
     """The activation of experts that is expected from the requests of each worker.
 
-    A request activates expert e of layer l in a step with probability p[l,e], estimated as prefill counts
-    divided by prompt tokens. A worker's batch leaves the expert idle with probability prod(1 - p). A row has
-    all cells (l, e), those of every eighth layer first.
+    A request activates expert e of layer l in a step with probability p[l,e], estimated as the prompt's
+    counts divided by its tokens. A worker's batch leaves the expert idle with probability prod(1 - p). The
+    arrays have a row for each worker, with all cells (l, e); those of every eighth layer come first.
 
     Attributes:
-        running: position of the worker, and levels, of each running request.
+        running: for each running request, the position of its worker and its levels.
         mean: float32[L*E], mean p of recent requests, with their latest counts; None before the first.
-        layers: int64[L], order of layers in a row.
+        layers: int64[L], the layers in the order in which a row has them.
         num_coarse_cells: number of cells of every eighth layer, which come first.
     """
 
@@ -92,9 +96,9 @@ class ExpectedActivation:
                 return self.running[request.request_id][1]
             if not self._shape:
                 self._set_shape(counts.shape)
-            p = counts[self.layers].reshape(-1).astype(np.float32)
-            p /= request.prompt_tokens
-            return levels_of(p)
+            frequencies = counts[self.layers].reshape(-1).astype(np.float32)
+            frequencies /= request.prompt_tokens
+            return levels_of(frequencies)
         if self._mean_levels is None and self.mean is not None:
             self._mean_levels = levels_of(self.mean)
         return self._mean_levels
@@ -102,9 +106,9 @@ class ExpectedActivation:
     def _set_shape(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
         order = np.arange(shape[0])
-        self.layers = np.concatenate([order[start::_COARSE] for start in range(_COARSE)])
-        self.num_coarse_cells = len(order[::_COARSE]) * shape[1]
-        num_workers = len(self.squared_levels)  # of these rows none has a cell yet
+        self.layers = np.concatenate([order[start::_COARSE_STRIDE] for start in range(_COARSE_STRIDE)])
+        self.num_coarse_cells = len(order[::_COARSE_STRIDE]) * shape[1]
+        num_workers = len(self.squared_levels)  # none of these rows has a cell yet
         self.squared_levels, self._p_idle = self.squared_levels[:0], self._p_idle[:0]
         self._expected_active = self._expected_active[:0]
         self.grow(num_workers)
@@ -140,7 +144,7 @@ class ExpectedActivation:
         if self.has_usable_counts(request):
             assert request.expert_counts is not None
             self._measured[request.request_id] = (request.expert_counts, request.prompt_tokens)
-            self._learn(request.request_id, probability(levels), before)
+            self._learn(request.request_id, activation_of(levels), before)
 
     def on_finished(self, request_id: str) -> None:
         """Remove a request; ignore an unknown one."""
@@ -166,7 +170,7 @@ class ExpectedActivation:
         self._mean_levels = None
         number = self._sequence.get(request_id)
         if number is not None and before is not None and self.mean is not None:  # corrected counts
-            self.mean += (p - probability(before)) * np.float32(self._weight(number))
+            self.mean += (p - activation_of(before)) * np.float32(self._weight(number))
             np.maximum(self.mean, 0, out=self.mean)
             return
         self._num_observed += 1
@@ -174,12 +178,12 @@ class ExpectedActivation:
         if self.mean is None:
             self.mean = p.copy()
         else:
-            self.mean += (p - self.mean) / np.float32(min(self._num_observed, _MEMORY))
+            self.mean += (p - self.mean) / np.float32(min(self._num_observed, _TIME_CONSTANT))
 
     def _weight(self, number: int) -> float:
         """Return the current weight of the request with this number in the mean."""
-        full = min(self._num_observed, _MEMORY)
-        return (1 - 1 / _MEMORY) ** (self._num_observed - max(number, full)) / full
+        full = min(self._num_observed, _TIME_CONSTANT)
+        return (1 - 1 / _TIME_CONSTANT) ** (self._num_observed - max(number, full)) / full
 
     def _refresh(self) -> None:
         for position in self._changed:

@@ -16,9 +16,9 @@ from eldr_serve.scheduling.worker_names import rank_of, replica_of
 class StepBarrier:
     """The replica of each worker; all ranks of a replica end a step together.
 
-    Requests and KV tokens take the time of the slowest rank. The ranks divide the experts that the requests
-    of all ranks activate. An even division is assumed, since the router does not know which rank has which
-    expert.
+    The requests and KV tokens of a step take as long as those of the slowest rank. The experts that the
+    requests of all ranks activate are assumed to be divided evenly among the ranks, since the router does not
+    know which rank has which expert.
 
     Args:
         workers: the worker in each position; None for a vacant one.

@@ -74,6 +74,10 @@ class GuardedPolicy:
         """Notify the policy that a request has ended."""
         self._notify(lambda: self.policy.on_finished(request_id))
 
+    def on_aborted(self, request_id: str) -> None:
+        """Notify the policy that a request has ended without a complete answer."""
+        self._notify(lambda: self.policy.on_aborted(request_id))
+
     def on_workers_changed(self, workers: Sequence[str | None]) -> None:
         """Notify the policy of the worker of each position."""
         self._notify(lambda: self.policy.on_workers_changed(workers))

@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from eldr_serve.scheduling.adapters import LoadedAdapters
 from eldr_serve.scheduling.cost import StepCost
-from eldr_serve.scheduling.decode_loads import WorkerLoads
 from eldr_serve.scheduling.decode_queue import DecodeQueue
 from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.policies.base import Policy, is_most_similar
-from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PromptBlocks
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 from eldr_serve.scheduling.shadow import Shadow
 from eldr_serve.scheduling.types import Decision, Lease, LeaseState, Loads, PlacementRequest
 from eldr_serve.scheduling.worker_set import WorkerSet
@@ -46,7 +45,8 @@ class Placer:
 
     Attributes:
         running: requests that hold a worker, by id.
-        prefixes: see WorkerSet.
+        queue: requests that wait for a worker.
+        workers: the workers, with their loads and prefix caches.
     """
 
     def __init__(
@@ -64,24 +64,9 @@ class Placer:
         self._shadow: Shadow | None = None
         self._on_policy_error = on_policy_error
         self._ledger = LoadLedger() if ledger is None else ledger
-        self._workers = WorkerSet(self._ledger, adapters or LoadedAdapters())
-        self.prefixes = self._workers.prefixes
-        self._queue = DecodeQueue(clock)
+        self.workers = WorkerSet(self._ledger, adapters or LoadedAdapters())
+        self.queue = DecodeQueue(clock)
         self._rng = np.random.default_rng(seed)
-
-    @property
-    def patience_s(self) -> float:
-        """The time after which a request without an objective takes its turn; see DecodeQueue."""
-        return self._queue.patience_s
-
-    @patience_s.setter
-    def patience_s(self, seconds: float) -> None:
-        self._queue.patience_s = seconds
-
-    @property
-    def queue(self) -> Mapping[str, Lease]:
-        """Return the leases of waiting requests, by id, in order of arrival."""
-        return self._queue.leases
 
     # -- workers and policy ----------------------------------------------------------------------
 
@@ -97,11 +82,11 @@ class Placer:
             draining: workers that get no more requests.
             unreachable: workers that an ingress cannot reach, by ingress; all others reach all workers.
         """
-        changed = self._workers.update(workers, draining, unreachable)
+        changed = self.workers.update(workers, draining, unreachable)
         if changed:
-            self._policy.on_workers_changed(self._workers.names)
+            self._policy.on_workers_changed(self.workers.names)
         if self._shadow is not None:
-            self._shadow.set_workers(self._workers.names, self._workers.available)
+            self._shadow.set_workers(self.workers.names, self.workers.available)
         if changed:
             for observer in self._observers():
                 self._notify_of_running(observer)
@@ -114,7 +99,7 @@ class Placer:
     def set_policy(self, policy: Policy, cost: StepCost | None = None) -> None:
         """Change the policy; notify the new one of workers, step cost and running requests."""
         self._policy = GuardedPolicy(policy, self._on_policy_error)
-        self._policy.on_workers_changed(self._workers.names)
+        self._policy.on_workers_changed(self.workers.names)
         if cost is not None:
             self._policy.update_cost_model(cost)
         self._notify_of_running(self._policy)
@@ -127,12 +112,12 @@ class Placer:
         """
         self._shadow = shadow
         if shadow is not None:
-            shadow.set_workers(self._workers.names, self._workers.available)
+            shadow.set_workers(self.workers.names, self.workers.available)
             self._notify_of_running(shadow)
 
     def discard_scores(self) -> None:
         """Remove the similarity scores of waiting requests, which a change of the table invalidates."""
-        for lease in self.queue.values():
+        for lease in self.queue.leases.values():
             lease.request = replace(lease.request, similarity=None)
 
     def update_cost_model(self, cost: StepCost) -> None:
@@ -153,20 +138,8 @@ class Placer:
             Whether all blocks that the engine has reported are known.
         """
         if size is not None:
-            self.prefixes.set_capacity(worker, size.kv_tokens, size.block_tokens)
-        return self.prefixes.report(worker, changes)
-
-    def loads(self, exclude: Iterable[str] = ()) -> Loads:
-        """Return the loads of all positions; the excluded workers are not available."""
-        return self._workers.loads(exclude)
-
-    def worker_loads(self, blocks: PromptBlocks | None = None) -> WorkerLoads:
-        """Return the loads of all available workers.
-
-        Args:
-            blocks: blocks of a prompt, of which each worker may have some in its prefix cache.
-        """
-        return self._workers.worker_loads(blocks)
+            self.workers.prefixes.set_capacity(worker, size.kv_tokens, size.block_tokens)
+        return self.workers.prefixes.report(worker, changes)
 
     # -- one request -----------------------------------------------------------------------------
 
@@ -179,46 +152,46 @@ class Placer:
         new_leases = []
         for lease in leases:
             request = lease.request
-            loads = self._workers.loads_for(lease)
+            loads = self.workers.loads_for(lease)
             if not loads.available.any():
                 continue
             if self._policy.has_queue and request.may_wait and not request.worker_failed:
                 self._stop(lease.request_id)
-                self._queue.add(lease)
+                self.queue.add(lease)
             else:
                 new_leases.append(self._assign(lease, self._policy.select(request, loads, self._rng), loads))
         return new_leases + self.dispatch()
 
     def dispatch(self) -> list[Lease]:
         """Let the policy assign workers to queued requests; return the new leases."""
-        if not self.queue or not self._workers.available.any():
+        if not self.queue.leases or not self.workers.available.any():
             return []
-        waiting = self._queue.in_turn(self.running.values())
+        waiting = self.queue.in_turn(self.running.values())
         new_leases: list[Lease] = []
         if self._policy.has_queue:
             full = set[tuple[frozenset[str], ...]]()
             # The policy gets successive requests together only if they may use the same workers. So the
             # order is fair over all ingresses, and no group takes all slots before another's turn.
-            for excluded, successive in groupby(waiting, self._workers.excluded_for):
+            for excluded, successive in groupby(waiting, self.workers.excluded_for):
                 if excluded in full:
                     continue
-                group, loads = list(successive), self._workers.loads_without(*excluded)
+                group, loads = list(successive), self.workers.loads_without(*excluded)
                 decisions = self._policy.dispatch([lease.request for lease in group], loads, self._rng)
                 new_leases += [self._assign(group[index], decision, loads) for index, decision in decisions]
                 if len(decisions) < len(group):
                     full.add(excluded)
         else:  # the policy was changed to one without a queue
             for lease in waiting:
-                present_loads = self._workers.loads_for(lease)  # with the requests of this loop
+                present_loads = self.workers.loads_for(lease)  # with the requests of this loop
                 decision = self._policy.select(lease.request, present_loads, self._rng)
                 new_leases.append(self._assign(lease, decision, present_loads))
         return new_leases
 
     def adopt_lease(self, lease: Lease) -> None:
         """Add a lease that is granted already, for example by its ingress."""
-        self.finish(lease.request_id)
+        self.finish(lease.request_id, is_complete=False)
         self._register_running(lease)
-        self._workers.record_use(lease)
+        self.workers.record_use(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
@@ -229,7 +202,7 @@ class Placer:
 
     def pending_counts(self) -> list[NDArray[Any]]:
         """Return the known expert counts, unsigned[L, E], of running requests, then of waiting ones."""
-        leases = (*self.running.values(), *self.queue.values())
+        leases = (*self.running.values(), *self.queue.leases.values())
         all_counts = (lease.request.expert_counts for lease in leases)
         return [counts for counts in all_counts if counts is not None]
 
@@ -247,19 +220,23 @@ class Placer:
             for observer in self._observers():
                 observer.on_progress(updates)
 
-    def finish(self, request_id: str) -> None:
-        """Remove a waiting or running request; ignored if unknown."""
-        if self._queue.end(request_id):
+    def finish(self, request_id: str, *, is_complete: bool = True) -> None:
+        """Remove a waiting or running request; ignored if unknown.
+
+        Args:
+            is_complete: whether its answer is complete, so that policies may learn the length.
+        """
+        if self.queue.end(request_id):
             for observer in self._observers():
                 observer.on_finished(request_id)
-        self._stop(request_id)
+        self._stop(request_id, is_complete=is_complete)
 
     # -- implementation --------------------------------------------------------------------------
 
     def _assign(self, lease: Lease, decision: Decision, loads: Loads) -> Lease:
-        worker = self._workers.names[decision.position]
+        worker = self.workers.names[decision.position]
         assert worker is not None, "a policy chose a vacant position"
-        self._queue.remove_assigned(lease)
+        self.queue.remove_assigned(lease)
         self._stop(lease.request_id)  # a request that is placed again leaves its first worker
         lease.become(LeaseState.GRANTED)
         lease.worker, lease.position = worker, decision.position
@@ -267,7 +244,7 @@ class Placer:
         lease.is_most_similar = is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._register_running(lease, decision)
-        self._workers.record_use(lease)
+        self.workers.record_use(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
             self._ledger.add_prefill(lease.request_id, missing)
@@ -280,20 +257,21 @@ class Placer:
         for observer in self._observers():
             self._notify_assigned(observer, lease, decision)
 
-    def _stop(self, request_id: str) -> None:
+    def _stop(self, request_id: str, *, is_complete: bool = False) -> None:
         running = self.running.pop(request_id, None)
         if running is not None:
             running.become(LeaseState.ENDED)
             self._ledger.release(request_id)
             for observer in self._observers():
-                observer.on_finished(request_id)
+                notify = observer.on_finished if is_complete else observer.on_aborted
+                notify(request_id)
 
     def _notify_assigned(
         self, observer: GuardedPolicy | Shadow, lease: Lease, decision: Decision | None = None
     ) -> None:
-        position = self._workers.positions.get(lease.worker)
+        position = self.workers.positions.get(lease.worker)
         if position is None:
-            observer.on_finished(lease.request_id)
+            observer.on_aborted(lease.request_id)
             return
         if isinstance(observer, Shadow):
             observer.on_assigned(lease.request, position, lease.generated_tokens)

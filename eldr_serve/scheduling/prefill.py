@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Sequence
 
 
-def choose_prefill(
-    head: bytes,
+def choose_prefill_replica(
+    prefix: bytes,
     in_flight: dict[str, int],
     *,
     max_load_ratio: float = 1.25,
     failed_replicas: Sequence[str] = (),
 ) -> str:
-    """Return the replica for a prompt that begins with `head`.
+    """Return the replica for a prompt that begins with `prefix`.
 
     Rendezvous hashing ranks the replicas, so that a replica that is added or removed moves only its own
     share of prefixes. If the first one would exceed `max_load_ratio` times the mean load with this request,
@@ -25,7 +25,7 @@ def choose_prefill(
             first in rank of those with the fewest failures is returned.
     """
     ranked = sorted(
-        in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + head, digest_size=8).digest()
+        in_flight, key=lambda name: hashlib.blake2b(name.encode() + b"\0" + prefix, digest_size=8).digest()
     )
     if failed_replicas:
         return min(ranked, key=failed_replicas.count)

@@ -150,7 +150,7 @@ def _split(blocks: bytes) -> list[bytes]:
 class PrefixCache:
     """LRU set of the blocks that one worker has computed.
 
-    The later blocks of a prompt are touched first. So no block is evicted before those that follow it, and
+    Since the later blocks of a prompt are touched first, no block is evicted before those that follow it. So
     the cached blocks of a prompt are always its first ones.
 
     Args:
@@ -249,8 +249,8 @@ class PrefixMap:
     """The prefix caches of all workers, whose names are any hashable values.
 
     A worker whose engine reports its blocks has a ReportedCache for the prompts whose ids are exact. For
-    other prompts and workers a PrefixCache estimates the cache. The estimate lacks other
-    evictions of the engine, and blocks that end within an answer.
+    other prompts and workers a PrefixCache estimates the cache. The estimate knows neither other evictions of
+    the engine nor blocks that end within an answer.
     """
 
     def __init__(self) -> None:

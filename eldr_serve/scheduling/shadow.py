@@ -23,7 +23,7 @@ _MAX_EVENTS = 50_000  # limit of pending events, which keep requests in memory
 
 
 @dataclass(frozen=True)
-class Saving:
+class PolicyComparison:
     """Mean decode step time per token under both policies, over the latest blocks.
 
     Attributes:
@@ -46,10 +46,11 @@ class Saving:
 class Shadow:
     """A second policy that places every request of the live policy too; both placements are priced.
 
-    Both policies hold the same requests at any time, each in its own ledger. The price of a token is the
+    At any time both policies have the same requests, each in its own ledger. The price of a token is the
     expected step time of the worker that holds its request (`StepCost` of the worker's requests, KV tokens
     and expected active experts), so the two prices differ only by placement. A request ends
-    when it ends in the service. A policy with a decode queue is called by `select`, so no request waits here.
+    here when it ends in the service. Since a policy with a decode queue is called by `select`, no request
+    waits here.
 
     The placer's notifications are only queued; `catch_up` processes them between placements, and raises the
     exceptions of the policy.
@@ -78,7 +79,7 @@ class Shadow:
         self._events: deque[Callable[[], None]] = deque()
         self._workers: tuple[str | None, ...] = ()
         self._available = np.zeros(0, bool)
-        self._live, self._shadow = _Placements(), _Placements()
+        self._live, self._shadow = _PlacedRequests(), _PlacedRequests()
         self._requests: dict[str, PlacementRequest] = {}
         self._generated: dict[str, int] = {}  # generated tokens of each request
         self._cost = StepCost()
@@ -106,7 +107,11 @@ class Shadow:
 
     def on_finished(self, request_id: str) -> None:
         """Remove a request."""
-        self._events.append(partial(self._finish, request_id))
+        self._events.append(partial(self._finish, request_id, self.policy.on_finished))
+
+    def on_aborted(self, request_id: str) -> None:
+        """Remove a request whose answer is not complete."""
+        self._events.append(partial(self._finish, request_id, self.policy.on_aborted))
 
     def update_cost_model(self, cost: StepCost) -> None:
         """Set the present cost of a decode step."""
@@ -132,21 +137,21 @@ class Shadow:
             self._events.popleft()()
         return bool(self._events)
 
-    def saving(self) -> Saving | None:
+    def compare(self) -> PolicyComparison | None:
         """Return the comparison so far; None before the first token."""
         blocks = np.array([block for block in self._blocks if block[0]])
         if not len(blocks):
             return None
-        tokens, live, other, measured_tokens, measured = blocks.sum(axis=0)
-        change, half = live / other - 1, None
+        tokens, live, shadow, measured_tokens, measured = blocks.sum(axis=0)
+        change, half = live / shadow - 1, None
         if (n := len(blocks)) > 2:  # variance of a ratio of sums, from its residuals
-            residuals = blocks[:, 1] - live / other * blocks[:, 2]
-            half = 1.96 * np.sqrt(n / (n - 1) * (residuals**2).sum()) / other
+            residuals = blocks[:, 1] - live / shadow * blocks[:, 2]
+            half = 1.96 * np.sqrt(n / (n - 1) * (residuals**2).sum()) / shadow
         low, high = (None, None) if half is None else (100 * (change - half), 100 * (change + half))
-        return Saving(
+        return PolicyComparison(
             int(tokens),
             1e3 * live / tokens,
-            1e3 * other / tokens,
+            1e3 * shadow / tokens,
             100 * change,
             low,
             high,
@@ -188,11 +193,11 @@ class Shadow:
 
     def _set_generated_tokens(self, generated_tokens: Mapping[str, int]) -> None:
         totals = {name: tokens for name, tokens in generated_tokens.items() if name in self._requests}
-        live, other = (side.seconds(self._cost, len(self._workers)) for side in (self._live, self._shadow))
+        live, shadow = (side.seconds(self._cost, len(self._workers)) for side in (self._live, self._shadow))
         for name, tokens in totals.items():
             if name in self._live.positions and name in self._shadow.positions:
                 new_tokens = tokens - self._generated[name]
-                costs = live[self._live.positions[name]], other[self._shadow.positions[name]]
+                costs = live[self._live.positions[name]], shadow[self._shadow.positions[name]]
                 self._count(new_tokens * np.array([1.0, *costs, 0.0, 0.0]))
         self._generated |= totals
         self._live.set_generated_tokens(totals)
@@ -206,12 +211,12 @@ class Shadow:
         self.totals += priced
         self._blocks[-1] += priced
 
-    def _finish(self, request_id: str) -> None:
+    def _finish(self, request_id: str, notify_policy: Callable[[str], None]) -> None:
         if self._requests.pop(request_id, None) is not None:
             del self._generated[request_id]
             self._live.finish(request_id)
             self._shadow.finish(request_id)
-            self.policy.on_finished(request_id)
+            notify_policy(request_id)
 
     def _set_cost(self, cost: StepCost) -> None:
         self._cost = cost
@@ -223,7 +228,7 @@ def _is_measured_again(before: PlacementRequest, now: PlacementRequest) -> bool:
     return now.expert_counts is not before.expert_counts or now.prompt_tokens != before.prompt_tokens
 
 
-class _Placements:
+class _PlacedRequests:
     """The requests of each worker under one policy.
 
     Attributes:

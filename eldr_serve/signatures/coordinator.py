@@ -84,12 +84,12 @@ class Coordinator:
         self._read_trace = read_trace
         self._clock = clock
         self._fit_lock = asyncio.Lock()
-        self._last_workers: int | None = None  # number of decode workers at the last poll
-        self._not_before = 0.0
-        self._samples_at_attempt = 0
-        self._table: dict[str, Any] | None = None
+        self._workers_at_last_poll: int | None = None  # number of decode workers at the last poll
+        self._next_fit_at_s = 0.0
+        self._samples_at_last_fit = 0
+        self._table_entry: dict[str, Any] | None = None
         self._last_refusal: dict[str, Any] | None = None
-        self._refits = self._refused = 0
+        self._num_refits = self._num_refused = 0
 
     @property
     def needed_samples(self) -> int:
@@ -104,9 +104,9 @@ class Coordinator:
             "window": self.settings.options.window,
             "needed": self.needed_samples,
             "note": self._note(),
-            "table": self._table,
-            "refits": self._refits,
-            "tables_refused": self._refused,
+            "table": self._table_entry,
+            "refits": self._num_refits,
+            "tables_refused": self._num_refused,
             "last_refusal": self._last_refusal,
         }
 
@@ -130,13 +130,13 @@ class Coordinator:
         """
         view = self.view = await self._router.report_status(status)
         self.settings = view.pool
-        if view.workers != self._last_workers:  # workers may still be starting or stopping
-            self._last_workers, self._not_before = view.workers, 0.0
+        if view.workers != self._workers_at_last_poll:  # workers may still be starting or stopping
+            self._workers_at_last_poll, self._next_fit_at_s = view.workers, 0.0
             return view
         if not view.ingresses or view.workers < 2 or self._fit_lock.locked() or not self._is_due(view):
             return view
-        self._not_before = self._clock() + self.settings.options.every_s
-        self._samples_at_attempt = self.samples
+        self._next_fit_at_s = self._clock() + self.settings.options.every_s
+        self._samples_at_last_fit = self.samples
         try:
             await self._fit_and_swap(view, requested=False)
         except SwapRefusedError as error:
@@ -144,8 +144,8 @@ class Coordinator:
         return view
 
     def _is_due(self, view: RouterView) -> bool:
-        has_grown = not view.has_table and self.samples >= _GROWTH * self._samples_at_attempt
-        return self.samples >= self.needed_samples and (has_grown or self._clock() >= self._not_before)
+        has_grown = not view.has_table and self.samples >= _GROWTH * self._samples_at_last_fit
+        return self.samples >= self.needed_samples and (has_grown or self._clock() >= self._next_fit_at_s)
 
     async def refit(self, status: dict[str, Any]) -> dict[str, Any]:
         """Fit IDF, mask and centroids to the pool's samples now; return the new table's entry in the status.
@@ -168,8 +168,8 @@ class Coordinator:
                 f"replicas needs {required}: send more requests"
             )
         await self._fit_and_swap(view, requested=True)
-        assert self._table is not None
-        return self._table
+        assert self._table_entry is not None
+        return self._table_entry
 
     async def _fit_and_swap(self, view: RouterView, *, requested: bool) -> None:
         async with self._fit_lock:
@@ -198,25 +198,24 @@ class Coordinator:
     def _record_table(
         self, fitted: FittedTable, version: int, samples: int, workers: int, *, refit: bool
     ) -> None:
-        self._refits += refit
-        self._table = {
+        self._num_refits += refit
+        self._table_entry = {
             "version": version,
             "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "samples": samples,
             "workers": workers,
             "why": fitted.why,
             "held_out": {
-                "requests": fitted.verdict.requests,
-                "experts_by_table": round(fitted.verdict.by_table, 3),
-                "experts_by_load": round(fitted.verdict.random_mean, 3),
+                "requests": fitted.comparison.requests,
+                "experts_by_table": round(fitted.comparison.by_table, 3),
+                "experts_by_load": round(fitted.comparison.random_mean, 3),
             },
         }
         logger.warning("%s: table version %d is live", fitted.why, version)
 
     def _record_refusal(self, why: str) -> None:
-        self._refused += 1
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._last_refusal = {"at": at, "why": why}
+        self._num_refused += 1
+        self._last_refusal = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "why": why}
 
 
 def _fit(

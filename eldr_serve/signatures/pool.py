@@ -19,7 +19,7 @@ from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.signatures.coordinator import Coordinator, RouterView
 from eldr_serve.signatures.sample_share import SampleShare
 from eldr_serve.signatures.settings import PoolSettings, pool_actor_name
-from eldr_serve.signatures.window import KeptSample, SampleWindow, trace_of
+from eldr_serve.signatures.window import KeptSample, SampleWindow, trace_of_samples
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class SignaturePool:
         samples = [*self._window.samples, *(sample for shard in shards.values() for sample in shard)]
         samples.sort(key=lambda kept: kept.arrived_at_s)
         return await asyncio.to_thread(
-            trace_of, samples, self._settings.model_id, tokenizer=tokenizer, vocabulary=vocabulary
+            trace_of_samples, samples, self._settings.model_id, tokenizer=tokenizer, vocabulary=vocabulary
         )
 
     async def _coordinate(self) -> None:

@@ -11,7 +11,7 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.refit import keep_positions, refit_centroids, refit_reason, split_halves
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.fitting.table_guard import Verdict, judge
+from eldr_serve.experts.fitting.table_guard import GroupingComparison, compare_with_random_groups
 from eldr_serve.experts.routing_table import RoutingTable
 
 
@@ -26,12 +26,12 @@ class FittedTable:
     Attributes:
         file: content of the RoutingTable file.
         why: the reason for the fit, for the log and the status.
-        verdict: evaluation on the held-out half, before the table was fitted to all samples.
+        comparison: evaluation on the held-out half, before the table was fitted to all samples.
     """
 
     file: bytes
     why: str
-    verdict: Verdict
+    comparison: GroupingComparison
 
 
 def fit_new_table(live: bytes | None, trace: CalibrationTrace, workers: int, why: str) -> FittedTable:
@@ -41,16 +41,16 @@ def fit_new_table(live: bytes | None, trace: CalibrationTrace, workers: int, why
         RefusedTableError: the table groups held-out requests no better than load does.
         UserInputError: the trace cannot be fitted.
     """
-    seen, unseen = split_halves(len(trace.ids))
-    trial, _ = fit_table(trace.subset_without_routes(seen), workers)
-    verdict = _require_better_than_load(trial, trace.subset_without_routes(unseen))
+    fitting, held_out = split_halves(len(trace.ids))
+    trial, _ = fit_table(trace.subset_without_routes(fitting), workers)
+    comparison = _require_better_than_load(trial, trace.subset_without_routes(held_out))
     table, _ = fit_table(trace, workers)
     if live is not None:
         live_table = RoutingTable.from_bytes(live)
         table = replace(table, band=live_table.band)
         if live_table.spec.weights.shape == trace.prefill_counts.shape[1:]:
             table = keep_positions(table, live_table, trace.prefill_counts)
-    return FittedTable(table.to_bytes(), why, verdict)
+    return FittedTable(table.to_bytes(), why, comparison)
 
 
 def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: float) -> FittedTable | None:
@@ -69,15 +69,15 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
     why = refit_reason(table, counts, workers, min_gain)
     if why is None:
         return None
-    seen, unseen = split_halves(len(trace.ids))
-    verdict = _require_better_than_load(
-        refit_centroids(table, counts[seen], workers), trace.subset_without_routes(unseen)
+    fitting, held_out = split_halves(len(trace.ids))
+    comparison = _require_better_than_load(
+        refit_centroids(table, counts[fitting], workers), trace.subset_without_routes(held_out)
     )
-    return FittedTable(refit_centroids(table, counts, workers).to_bytes(), why, verdict)
+    return FittedTable(refit_centroids(table, counts, workers).to_bytes(), why, comparison)
 
 
-def _require_better_than_load(table: RoutingTable, held_out: CalibrationTrace) -> Verdict:
-    verdict = judge(table, held_out)
-    if not verdict.is_better:
-        raise RefusedTableError(f"a fitted table is no better than load: {verdict}")
-    return verdict
+def _require_better_than_load(table: RoutingTable, held_out: CalibrationTrace) -> GroupingComparison:
+    comparison = compare_with_random_groups(table, held_out)
+    if not comparison.is_better:
+        raise RefusedTableError(f"a fitted table is no better than load: {comparison}")
+    return comparison

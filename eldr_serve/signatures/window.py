@@ -156,7 +156,7 @@ class SampleWindow:
         )
 
 
-def trace_of(
+def trace_of_samples(
     samples: Iterable[KeptSample], model: str, *, tokenizer: str = "", vocabulary: int = 0
 ) -> CalibrationTrace:
     """Return the samples as a calibration trace, in their order and without routes.

@@ -136,13 +136,13 @@ def _abstract(rng: random.Random, patient: _Patient) -> Pair:
     name, history = patient.disease, patient.history.lower()
     drug, drug2 = patient.medicines[0], patient.medicines[-1]
     n, m = rng.randint(20, 900), rng.randint(5, 95)
-    p = rng.choice(["p<0.05", "p=0.03", "p<0.001", "p=0.21"])
+    significance = rng.choice(["p<0.05", "p=0.03", "p<0.001", "p=0.21"])
     return (
         f"Abstract:\nBACKGROUND: {name} is associated with {first} and {second}. The aim of this study was to evaluate "
         f"whether {drug} improves outcomes in patients with {name.lower()}.\nMETHODS: We retrospectively reviewed {n} consecutive "
         f"patients with {history} treated with {drug} or {drug2} between {rng.randint(1990, 2004)} and "
         f"{rng.randint(2005, 2020)}. Multivariate regression analysis was performed.\nRESULTS: The incidence of {first} was "
-        f"{m}% in the {drug} group and {max(1, m - 4)}% in the control group ({p}). Mean age was {patient.age} years.\n\n"
+        f"{m}% in the {drug} group and {max(1, m - 4)}% in the control group ({significance}). Mean age was {patient.age} years.\n\n"
         f"Question: Does {drug} reduce {first} in patients with {name.lower()}?",
         f"CONCLUSION: {rng.choice(['Yes', 'No', 'Maybe'])}. In patients with {name.lower()}, treatment with {drug} was "
         f"associated with a lower rate of {first}. Further clinical trials in patients with {history} are needed.",

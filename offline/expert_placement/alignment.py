@@ -7,10 +7,10 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.moves import keep_slots, parse_pair
+from eldr_serve.experts.parallel.moves import keep_slots, parse_placements
 
 
-def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = False) -> Ints:
+def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, ranks_alike: bool = False) -> Ints:
     """Return the new placement with its slots ordered so that the fewest experts move.
 
     An expert that stays on its rank keeps its slot.
@@ -18,8 +18,8 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = 
     Args:
         old, new: int[L, P], rank-major.
         ranks: G.
-        alike: whether every rank serves any token at the same cost. If so, the new ranks are also exchanged
-            so that most experts stay in place.
+        ranks_alike: whether every rank serves any token at the same cost. If so, the new ranks are also
+            exchanged so that most experts stay in place.
 
     Returns:
         int[L, P].
@@ -27,8 +27,8 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, alike: bool = 
     Raises:
         UserInputError: the placements differ in shape, or the slots cannot be split evenly over the ranks.
     """
-    before, after = parse_pair(old, new, ranks)
-    if alike:
+    before, after = parse_placements(old, new, ranks)
+    if ranks_alike:
         after = np.stack([_exchange_ranks(*rows, ranks) for rows in zip(before, after, strict=True)])
     return keep_slots(before, after, ranks)
 

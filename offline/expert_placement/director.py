@@ -3,10 +3,10 @@
 Tokens by source rank and expert give each expert a price on each rank (`LayerCost`). The placement minimises
 the time of each layer's slowest rank.
 
-The paper searches for the least budget that bounds the sum over layers. No constraint couples layers, so
-this budget is the sum of the optima of one min-max LP per layer. Each LP is solved directly, without a
-search. Then replicas are counted, a random walk within the LP's polytope rounds them, and packing and local
-search follow.
+The paper searches for the least budget that bounds the sum over layers. Since no constraint couples layers,
+this budget is the sum of the optima of one min-max LP per layer, and each LP is solved directly, without a
+search. Then replicas are counted and rounded by a random walk within the LP's polytope, packed into slots and
+improved by local search.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from offline.expert_placement.packing import (
 )
 from offline.expert_placement.relaxation import Relaxation, relax, slots_bound
 from offline.expert_placement.rounding import round_in_polytope
-from offline.expert_placement.workload import check_slots, placement_s, price_experts, split_by_source
+from offline.expert_placement.workload import check_slots, placement_time_s, price_experts, split_by_source
 
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound at which a layer's number of replicas is kept
-_WORTH = 0.01  # share of the present time that a new placement must save more than a repair, which moves less
-_TOLERANCE = 2e-3  # gain relative to the bound below which no swap is made
+# Share of the present time that a new placement must save beyond a repair, which moves fewer experts.
+_MIN_EXTRA_SAVING = 0.01
+_SWAP_TOLERANCE = 2e-3  # gain relative to the bound below which no swap is made
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ class DirectorReport:
     rank_s: Floats
 
     @property
-    def gap(self) -> float:
+    def excess_over_lp(self) -> float:
         """Return how far all layers together are above the LP's optimum. 0.01 is 1 %."""
         return _relative_excess(self.rank_s, self.lp_s)
 
     @property
-    def bound_gap(self) -> float:
+    def excess_over_bound(self) -> float:
         """Return how far all layers together are above `bound_s`."""
         return _relative_excess(self.rank_s, self.bound_s)
 
@@ -77,7 +78,7 @@ def director_placement(
     cost: LayerCost,
     token_bytes: float = 0.0,
     start: ArrayLike | None = None,
-    tolerance: float = _TOLERANCE,
+    tolerance: float = _SWAP_TOLERANCE,
     seed: int = 0,
 ) -> tuple[Ints, DirectorReport]:
     """Return the placement for a pending batch; replicas of an expert share its tokens evenly.
@@ -113,19 +114,19 @@ def director_placement(
     # If a layer is not close to the bound with all replicas, try it with only the replicas that the bound
     # requires, and then without replicas. A new placement follows the rounded LP first; layers that are
     # then not close to the bound are also packed without the LP.
-    for enough_s, follows_lp in product(
+    for target_s, follows_lp in product(
         (np.zeros(layers), bound_s - cost.per_expert_s, np.full(layers, np.inf)),
         (False,) if start is not None else (True, False),
     ):
-        at = np.flatnonzero(reached_s > bound_s * (1 + _CLOSE_TO_BOUND))
-        copies = replica_counts(mean_s[at], spare, ranks, enough_s[at])
-        price = price_list(token_s[at], active_s[at], copies)
-        quota = _round_quota(relaxation, at, copies, slots, seed) if follows_lp else None
-        present = initial[at] if start is None else _remove_surplus(initial[at], copies, price)
+        far = np.flatnonzero(reached_s > bound_s * (1 + _CLOSE_TO_BOUND))  # layers
+        copies = replica_counts(mean_s[far], spare, ranks, target_s[far])
+        price = price_list(token_s[far], active_s[far], copies)
+        quota = _round_quota(relaxation, far, copies, slots, seed) if follows_lp else None
+        present = initial[far] if start is None else _remove_surplus(initial[far], copies, price)
         candidate = fill_empty_slots(present, price, copies, quota, relaxation.column)
-        candidate, worst_s = _search(candidate, token_s[at], active_s[at], bound_s[at] * (1 + tolerance))
-        better = worst_s < reached_s[at]
-        best[at[better]], reached_s[at[better]] = candidate[better], worst_s[better]
+        candidate, worst_s = _search(candidate, token_s[far], active_s[far], bound_s[far] * (1 + tolerance))
+        better = worst_s < reached_s[far]
+        best[far[better]], reached_s[far[better]] = candidate[better], worst_s[better]
     reached_s = fill_empty_ranks(best, token_s, active_s, reached_s)
     placement = repeat_in_empty_slots(best, experts).reshape(layers, -1)
     return placement, DirectorReport(relaxation.lp_s, bound_s, reached_s)
@@ -143,8 +144,8 @@ def renewed_placement(
 ) -> tuple[Ints, float]:
     """Return the placement for a pending batch that replaces `start`, and its gain.
 
-    There are two candidates: a new placement by LP and rounding, and a repair of `start`, which moves few
-    experts. The repair is chosen unless the new placement saves at least `_WORTH` more time.
+    The candidates are a new placement by LP and rounding, and a repair of `start`, which moves few experts.
+    The repair is chosen unless the new placement saves at least `_MIN_EXTRA_SAVING` more time.
     If neither saves time, the result is `start`.
 
     Args:
@@ -156,18 +157,18 @@ def renewed_placement(
     """
     engine: dict[str, Any] = {"topology": topology, "cost": cost, "token_bytes": token_bytes}
     alike = not token_bytes or not (cost.near_byte_s or cost.far_byte_s)
-    now_s = placement_s(workload, start, **engine)
-    best, least_s = np.asarray(start), now_s
+    present_s = placement_time_s(workload, start, **engine)
+    best, least_s = np.asarray(start), present_s
     for origin in (start, None):
         candidate = director_placement(workload, slots=slots, start=origin, seed=seed, **engine)[0]
-        candidate = minimise_moves(start, candidate, topology.ranks, alike=alike)
-        seconds = placement_s(workload, candidate, **engine)
-        if seconds < least_s - (0.0 if origin is not None else _WORTH * now_s):
+        candidate = minimise_moves(start, candidate, topology.ranks, ranks_alike=alike)
+        seconds = placement_time_s(workload, candidate, **engine)
+        if seconds < least_s - (0.0 if origin is not None else _MIN_EXTRA_SAVING * present_s):
             best, least_s = candidate, seconds
-    return best, 1 - least_s / now_s if now_s else 0.0
+    return best, 1 - least_s / present_s if present_s else 0.0
 
 
-def _search(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) -> tuple[Ints, Floats]:
+def _search(slots: Ints, token_s: Floats, active_s: Floats, target_s: Floats) -> tuple[Ints, Floats]:
     """Improve layers by swaps and changes of replicas, in place, while either helps.
 
     Returns:
@@ -178,26 +179,28 @@ def _search(slots: Ints, token_s: Floats, active_s: Floats, enough_s: Floats) ->
     reached_s = np.full(len(slots), np.inf)
     while len(pending):
         price = price_list(token_s[pending], active_s[pending], copies_of(slots[pending], experts))
-        slots[pending] = swap_slots(slots[pending], price, enough_s[pending])
+        slots[pending] = swap_slots(slots[pending], price, target_s[pending])
         reached_s[pending] = rank_s(slots[pending], price).max(axis=1)
         before = slots.copy()
-        for layer in pending[reached_s[pending] > enough_s[pending]]:
-            slots[layer] = reassign_spares(slots[layer], token_s[layer], active_s[layer], enough_s[layer])
+        for layer in pending[reached_s[pending] > target_s[pending]]:
+            slots[layer] = reassign_spares(slots[layer], token_s[layer], active_s[layer], target_s[layer])
         pending = pending[(slots[pending] != before[pending]).any(axis=(1, 2))]
     return slots, reached_s
 
 
-def _round_quota(relaxation: Relaxation, at: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
-    """Return the rounded replicas of the layers `at` per column, int[n, E, N]; None for one column."""
+def _round_quota(relaxation: Relaxation, layers: Ints, copies: Ints, slots: int, seed: int) -> Ints | None:
+    """Return the rounded replicas of these layers per column, int[n, E, N]; None for one column."""
     width = np.bincount(relaxation.column)
-    if len(width) == 1 or not len(at):
+    if len(width) == 1 or not len(layers):
         return None
     rng = np.random.default_rng(seed)
-    layers = zip(relaxation.share[at], relaxation.price[at], copies, relaxation.lp_s[at], strict=True)
+    per_layer = zip(
+        relaxation.share[layers], relaxation.price[layers], copies, relaxation.lp_s[layers], strict=True
+    )
     return np.stack(
         [
             round_in_polytope(share * number[:, None], price / number[:, None], width * slots, budget, rng)
-            for share, price, number, budget in layers
+            for share, price, number, budget in per_layer
         ]
     )
 

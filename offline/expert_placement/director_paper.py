@@ -28,11 +28,11 @@ from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.packing import fill_empty_ranks, repeat_in_empty_slots
 from offline.expert_placement.workload import check_slots, price_experts, split_by_source
 
-_SEARCH = 0.01  # relative width of the budget's last interval, the paper's epsilon
-_STEP = 0.1  # gamma: length of a step, relative to the scales
-_STEPS = 200  # T_micro, steps of a macro-iteration
-_ALPHA = 2.0  # a variable stays within alpha times its scale of the whole number next to it
-_WHOLE = 1e-7
+_SEARCH_WIDTH = 0.01  # relative width of the budget's last interval, the paper's epsilon
+_STEP_LENGTH = 0.1  # gamma: length of a step, relative to the scales
+_MACRO_STEPS = 200  # T_micro, steps of a macro-iteration
+_MAX_SCALES = 2.0  # alpha: a variable stays within alpha times its scale of the whole number next to it
+_WHOLE_TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def search_budget(latencies: list[_Latency], slots: int) -> tuple[float, float, 
         return low, high, shares, solves
     scale = high / len(latencies)
     limits, sums, at_most = _constraints(latencies, slots, scale)
-    while high - low > _SEARCH * high:
+    while high - low > _SEARCH_WIDTH * high:
         budget = (low + high) / 2
         solution = _solve_feasible(limits, sums, at_most, budget / scale, shares.shape)
         solves += 1
@@ -231,36 +231,36 @@ def round_with_scales(share: Floats, slots: int, rng: np.random.Generator) -> In
 def _macro_iteration(x: Floats, cells: Ints, slots: int, rng: np.random.Generator, *, scaled: bool) -> Floats:
     """Return x after a walk of its fractional variables, int[n, 2] `cells`.
 
-    With scales, a step is `_STEP` times a random direction in units of the scales s. The sum of the variables
-    of each scale does not change (7), and a variable stays within alpha * s of its whole number. Without
-    scales, a step goes as far as the constraints allow.
+    With scales, a step is `_STEP_LENGTH` times a random direction in units of the scales s. The sum of the
+    variables of each scale does not change (7), and a variable stays within alpha * s of its whole number.
+    Without scales, a step goes as far as the constraints allow.
     """
     expert, rank = cells.T
     value = x[expert, rank]
     distance = np.minimum(value, 1 - value)
     scale = 0.5 ** np.floor(-np.log2(distance)) if scaled else np.ones(len(value))
-    low = np.where(value <= 0.5, 0.0, np.maximum(1 - _ALPHA * scale, 0))
-    high = np.where(value <= 0.5, np.minimum(_ALPHA * scale, 1), 1.0)
+    low = np.where(value <= 0.5, 0.0, np.maximum(1 - _MAX_SCALES * scale, 0))
+    high = np.where(value <= 0.5, np.minimum(_MAX_SCALES * scale, 1), 1.0)
     rows = [group == member for group in (expert, scale)[: 1 + scaled] for member in np.unique(group)]
     rank_members = (rank == np.arange(x.shape[1])[:, None]).astype(np.float64)
     moving = np.ones(len(value), bool)
     basis: Floats | None = None
-    for _ in range(_STEPS if scaled else len(value) + x.shape[1]):
+    for _ in range(_MACRO_STEPS if scaled else len(value) + x.shape[1]):
         room = slots - x.sum(axis=0)
         if basis is None:
-            tight = np.vstack([*rows, rank_members[room < _WHOLE]]).astype(np.float64)
+            tight = np.vstack([*rows, rank_members[room < _WHOLE_TOLERANCE]]).astype(np.float64)
             basis = null_space(tight[:, moving] * scale[moving])
         if not basis.shape[1]:
             break
         step = np.zeros(len(value))
         step[moving] = scale[moving] * (basis @ rng.standard_normal(basis.shape[1]))
         reach = _reach(value, low, high, step, room, rank_members @ step)
-        value = value + min(reach, _STEP if scaled else np.inf) * step
-        value = np.where(abs(value - np.round(value)) < _WHOLE, np.round(value), value)
+        value = value + min(reach, _STEP_LENGTH if scaled else np.inf) * step
+        value = np.where(abs(value - np.round(value)) < _WHOLE_TOLERANCE, np.round(value), value)
         x = x.copy()
         x[expert, rank] = value
-        stopped = moving & ((value <= low + _WHOLE) | (value >= high - _WHOLE))
-        if stopped.any() or reach <= _STEP or not scaled:
+        stopped = moving & ((value <= low + _WHOLE_TOLERANCE) | (value >= high - _WHOLE_TOLERANCE))
+        if stopped.any() or reach <= _STEP_LENGTH or not scaled:
             moving &= ~stopped
             basis = None
         if not moving.any():
@@ -277,7 +277,7 @@ def _reach(value: Floats, low: Floats, high: Floats, step: Floats, room: Floats,
 
 
 def _snap(x: Floats) -> Floats:
-    return np.where(abs(x - np.round(x)) < _WHOLE, np.round(x), x)
+    return np.where(abs(x - np.round(x)) < _WHOLE_TOLERANCE, np.round(x), x)
 
 
 def _is_fractional(x: Floats) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.cost import LayerCost, LayerWork
 
 Bools = NDArray[np.bool_]
-Rule = Callable[[int, Ints, Ints, Bools], Ints]
+ReplicaRule = Callable[[int, Ints, Ints, Bools], Ints]
 """(layer, experts int[T,k], source int[T], hosts bool[E,G]) -> int[T,k], the rank that serves each pair."""
 
 
@@ -51,7 +51,7 @@ def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
     return ranks
 
 
-def metro_rule(hosts: ArrayLike) -> Rule:
+def metro_rule(hosts: ArrayLike) -> ReplicaRule:
     """Return METRO's rule for hosts bool[L, E, G]: in each batch all tokens of an expert use one replica."""
     plans = [MetroPlan.from_hosts(layer) for layer in np.asarray(hosts, bool)]
     return lambda layer, experts, source, hosts: plans[layer].route(
@@ -59,7 +59,7 @@ def metro_rule(hosts: ArrayLike) -> Rule:
     )[experts]
 
 
-def serve(batches: Ints, hosts: ArrayLike, topology: Topology, rule: Rule) -> Ints:
+def serve(batches: Ints, hosts: ArrayLike, topology: Topology, rule: ReplicaRule) -> Ints:
     """Return int[B, T, L, k], the rank that serves each pair of the batches under the rule.
 
     Args:
@@ -130,7 +130,7 @@ def evaluate(
     batches: Ints,
     hosts: ArrayLike,
     topology: Topology,
-    rule: Rule,
+    rule: ReplicaRule,
     *,
     token_bytes: float = 1.0,
     cost: LayerCost | None = None,

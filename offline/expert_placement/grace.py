@@ -11,7 +11,7 @@ from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.grouping import (
-    OURS,
+    OUR_GROUPING,
     RATIOS,
     Grouping,
     find_knee,
@@ -31,13 +31,14 @@ def grace_placement(
     *,
     ratio: float | None = None,
     seed: int = 0,
-    grouping: Grouping = OURS,
+    grouping: Grouping = OUR_GROUPING,
 ) -> tuple[Ints, dict[str, Any]]:
     """Place hierarchical groups, replicas of overloaded experts, and spare slots by load (4.1, 4.2).
 
-    The paper's ranks hold different numbers of experts. An engine's ranks have equally many slots. So a group
-    is at most as large as a rank's slots, a replica needs a free one, and the remaining slots get the experts
-    with most load per copy (`fill_slots`). Without redundant slots groups are uniform.
+    The paper's ranks hold different numbers of experts, but all ranks of an engine have the same number of
+    slots. So a group has at most as many experts as a rank has slots, a replica needs a free slot, and the
+    remaining slots get the experts with the most load per copy (`fill_slots`). Without redundant slots,
+    groups are uniform.
 
     Args:
         affinity: [L, E, E], from `co_activation`.
@@ -89,7 +90,7 @@ def knee_ratio(
     *,
     capacity: int | None = None,
     seed: int = 0,
-    grouping: Grouping = OURS,
+    grouping: Grouping = OUR_GROUPING,
 ) -> float:
     """Return the non-uniformity ratio at the knee of U over S (Eq. 1), over all layers and nodes."""
     inner = [
@@ -97,8 +98,8 @@ def knee_ratio(
         for matrix in affinity
         for members in node_groups(matrix, topology, capacity=capacity, seed=seed, grouping=grouping)
     ]
-    each = topology.ranks // topology.nodes
-    curve = ratio_curve(inner, each, capacity=capacity, seed=seed, grouping=grouping)
+    ranks_per_node = topology.ranks // topology.nodes
+    curve = ratio_curve(inner, ranks_per_node, capacity=capacity, seed=seed, grouping=grouping)
     return RATIOS[find_knee(curve)]
 
 

@@ -51,7 +51,7 @@ def controlled_groups(affinity: Floats, initial: Ints, groups: int, low: int, hi
     return label
 
 
-AS_WRITTEN = Grouping(labels="kmeans", bound=controlled_groups, least_slack=1)
+PAPER_GROUPING = Grouping(labels="kmeans", bound=controlled_groups, least_slack=1)
 
 
 def polling_weights_as_written(load: Floats, primary: Ints, hosts: Bools) -> Floats:

@@ -81,7 +81,7 @@ def bounded_groups(affinity: Floats, initial: Ints, groups: int, low: int, high:
 
 @dataclass(frozen=True)
 class Grouping:
-    """A form of controlled non-uniform grouping; the default is ours, `grace_paper.AS_WRITTEN` the paper's.
+    """A form of controlled non-uniform grouping; the default is ours, and PAPER_GROUPING is the paper's.
 
     Attributes:
         labels: how spectral clustering assigns groups.
@@ -94,7 +94,7 @@ class Grouping:
     least_slack: int = 0
 
 
-OURS = Grouping()
+OUR_GROUPING = Grouping()
 
 
 def size_bounds(
@@ -128,7 +128,7 @@ def ratio_curve(
     ratios: Sequence[float] = RATIOS,
     capacity: int | None = None,
     seed: int = 0,
-    grouping: Grouping = OURS,
+    grouping: Grouping = OUR_GROUPING,
 ) -> Floats:
     """Return float[len(ratios), 2]: (U, S) at each non-uniformity ratio, mean over the layers' affinities."""
     curve = []
@@ -159,7 +159,7 @@ def hierarchical_groups(
     ratio: float,
     capacity: int | None = None,
     seed: int = 0,
-    grouping: Grouping = OURS,
+    grouping: Grouping = OUR_GROUPING,
 ) -> Ints:
     """Return int[n], the rank of each expert. Groups are fully non-uniform across nodes, controlled within.
 
@@ -172,13 +172,13 @@ def hierarchical_groups(
         UserInputError: fewer experts than ranks, or more than their capacity.
     """
     rank = np.empty(len(affinity), np.int64)
-    each = topology.ranks // topology.nodes
+    ranks_per_node = topology.ranks // topology.nodes
     nodes = node_groups(affinity, topology, capacity=capacity, seed=seed, grouping=grouping)
     for node, members in enumerate(nodes):
         inner = affinity[np.ix_(members, members)]
-        bounds = size_bounds(len(members), each, ratio, capacity, least_slack=grouping.least_slack)
-        initial = spectral_groups(inner, each, labels=grouping.labels, seed=seed)
-        rank[members] = node * each + grouping.bound(inner, initial, each, *bounds)
+        bounds = size_bounds(len(members), ranks_per_node, ratio, capacity, least_slack=grouping.least_slack)
+        initial = spectral_groups(inner, ranks_per_node, labels=grouping.labels, seed=seed)
+        rank[members] = node * ranks_per_node + grouping.bound(inner, initial, ranks_per_node, *bounds)
     return rank
 
 
@@ -188,11 +188,11 @@ def node_groups(
     *,
     capacity: int | None = None,
     seed: int = 0,
-    grouping: Grouping = OURS,
+    grouping: Grouping = OUR_GROUPING,
 ) -> list[Ints]:
     """Return the experts of each node: non-uniform, but with one to `capacity` experts per rank."""
-    n, each = len(affinity), topology.ranks // topology.nodes
+    n, ranks_per_node = len(affinity), topology.ranks // topology.nodes
     initial = spectral_groups(affinity, topology.nodes, labels=grouping.labels, seed=seed)
-    max_size = n if capacity is None else each * capacity
-    label = grouping.bound(affinity, initial, topology.nodes, each, max_size)
+    max_size = n if capacity is None else ranks_per_node * capacity
+    label = grouping.bound(affinity, initial, topology.nodes, ranks_per_node, max_size)
     return [np.flatnonzero(label == node) for node in range(topology.nodes)]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
-from offline.expert_placement.evaluate import Rule
+from offline.expert_placement.evaluate import ReplicaRule
 
 Bools = NDArray[np.bool_]
 
@@ -46,13 +46,13 @@ def route_local(
     return _draw(candidates, weights, rng)
 
 
-def weighted_rule(load: ArrayLike, hosts: ArrayLike, *, seed: int = 0) -> Rule:
+def weighted_rule(load: ArrayLike, hosts: ArrayLike, *, seed: int = 0) -> ReplicaRule:
     """Return the rule `route_weighted` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
     return lambda layer, experts, _, layer_hosts: route_weighted(experts, layer_hosts, weights[layer], rng)
 
 
-def local_rule(load: ArrayLike, hosts: ArrayLike, topology: Topology, *, seed: int = 0) -> Rule:
+def local_rule(load: ArrayLike, hosts: ArrayLike, topology: Topology, *, seed: int = 0) -> ReplicaRule:
     """Return the rule `route_local` with the polling weights of load [L, E] on hosts [L, E, G]."""
     weights, rng = polling_weights(load, hosts), np.random.default_rng(seed)
     return lambda layer, experts, source, layer_hosts: route_local(

@@ -20,8 +20,8 @@ from offline.expert_placement.director_paper import director_paper_placement
 from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.evaluate import home_ranks
 from offline.expert_placement.grace import grace_placement
-from offline.expert_placement.grace_paper import AS_WRITTEN
-from offline.expert_placement.grouping import OURS, Grouping
+from offline.expert_placement.grace_paper import PAPER_GROUPING
+from offline.expert_placement.grouping import OUR_GROUPING, Grouping
 
 Report = dict[str, Any]
 
@@ -90,7 +90,7 @@ def _place_by_activation(problem: Problem) -> tuple[Ints, Report]:
     return activation_placement(problem.activation, problem.topology.ranks), {"batch": problem.batch}
 
 
-def _place_by_grace(problem: Problem, grouping: Grouping = OURS) -> tuple[Ints, Report]:
+def _place_by_grace(problem: Problem, grouping: Grouping = OUR_GROUPING) -> tuple[Ints, Report]:
     affinity = co_activation(problem.routes, problem.num_experts)
     return grace_placement(
         affinity, problem.load, problem.slots, problem.topology, seed=problem.seed, grouping=grouping
@@ -100,7 +100,11 @@ def _place_by_grace(problem: Problem, grouping: Grouping = OURS) -> tuple[Ints, 
 def _place_by_director(problem: Problem) -> tuple[Ints, Report]:
     engine = _engine_of(problem, "director")
     placement, report = director_placement(problem.workload, seed=problem.seed, **engine)
-    return placement, {"above_lp": report.gap, "above_bound": report.bound_gap, "batch": problem.batch}
+    return placement, {
+        "above_lp": report.excess_over_lp,
+        "above_bound": report.excess_over_bound,
+        "batch": problem.batch,
+    }
 
 
 def _place_by_director_paper(problem: Problem) -> tuple[Ints, Report]:
@@ -125,7 +129,7 @@ METHODS: dict[str, Callable[[Problem], tuple[Ints, Report]]] = {
     "eplb": _place_by_eplb,
     "activation": _place_by_activation,
     "grace": _place_by_grace,
-    "grace-paper": partial(_place_by_grace, grouping=AS_WRITTEN),
+    "grace-paper": partial(_place_by_grace, grouping=PAPER_GROUPING),
     "director": _place_by_director,
     "director-paper": _place_by_director_paper,
 }

@@ -47,17 +47,17 @@ def rank_hosts(slots: Ints, experts: int) -> NDArray[np.bool_]:
     return hosts
 
 
-def replica_counts(token_s: Floats, spare: int, ranks: int, enough_s: Floats) -> Ints:
+def replica_counts(token_s: Floats, spare: int, ranks: int, target_s: Floats) -> Ints:
     """Return int[L, E] replicas: each spare slot goes to the expert with the most work per replica.
 
-    An expert gets none if that work is at most `enough_s` [L], or if every rank has it.
+    An expert gets none if that work is at most `target_s` [L], or if every rank has it.
     """
     copies = np.ones(token_s.shape, np.int64)
     layer = np.arange(len(token_s))
     for _ in range(spare):
         share = np.where(copies < ranks, token_s / copies, -1.0)
         busiest = share.argmax(axis=1)
-        copies[layer, busiest] += share[layer, busiest] > enough_s
+        copies[layer, busiest] += share[layer, busiest] > target_s
     return copies
 
 
@@ -98,23 +98,23 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
         rank = score.argmin(axis=1)
         has_place = has_item & fits[layer, rank]
         missing[layer, item] = np.where(has_place, missing[layer, item] - 1, 0)
-        at, expert, to = layer[has_place], item[has_place], rank[has_place]
-        slots[at, to, (slots[at, to] == experts).argmax(axis=1)] = expert
-        cost[at, to] += price[at, expert, to]
-        room[at, to] -= 1
-        hosts[at, expert, to] = True
-        num_reserved[at] -= is_first[at, expert]
-        is_first[at, expert] = False
+        in_layer, expert, to_rank = layer[has_place], item[has_place], rank[has_place]
+        slots[in_layer, to_rank, (slots[in_layer, to_rank] == experts).argmax(axis=1)] = expert
+        cost[in_layer, to_rank] += price[in_layer, expert, to_rank]
+        room[in_layer, to_rank] -= 1
+        hosts[in_layer, expert, to_rank] = True
+        num_reserved[in_layer] -= is_first[in_layer, expert]
+        is_first[in_layer, expert] = False
         if remaining is not None:
-            remaining[at, expert, column[to]] -= 1
+            remaining[in_layer, expert, column[to_rank]] -= 1
     return slots
 
 
-def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
+def swap_slots(slots: Ints, price: Floats, target_s: Floats) -> Ints:
     """Improve by local search: the slowest rank swaps a slot with another rank.
 
     Each swap is the one after which the slower of the two ranks takes the least time. The search of a layer
-    ends when it reaches `enough_s` [L] or no swap helps. An empty slot swaps like any other.
+    ends when it reaches `target_s` [L] or no swap helps. An empty slot swaps like any other.
     """
     slots = slots.copy()
     experts = price.shape[1] - 1
@@ -140,7 +140,7 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
         after[is_duplicate | (rank_by_slot == slow[:, None])[:, None, :]] = np.inf
         flat = after.reshape(len(pending), -1)
         best = flat.argmin(axis=1)
-        better = (flat[index, best] < worst * (1 - 1e-6)) & (worst > enough_s[pending])
+        better = (flat[index, best] < worst * (1 - 1e-6)) & (worst > target_s[pending])
         improved = index[better]
         i, j = best[improved] // b.shape[1], best[improved] % b.shape[1]
         out, into = a[improved, i], b[improved, j]
@@ -150,7 +150,7 @@ def swap_slots(slots: Ints, price: Floats, enough_s: Floats) -> Ints:
     return slots
 
 
-def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: float) -> Ints:
+def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, target_s: float) -> Ints:
     """Improve the replicas of one layer by local search.
 
     A slot of a spare replica, or an empty one, goes to an expert of the slowest rank, or is left empty,
@@ -171,7 +171,7 @@ def reassign_spares(slots: Ints, token_s: Floats, active_s: Floats, enough_s: fl
         price = active[:, None] + whole / copies[:, None]
         cost = rank_s(slots[None], price[None])[0]
         worst = float(cost.max())
-        if worst <= enough_s:
+        if worst <= target_s:
             return slots
         flat = slots.reshape(-1)
         spare_slots = np.flatnonzero((copies[flat] > 1) | (flat == experts))

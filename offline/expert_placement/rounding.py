@@ -15,8 +15,9 @@ def round_in_polytope(
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
     column's slots, the budget) until a variable becomes whole or another constraint becomes tight. The
-    sign of the direction is drawn so that the expected change is zero. If no direction is left, the budget of
-    the column with the fewest fractional variables is dropped, as in iterative relaxation.
+    probability of each sign of the direction is such that the expected change of every variable is zero. If
+    the tight constraints leave no direction, the walk drops one of them, as iterative relaxation does: the
+    budget of the column with the fewest fractional variables.
 
     Args:
         replicas: [E, N], whole row sums.

@@ -69,7 +69,9 @@ def price_experts(
 def placed_work(
     workload: ArrayLike, hosts: NDArray[np.bool_], *, topology: Topology, token_bytes: float = 0.0
 ) -> LayerWork:
-    """Return the work of a batch on each rank if replicas share an expert's tokens of every source evenly.
+    """Return the work of a batch on each rank.
+
+    The replicas of an expert get equal shares of the tokens that each source rank has for it.
 
     Args:
         workload: [..., G, E] tokens by source rank and expert, or [..., E], if all ranks have the same.
@@ -91,7 +93,7 @@ def placed_work(
     )
 
 
-def placement_s(
+def placement_time_s(
     workload: ArrayLike,
     placement: ArrayLike,
     *,

@@ -16,7 +16,7 @@ from offline.simulation.requests import SimulationError
 COLUMNS = ("requests", "kv_tokens", "experts", "seconds")
 
 
-def fit_steps(path: Path) -> FittedCost:
+def fit_step_cost(path: Path) -> FittedCost:
     """Fit step records: JSON lines of {"requests", "kv_tokens", "experts", "seconds"}.
 
     `experts` are summed over MoE layers. Steps that the machine interrupted get little weight (StepSums).
@@ -50,7 +50,7 @@ def fit_steps(path: Path) -> FittedCost:
     )
 
 
-def from_status(status: dict[str, Any], where: str) -> FittedCost:
+def cost_from_status(status: dict[str, Any], where: str) -> FittedCost:
     """Return the cost that a running service has fitted to its decode engines' steps (`GET /eldr/status`).
 
     Raises:

@@ -1,7 +1,7 @@
 """Simulated decode workers: continuous batching, KV capacity, preemption, and the time of a step.
 
-A step is one event for all requests of a worker: their tokens, KV and ends follow from the number of its
-steps, and only the union of their experts is recomputed.
+A step is one event for all requests of a worker. Since their tokens, their KV and their ends follow from the
+number of its steps, only the union of their experts is recomputed in each step.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from offline.simulation.recorder import Recorder
 from offline.simulation.requests import Experts, Requests, rank_masks
 from offline.simulation.whole import SimulatedPrefill
 
-_AHEAD = 8  # steps computed at once: about as many as between two changes of a worker's requests
+_STEPS_AHEAD = 8  # steps computed at once: about as many as between two changes of a worker's requests
 
 
-class _Worker:
+class _SimulatedWorker:
     """A decode worker. A running request has `steps - start` tokens."""
 
     __slots__ = (
-        "ahead",
+        "active_experts_ahead",
+        "awaiting_first_token",
         "busy",
         "ends",
-        "jobs",
         "kv",
-        "owed_s",
         "prefill",
-        "same_jobs",
+        "recompute_s",
+        "requests_unchanged",
+        "running",
         "steps",
         "waiting",
-        "without_token",
     )
 
     def __init__(self, whole: Whole | None) -> None:
         self.prefill = None if whole is None else SimulatedPrefill(whole)
-        self.jobs: list[int] = []
+        self.running: list[int] = []
         self.waiting: deque[int] = deque()
-        self.without_token: list[int] = []  # running requests that have no token yet
+        self.awaiting_first_token: list[int] = []  # running requests that have no token yet
         self.ends: list[tuple[int, int]] = []  # heap of (step at which it ends, request)
-        # Active experts of the next steps with these jobs, the last step first. The first rank of a replica
-        # keeps them for all of its ranks.
-        self.ahead: list[float] = []
-        self.same_jobs = False
+        # Active experts of the next steps with the running requests, the last step first. The first rank of a
+        # replica keeps them for all of its ranks.
+        self.active_experts_ahead: list[float] = []
+        self.requests_unchanged = False
         self.steps = 0
         self.kv = 0  # tokens of running requests
-        self.owed_s = 0.0  # recomputation time of preempted requests, in the next step
+        self.recompute_s = 0.0  # recomputation time of preempted requests, in the next step
         self.busy = False
 
 
@@ -89,10 +89,10 @@ class DecodeWorkers:
     ) -> None:
         self._requests, self._decode, self._experts, self._recorder = requests, decode, experts, recorder
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
-        self._workers = [_Worker(decode.whole) for _ in range(decode.workers)]
+        self._workers = [_SimulatedWorker(decode.whole) for _ in range(decode.workers)]
         self._ranks_per_replica = decode.ranks_per_replica
         self._masks = None if ranks is None else [rank_masks(r) for r in ranks.reshape(-1, *ranks.shape[-2:])]
-        self._done = [0] * len(requests)  # tokens before the request last left a worker
+        self._generated = [0] * len(requests)  # tokens before the request last left a worker
         self._start = np.zeros(len(requests), np.int64)
         self._ends_at = [-1] * len(requests)
 
@@ -107,7 +107,7 @@ class DecodeWorkers:
 
     def tokens(self) -> dict[int, int]:
         """Return the tokens that each running request has."""
-        return {j: worker.steps - int(self._start[j]) for worker in self._workers for j in worker.jobs}
+        return {j: worker.steps - int(self._start[j]) for worker in self._workers for j in worker.running}
 
     def is_busy(self, w: int) -> bool:
         """Return whether the worker is in a step that is timed alone."""
@@ -148,81 +148,81 @@ class DecodeWorkers:
     def _begin_step(self, w: int, active: float) -> float:
         """Return the time of a worker's next step, s, or 0 if there is nothing to do."""
         worker = self._workers[w]
-        jobs, answers = worker.jobs, len(worker.jobs)
+        running, answers = worker.running, len(worker.running)
         prompts = prompt_tokens = 0
         if worker.prefill is not None:
             prompts, prompt_tokens = worker.prefill.step(answers)
             answers += len(worker.prefill.ending)
-        if not jobs and not prompts:
+        if not running and not prompts:
             return 0.0
         # A prompt's first token in a step belongs to the request itself, as in the engines' records.
         other_prompt_tokens = prompt_tokens - prompts
         seconds = float(
-            self._decode.cost.seconds(len(jobs) + prompts, worker.kv, active, other_prompt_tokens)
+            self._decode.cost.seconds(len(running) + prompts, worker.kv, active, other_prompt_tokens)
         )
-        seconds += worker.owed_s
-        worker.owed_s = 0.0
+        seconds += worker.recompute_s
+        worker.recompute_s = 0.0
         if answers:  # else no request gets a token in this step
             self._recorder.record_step(answers, round(active), seconds, w)
         return seconds
 
-    def _admit(self, worker: _Worker) -> None:
+    def _admit(self, worker: _SimulatedWorker) -> None:
         decode = self._decode
         capacity = decode.kv_tokens
         prefilling = worker.prefill
-        while worker.waiting and len(worker.jobs) + len(prefilling or ()) < decode.max_batch:
+        while worker.waiting and len(worker.running) + len(prefilling or ()) < decode.max_batch:
             j = worker.waiting[0]
-            tokens = self._prompt[j] + self._done[j]
-            if capacity is not None and worker.kv + len(worker.jobs) + tokens + 1 > capacity:
+            tokens = self._prompt[j] + self._generated[j]
+            if capacity is not None and worker.kv + len(worker.running) + tokens + 1 > capacity:
                 break
             worker.waiting.popleft()
             worker.kv += tokens
             if prefilling is not None:
-                self._recorder.hit_tokens[j] = prefilling.accept(j, tokens, self.cacheable_blocks(j))
+                self._recorder.cached_tokens[j] = prefilling.accept(j, tokens, self.cacheable_blocks(j))
                 continue
             self._begin_answer(worker, j)
-            if self._done[j]:
-                worker.owed_s += decode.recompute_per_token_s * tokens
-        while capacity is not None and worker.kv + len(worker.jobs) > capacity:
+            if self._generated[j]:
+                worker.recompute_s += decode.recompute_per_token_s * tokens
+        while capacity is not None and worker.kv + len(worker.running) > capacity:
             self._preempt(worker)
 
-    def _begin_answer(self, worker: _Worker, j: int) -> None:
+    def _begin_answer(self, worker: _SimulatedWorker, j: int) -> None:
         """Begin the request's answer, of which each step generates a token."""
-        worker.jobs.append(j)
-        worker.same_jobs = False
-        self._start[j] = worker.steps - self._done[j]
-        self._ends_at[j] = worker.steps - self._done[j] + self._output[j]
+        worker.running.append(j)
+        worker.requests_unchanged = False
+        self._start[j] = worker.steps - self._generated[j]
+        self._ends_at[j] = worker.steps - self._generated[j] + self._output[j]
         heapq.heappush(worker.ends, (self._ends_at[j], j))
-        if not self._done[j]:
-            worker.without_token.append(j)
+        if not self._generated[j]:
+            worker.awaiting_first_token.append(j)
 
-    def _preempt(self, worker: _Worker) -> None:
+    def _preempt(self, worker: _SimulatedWorker) -> None:
         """Move the youngest request of a worker whose KV is full to the front of its queue."""
-        j = worker.jobs.pop()
-        worker.same_jobs = False
-        self._done[j] = worker.steps - int(self._start[j])
+        j = worker.running.pop()
+        worker.requests_unchanged = False
+        self._generated[j] = worker.steps - int(self._start[j])
         self._ends_at[j] = -1
-        worker.kv -= self._prompt[j] + self._done[j]
-        if j in worker.without_token:
-            worker.without_token.remove(j)
+        worker.kv -= self._prompt[j] + self._generated[j]
+        if j in worker.awaiting_first_token:
+            worker.awaiting_first_token.remove(j)
         worker.waiting.appendleft(j)
         self._recorder.preempted += 1
 
     def _active_experts(self, replica: int) -> float:
         """Return the active experts of a rank in the next step; compute those of several steps at once."""
         workers = [self._workers[w] for w in self.ranks_of(replica)]
-        if self._experts is None or not any(worker.jobs for worker in workers):
+        if self._experts is None or not any(worker.running for worker in workers):
             return 0
         first = workers[0]
-        if not all(worker.same_jobs for worker in workers):
-            first.ahead = []
+        if not all(worker.requests_unchanged for worker in workers):
+            first.active_experts_ahead = []
             for worker in workers:
-                worker.same_jobs = True
-        if not first.ahead:
-            first.ahead = self._active_ahead(replica, workers)
-        return first.ahead.pop()
+                worker.requests_unchanged = True
+        if not first.active_experts_ahead:
+            first.active_experts_ahead = self._active_ahead(replica, workers)
+        return first.active_experts_ahead.pop()
 
-    def _active_ahead(self, replica: int, workers: list[_Worker]) -> list[float]:
+    def _active_ahead(self, replica: int, workers: list[_SimulatedWorker]) -> list[float]:
         """Return the active experts of the next steps with the present requests, the last step first.
 
         They are those of the rank with most, or without a placement those of all ranks divided by the number
@@ -230,20 +230,23 @@ class DecodeWorkers:
         """
         experts = self._experts
         assert experts is not None
-        jobs = np.array([j for worker in workers for j in worker.jobs])
-        num_tokens = np.repeat([worker.steps for worker in workers], [len(worker.jobs) for worker in workers])
-        num_tokens -= self._start[jobs]
-        kinds = self._requests.kind[jobs]
+        running = np.array([j for worker in workers for j in worker.running])
+        num_tokens = np.repeat(
+            [worker.steps for worker in workers], [len(worker.running) for worker in workers]
+        )
+        num_tokens -= self._start[running]
+        kinds = self._requests.kind[running]
         first = experts.offset[kinds]
-        steps = np.arange(_AHEAD - 1, -1, -1)[:, None]
-        rows = first + (steps + num_tokens) % (experts.offset[kinds + 1] - first)  # [_AHEAD, jobs]
+        steps = np.arange(_STEPS_AHEAD - 1, -1, -1)[:, None]
+        rows = first + (steps + num_tokens) % (experts.offset[kinds + 1] - first)  # [_STEPS_AHEAD, n]
         union = np.bitwise_or.reduce(experts.bits[rows], axis=1)
         if self._masks is None:
             active = np.bitwise_count(union).sum(axis=1, dtype=np.int64)
             on_mean_rank: list[float] = (active / len(workers)).tolist()
             return on_mean_rank
         mask = self._masks[replica % len(self._masks)]  # [G, L, words]
-        on_rank = np.bitwise_count(union.reshape(_AHEAD, 1, *mask.shape[1:]) & mask).sum(axis=3)  # [.., G, L]
+        union_by_rank = union.reshape(_STEPS_AHEAD, 1, *mask.shape[1:]) & mask
+        on_rank = np.bitwise_count(union_by_rank).sum(axis=3)  # [_STEPS_AHEAD, G, L]
         on_fullest_rank: list[float] = on_rank.max(axis=1).sum(axis=1, dtype=np.int64).tolist()
         return on_fullest_rank
 
@@ -254,19 +257,19 @@ class DecodeWorkers:
         prefilled = worker.prefill.end_step() if worker.prefill is not None else []
         for j in prefilled:
             self._begin_answer(worker, j)
-        answers = len(worker.jobs)
+        answers = len(worker.running)
         if not answers:
             return EndedStep(prefilled)
         worker.steps += 1
         worker.kv += answers
-        first, worker.without_token = worker.without_token, []
+        first, worker.awaiting_first_token = worker.awaiting_first_token, []
         finished = []
         while worker.ends and worker.ends[0][0] <= worker.steps:
-            at, j = heapq.heappop(worker.ends)
-            if at != self._ends_at[j]:
+            end_step, j = heapq.heappop(worker.ends)
+            if end_step != self._ends_at[j]:
                 continue  # the request was preempted in the meantime
             finished.append(j)
-            worker.jobs.remove(j)
-            worker.same_jobs = False
+            worker.running.remove(j)
+            worker.requests_unchanged = False
             worker.kv -= self._prompt[j] + self._output[j]
         return EndedStep(prefilled, answers, first, finished)

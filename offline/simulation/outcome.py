@@ -10,26 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.scheduling import Saving
+from eldr_serve.scheduling import PolicyComparison
 from loadgen.statistics import LatencyObjective
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results by request (NaN or -1 if it expired), by step and by sample.
+    """Results by request, by step and by sample. A request that expired has NaN or -1.
 
     Attributes:
         arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]. The last two are the ends of
             the first and of the last decode step.
         worker: int64[N], decode worker.
         tokens: int64[N], output tokens.
-        hit_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
+        cached_tokens: int64[N], prompt tokens that were in the prefill worker's cache.
         preempted: number of preemptions by full workers.
         batch, experts, seconds, step_worker: one entry per decode step, experts summed over layers.
         imbalance: one entry per sample, the sum over workers of their KV tokens below the fullest worker's.
         spread: one entry per sample, the fullest worker's KV tokens less the emptiest worker's.
         sample_s: time of each sample.
-        saving: the shadow's estimate, if there was a shadow.
+        shadow_comparison: the shadow's estimate, if there was a shadow.
     """
 
     arrival_s: Floats
@@ -39,7 +39,7 @@ class Outcome:
     last_s: Floats
     worker: Ints
     tokens: Ints
-    hit_tokens: Ints
+    cached_tokens: Ints
     preempted: int
     batch: Ints
     experts: Ints
@@ -48,7 +48,7 @@ class Outcome:
     imbalance: Floats
     spread: Floats
     sample_s: Floats
-    saving: Saving | None = None
+    shadow_comparison: PolicyComparison | None = None
 
     @property
     def finished(self) -> NDArray[np.bool_]:
@@ -66,7 +66,7 @@ class Outcome:
         """Return the time from arrival to the end of the first decode step, of each request."""
         return self.first_s - self.arrival_s
 
-    def good(self, objective: LatencyObjective) -> NDArray[np.bool_]:
+    def meets(self, objective: LatencyObjective) -> NDArray[np.bool_]:
         """Return bool[N], whether each request met the objective. Expired requests did not."""
         tpot_ms = 1e3 * np.where(self.tokens > 1, self.tpot_s, 0.0)
         good: NDArray[np.bool_] = (1e3 * self.ttft_s <= objective.ttft_ms) & (tpot_ms <= objective.tpot_ms)
@@ -103,7 +103,7 @@ class Outcome:
         """Return a table row, with units in the keys, and with goodput if there is an objective."""
         row = _percentiles("tpot", self.tpot_s, (50, 95, 99)) | _percentiles("ttft", self.ttft_s, (50, 99))
         if objective is not None:
-            good = self.good(objective)
+            good = self.meets(objective)
             row |= {"good_pct": 100 * float(good.mean()), "goodput_per_s": self._compute_rate(good.sum())}
         return row | {
             "output_tokens_per_s": self.output_tokens_per_s,
@@ -112,7 +112,7 @@ class Outcome:
             "batch_size": _mean(self.batch),
             "active_experts": _mean(self.experts),
             "step_ms": 1e3 * float(self.seconds.mean()) if len(self.seconds) else None,
-            "prefix_hit_tokens": int(self.hit_tokens.sum()),
+            "prefix_hit_tokens": int(self.cached_tokens.sum()),
             "expired": int((~self.finished).sum()),
             "preempted": self.preempted,
         }

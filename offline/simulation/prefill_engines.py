@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eldr_serve.scheduling import PrefixCache
-from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefill import choose_prefill_replica
 from offline.simulation.cluster import Prefill
 
 
@@ -12,19 +12,21 @@ class PrefillEngines:
 
     def __init__(self, config: Prefill) -> None:
         self._config = config
-        self._free_s = [0.0] * config.workers
+        self._free_at_s = [0.0] * config.workers
         self._in_flight = {str(engine): 0 for engine in range(config.workers)}
         self._caches = [PrefixCache(config.cache_blocks) for _ in range(config.workers)]
 
-    def run(self, now: float, head: bytes, blocks: tuple[int, ...], tokens: int) -> tuple[int, float, int]:
+    def run(self, now: float, prefix: bytes, blocks: tuple[int, ...], tokens: int) -> tuple[int, float, int]:
         """Return the engine, the end of the prompt's prefill, and the number of cached tokens."""
-        engine = int(choose_prefill(head, self._in_flight, max_load_ratio=self._config.max_load_ratio))
+        engine = int(
+            choose_prefill_replica(prefix, self._in_flight, max_load_ratio=self._config.max_load_ratio)
+        )
         self._in_flight[str(engine)] += 1
-        hit = min(self._caches[engine].count_hits(blocks) * self._config.block_tokens, tokens - 1)
+        cached_tokens = min(self._caches[engine].count_hits(blocks) * self._config.block_tokens, tokens - 1)
         self._caches[engine].use(blocks)
-        seconds = self._config.fixed_s + self._config.per_token_s * (tokens - hit)
-        self._free_s[engine] = max(now, self._free_s[engine]) + seconds
-        return engine, self._free_s[engine], hit
+        seconds = self._config.fixed_s + self._config.per_token_s * (tokens - cached_tokens)
+        self._free_at_s[engine] = max(now, self._free_at_s[engine]) + seconds
+        return engine, self._free_at_s[engine], cached_tokens
 
     def leave(self, engine: int) -> None:
         """Count a prompt of this engine as finished."""

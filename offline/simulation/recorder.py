@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eldr_serve.scheduling import Saving
+from eldr_serve.scheduling import PolicyComparison
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
 
@@ -18,7 +18,7 @@ class Recorder:
     Attributes:
         arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N].
         worker: int64[N], decode worker; -1: not placed.
-        hit_tokens: int64[N], cached prompt tokens.
+        cached_tokens: int64[N], cached prompt tokens.
         preempted: number of preemptions.
     """
 
@@ -29,7 +29,7 @@ class Recorder:
         self.arrival_s = requests.arrival_s.copy()
         self.prefilled_s, self.placed_s, self.first_s, self.last_s = (nan.copy() for _ in range(4))
         self.worker = np.full(n, -1, np.int64)
-        self.hit_tokens = np.zeros(n, np.int64)
+        self.cached_tokens = np.zeros(n, np.int64)
         self.preempted = 0
         self._steps = array("i"), array("i"), array("d"), array("i")
         self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
@@ -49,8 +49,8 @@ class Recorder:
         self._imbalance.append(largest * len(kv_tokens) - sum(kv_tokens))
         self._spread.append(largest - min(kv_tokens))
 
-    def make_outcome(self, saving: Saving | None) -> Outcome:
-        """Return the results. `saving` is the shadow's."""
+    def make_outcome(self, shadow_comparison: PolicyComparison | None) -> Outcome:
+        """Return the results. `shadow_comparison` is the shadow's."""
         batch, experts, seconds, step_worker = self._steps
         return Outcome(
             self.arrival_s,
@@ -60,7 +60,7 @@ class Recorder:
             self.last_s,
             self.worker,
             self._tokens,
-            self.hit_tokens,
+            self.cached_tokens,
             self.preempted,
             np.array(batch, np.int64),
             np.array(experts, np.int64),
@@ -69,5 +69,5 @@ class Recorder:
             np.array(self._imbalance),
             np.array(self._spread),
             np.array(self._sample_s),
-            saving,
+            shadow_comparison,
         )

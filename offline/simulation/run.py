@@ -16,8 +16,8 @@ from eldr_serve.scheduling import (
     LoadLedger,
     Placer,
     Policy,
+    PolicyComparison,
     PrefixCacheSize,
-    Saving,
     Shadow,
 )
 from eldr_serve.scheduling.worker_names import worker_names
@@ -61,7 +61,7 @@ def simulate(
     seed: int = 0,
     on_finished: Callable[[int], None] = lambda number: None,
 ) -> Outcome:
-    """Run all requests. The outcome is the same for the same seed.
+    """Simulate all requests; the same seed gives the same outcome.
 
     Args:
         policy: a new policy, which has its table if it needs one.
@@ -73,7 +73,7 @@ def simulate(
         in_flight: number of requests of a closed loop, in which the next one arrives when one ends, whatever
             its arrival time; None: an open loop with the given arrival times.
         shadow: a new policy that places the same requests beside the policy (see scheduling.Shadow); its
-            `saving` is in the outcome.
+            `shadow_comparison` is in the outcome.
         on_finished: callback with the number of requests that ended since its last call.
 
     Raises:
@@ -187,13 +187,13 @@ class _Simulation:
                 self._arrive(now, self._num_arrived - 1)
         self._expire(np.inf)
         self._on_finished(self._num_unreported)
-        return self._recorder.make_outcome(self._saving())
+        return self._recorder.make_outcome(self._compare_shadow())
 
-    def _saving(self) -> Saving | None:
+    def _compare_shadow(self) -> PolicyComparison | None:
         if self._shadow is None:
             return None
         self._shadow.catch_up()
-        return self._shadow.saving()
+        return self._shadow.compare()
 
     def _schedule(self, time_s: float, kind: int, subject: int) -> None:
         self._num_events += 1
@@ -207,7 +207,7 @@ class _Simulation:
             return
         blocks = self._requests.blocks[request_index] if self._requests.blocks else ()
         head = str(blocks[0] if blocks else f"r{request_index}").encode()
-        prefill_engine, end, self._recorder.hit_tokens[request_index] = self._prefill.run(
+        prefill_engine, end, self._recorder.cached_tokens[request_index] = self._prefill.run(
             now, head, blocks, self._prompt[request_index]
         )
         self._prefilled_by[request_index] = prefill_engine
@@ -234,7 +234,7 @@ class _Simulation:
         self._now = now
         if self._cluster.queue_timeout_s is not None:
             self._expire(now)
-        if leases or self._placer.queue:
+        if leases or self._placer.queue.leases:
             self._report_progress(now)
         for lease in self._placer.submit(leases):
             self._hand_over(now, int(lease.request_id), lease.position)
@@ -243,8 +243,8 @@ class _Simulation:
 
     def _expire(self, now: float) -> None:
         """Remove requests from the decode queue that have waited too long."""
-        ttl = self._cluster.queue_timeout_s or 0.0
-        while (first := next(iter(self._placer.queue.values()), None)) and now - first.queued_at_s > ttl:
+        ttl, leases = self._cluster.queue_timeout_s or 0.0, self._placer.queue.leases
+        while (first := next(iter(leases.values()), None)) and now - first.queued_at_s > ttl:
             self._placer.finish(first.request_id)
             self._count_end()
 

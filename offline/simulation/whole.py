@@ -24,10 +24,10 @@ class SimulatedPrefill:
 
     def accept(self, request: int, tokens: int, blocks: Sequence[int]) -> int:
         """Add a prompt of that length with these full blocks. Return its cached tokens."""
-        hit = self._cache.count_hits(blocks) * self._config.block_tokens
+        cached_tokens = self._cache.count_hits(blocks) * self._config.block_tokens
         self._cache.use(blocks)
-        self._prompts.append((request, tokens - hit))
-        return hit
+        self._prompts.append((request, tokens - cached_tokens))
+        return cached_tokens
 
     def step(self, answers: int) -> tuple[int, int]:
         """Return how many requests and tokens the next step prefills beside one token of each answer.

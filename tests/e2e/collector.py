@@ -84,4 +84,4 @@ class Collector(HttpCollector, TraceServiceServicer):
 
 def _attributes(pairs: Iterable[Any]) -> dict[str, Any]:
     """Return OTLP's list of attributes as a dictionary."""
-    return {one.key: getattr(one.value, one.value.WhichOneof("value") or "string_value") for one in pairs}
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value") for pair in pairs}

@@ -76,8 +76,8 @@ async def test_answers_resume_when_their_decode_engine_stops_or_dies(
     answers = [
         asyncio.create_task(read_answer(service, *each)) for each in zip(bodies, received, strict=True)
     ]
-    while any(len(events) < 20 for events, body in zip(received, bodies, strict=True) if body["stream"]):
-        await asyncio.sleep(0.02)
+    streamed = [arrived for arrived, body in zip(received, bodies, strict=True) if body["stream"]]
+    await until(lambda: all(len(arrived) >= 20 for arrived in streamed), "every stream has 20 events")
     assert not any(answer.done() for answer in answers)
     os.kill(victim, signal_sent)
     try:

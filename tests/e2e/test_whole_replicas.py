@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from examples.demo_model import WEIGHTS
 from tests.e2e.applications import arguments_of, running
 from tests.e2e.service import PROMPTS, Service, wait_for

@@ -1,6 +1,9 @@
 """Abort requests some steps after the decode engine has received them.
 
-The last argument, one of `Blocks`, says what the prefill engine does with a prompt's blocks before the read.
+    python aborted_read_script.py MODEL OUT left|overwritten STEPS...
+
+`Blocks` says what the prefill engine does with a prompt's blocks before the read. OUT gets the results of
+each number of steps, in the given order. All use the same two engines, but other prompts.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def prefill(arguments: dict[str, Any], pipe: Connection) -> None:
             pipe.send((warnings.count, len(prompts_to_send)))
 
 
-def main(model: str, out: str, steps: int, blocks: Blocks) -> None:
+def main(model: str, out: str, blocks: Blocks, all_steps: list[int]) -> None:
     arguments = {"model": model, "dtype": "float32", "max_model_len": 512}
     parent_end, child_end = get_context("fork").Pipe()
     limits = {"num_gpu_blocks_override": BLOCKS}
@@ -86,30 +89,40 @@ def main(model: str, out: str, steps: int, blocks: Blocks) -> None:
         parent_end.send((what, argument))
         return parent_end.recv()
 
-    rng, wrong_answers = np.random.default_rng(0), 0
-    for number in range(ROUNDS):
-        prompt, *others = rng.integers(1, 257, (4, LENGTH)).tolist()
-        params = ask("prompt", {"name": f"n{number}", "prompt": prompt})
-        begin(decoder, f"a{number}", prompt, params)
-        if blocks is Blocks.OVERWRITTEN:
-            ask("abandon", f"n{number}")
-            ask("fill", others)
-        for _ in range(steps):
-            decoder.step()
-        decoder.abort_request([f"a{number}"], internal=False)
-        settle(decoder, ask)
-        params = ask("prompt", {"name": f"again{number}", "prompt": prompt})
-        by_transfer = run(decoder, f"d{number}", {"prompt_token_ids": prompt}, OUTPUT, params)
-        alone = {"prompt_token_ids": prompt, "cache_salt": f"computed here {number}"}
-        by_itself = run(decoder, f"c{number}", alone, OUTPUT)
-        wrong_answers += list(by_transfer.outputs[0].token_ids) != list(by_itself.outputs[0].token_ids)
-    warnings, held_prompts = settle(decoder, ask)
-    usage = decoder.engine_core.engine_core.scheduler.kv_cache_manager.usage
-    results = {"invalid_block_warnings": warnings, "held_prompts": held_prompts}
-    results |= {"decode_kv_usage": usage, "wrong_answers": wrong_answers}
+    rng = np.random.default_rng(0)
+    results = [abort_all(decoder, ask, rng, blocks, steps) for steps in all_steps]
     Path(out).write_text(json.dumps(results))
     process.kill()
     process.join()
+
+
+def abort_all(
+    decoder: Any, ask: Any, rng: np.random.Generator, blocks: Blocks, steps: int
+) -> dict[str, float]:
+    """Abort one request after the other, each after this number of steps, and return what is wrong then."""
+    warnings_before, _ = ask("counts")
+    wrong_answers = 0
+    for number in range(ROUNDS):
+        name = f"{steps}-{number}"
+        prompt, *others = rng.integers(1, 257, (4, LENGTH)).tolist()
+        params = ask("prompt", {"name": f"n{name}", "prompt": prompt})
+        begin(decoder, f"a{name}", prompt, params)
+        if blocks is Blocks.OVERWRITTEN:
+            ask("abandon", f"n{name}")
+            ask("fill", others)
+        for _ in range(steps):
+            decoder.step()
+        decoder.abort_request([f"a{name}"], internal=False)
+        settle(decoder, ask)
+        params = ask("prompt", {"name": f"again{name}", "prompt": prompt})
+        by_transfer = run(decoder, f"d{name}", {"prompt_token_ids": prompt}, OUTPUT, params)
+        alone = {"prompt_token_ids": prompt, "cache_salt": f"computed here {name}"}
+        by_itself = run(decoder, f"c{name}", alone, OUTPUT)
+        wrong_answers += list(by_transfer.outputs[0].token_ids) != list(by_itself.outputs[0].token_ids)
+    warnings, held_prompts = settle(decoder, ask)
+    usage = decoder.engine_core.engine_core.scheduler.kv_cache_manager.usage
+    results = {"invalid_block_warnings": warnings - warnings_before, "held_prompts": held_prompts}
+    return results | {"decode_kv_usage": usage, "wrong_answers": wrong_answers}
 
 
 def begin(decoder: Any, name: str, prompt: list[int], params: Any) -> None:
@@ -142,4 +155,4 @@ if __name__ == "__main__":
     from eldr_serve.engine.vllm.config import ENVIRONMENT
 
     os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Blocks(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], Blocks(sys.argv[3]), [*map(int, sys.argv[4:])])

@@ -20,13 +20,13 @@ def record_operators(on_host: bool) -> Operators:
     from eldr_serve.engine.vllm.step_timer import StepTimer
 
     operators = Operators()
-    ours: dict[type, tuple[str, ...]] = {
+    recorded_methods: dict[type, tuple[str, ...]] = {
         ExpertCapture: ("count_last_step",),
         DeviceCapture: ("store_choices",),
         StepTimer: ("begin", "stop", "finish", "take_completed"),
         connector_worker.EldrConnectorWorker: ("start_step", "count_step", "take_counts"),
     }
-    for owner, names in ours.items():
+    for owner, names in recorded_methods.items():
         for name in names:
             setattr(owner, name, operators.record_calls(getattr(owner, name)))
     if not on_host:  # as on a GPU

@@ -216,13 +216,15 @@ def check_log(session: Session) -> None:
     (end, first), (_, second) = session.ask("batches", 0)
     first, second = np.array(first), np.array(second)
     assert first.shape == (end, LAYERS, len(LOG_COLUMNS))
-    one, other = (dict(zip(LOG_COLUMNS, np.moveaxis(log, -1, 0), strict=True)) for log in (first, second))
-    assert np.array_equal(one["tokens"], other["tokens"])
-    assert np.array_equal(one["pairs"] + other["pairs"], one["tokens"] * tiny_model.TOP_K)
-    assert (one["pairs_at_home"] + one["tokens_from_other_ranks"] <= one["pairs"]).all()
+    first_log, second_log = (
+        dict(zip(LOG_COLUMNS, np.moveaxis(log, -1, 0), strict=True)) for log in (first, second)
+    )
+    assert np.array_equal(first_log["tokens"], second_log["tokens"])
+    assert np.array_equal(first_log["pairs"] + second_log["pairs"], first_log["tokens"] * tiny_model.TOP_K)
+    assert (first_log["pairs_at_home"] + first_log["tokens_from_other_ranks"] <= first_log["pairs"]).all()
     routed = np.sum(session.ask("routed")[0], axis=1)
-    assert np.array_equal(routed, tiny_model.TOP_K * one["tokens"].sum(axis=0))
-    assert (one["slots_with_tokens"] <= SLOTS // RANKS).all()
+    assert np.array_equal(routed, tiny_model.TOP_K * first_log["tokens"].sum(axis=0))
+    assert (first_log["slots_with_tokens"] <= SLOTS // RANKS).all()
 
 
 def check_refusals(session: Session) -> None:

@@ -16,12 +16,12 @@ _NAME = re.compile(
 )
 
 
-def operators_called(trace: Path, ours: str, excluded: str) -> tuple[set[str], set[str]]:
+def operators_called(trace: Path, our_names: str, excluded: str) -> tuple[set[str], set[str]]:
     """Return the operators and tensor methods that our functions call, and those that anything calls.
 
     Args:
         trace: profiler output of one process.
-        ours: string in the name of each of our functions. The name includes the file.
+        our_names: string in the name of each of our functions. The name includes the file.
         excluded: string in the names of our functions whose calls are ignored.
     """
     threads: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -30,7 +30,9 @@ def operators_called(trace: Path, ours: str, excluded: str) -> tuple[set[str], s
             threads[event["pid"], event["tid"]].append(event)
     by_ours, by_all = set(), set()
     for events in threads.values():
-        callers: list[tuple[float, bool, bool]] = []  # callers: (end, whether ours, whether excluded)
+        # Calls that have not ended, outermost first: the end, and whether the call or a caller of it is ours,
+        # or excluded.
+        callers: list[tuple[float, bool, bool]] = []
         for event in sorted(events, key=lambda e: (float(e["ts"]), -float(e["dur"]))):
             start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
             while callers and callers[-1][0] <= start:
@@ -41,7 +43,9 @@ def operators_called(trace: Path, ours: str, excluded: str) -> tuple[set[str], s
                 by_all.add(name)
                 if is_ours and not is_excluded:
                     by_ours.add(name)
-            callers.append((end, is_ours or ours in event["name"], is_excluded or excluded in event["name"]))
+            callers.append(
+                (end, is_ours or our_names in event["name"], is_excluded or excluded in event["name"])
+            )
     return by_ours, by_all
 
 

@@ -20,10 +20,10 @@ def test_no_step_waits_for_the_device(model: Path, tmp_path: Path, runner: str) 
     run_script("profile_script.py", model, tmp_path, v2=runner == "V2")
     assert (tmp_path / "runner").read_text() == f"vllm.v1.worker.{RUNNERS[runner]}"
     (trace,) = tmp_path.glob("*.json")
-    ours, everything = operators_called(trace, OURS, EXCLUDED)
-    assert ours >= COUNTS
+    our_operators, everything = operators_called(trace, OURS, EXCLUDED)
+    assert our_operators >= COUNTS
     assert waiting_names(everything), "vLLM's own part of a step waits on CPUs, and no such call was seen"
-    assert not waiting_names(ours)
+    assert not waiting_names(our_operators)
 
 
 def an_item(chosen: torch.Tensor) -> None:
@@ -60,8 +60,8 @@ def test_a_waiting_call_is_found_in_a_trace(tmp_path: Path, waits: object) -> No
         waits(chosen)  # type: ignore[operator]
     profiler.export_chrome_trace(str(trace))
     name = waits.__name__  # type: ignore[attr-defined]
-    ours, everything = operators_called(trace, f": {name}", "nothing")
-    assert waiting_names(ours)
-    assert ours <= everything
+    our_operators, everything = operators_called(trace, f": {name}", "nothing")
+    assert waiting_names(our_operators)
+    assert our_operators <= everything
     assert not waiting_names(operators_called(trace, ": another", "nothing")[0])
     assert not waiting_names(operators_called(trace, f": {name}", name)[0])

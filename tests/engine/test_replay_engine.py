@@ -19,7 +19,7 @@ from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
-from offline.simulation.calibration import fit_steps
+from offline.simulation.calibration import fit_step_cost
 from tests.engine.scripts import ROOT
 from tests.support.processes import output
 
@@ -129,7 +129,7 @@ def test_the_engine_reproduces_the_captured_text(
         # Batches differ occasionally, since times differ; the text and its experts are the same.
         assert row["simulated_active_experts"] == pytest.approx(row["active_experts"], rel=0.15)
         assert row["regret_mean_us"] >= 0
-    assert fit_steps(steps).steps == len(steps.read_text().splitlines()) > 100
+    assert fit_step_cost(steps).steps == len(steps.read_text().splitlines()) > 100
 
 
 def test_composed_steps_of_a_random_model_activate_the_given_experts(tmp_path: Path) -> None:

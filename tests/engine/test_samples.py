@@ -24,17 +24,17 @@ def run(
 ) -> tuple[int, dict[str, Any]]:
     """Run the script, and return the number of served requests and the results."""
     out = tmp_path_factory.mktemp("samples") / "found.json"
-    role, many = RUNS[request.param]
-    run_script("samples_script.py", model, out, role, many, v2=request.param.endswith("v2"))
-    return many, json.loads(out.read_text())
+    role, num_requests = RUNS[request.param]
+    run_script("samples_script.py", model, out, role, num_requests, v2=request.param.endswith("v2"))
+    return num_requests, json.loads(out.read_text())
 
 
 def test_each_finished_sampled_request_gives_one_sample(run: tuple[int, dict[str, Any]]) -> None:
-    many, report = run
-    expected = {f"{number}" for number in range(many) if number % 4 != 3 and number % 5 != 4}
+    num_requests, report = run
+    expected = {f"{number}" for number in range(num_requests) if number % 4 != 3 and number % 5 != 4}
     assert sorted(sample["id"] for sample in report["samples"]) == sorted(expected)
     for sample in report["samples"]:
-        assert sample["prompt"] == prompts(many)[int(sample["id"])]
+        assert sample["prompt"] == prompts(num_requests)[int(sample["id"])]
         assert sample["domain"] == "d"
 
 

@@ -49,33 +49,35 @@ def simulate(
     if seed is None:
         failed = _simulate_all(range(first, first + seeds), processes, out)
     else:
-        one = run_seed(seed)
-        _print_run(one)
-        failed = len(one.violations)
+        result = run_seed(seed)
+        _print_run(result)
+        failed = len(result.violations)
     if failed:
         raise typer.Exit(1)
 
 
-def _print_run(one: Run) -> None:
+def _print_run(result: Run) -> None:
     """Print the events, outcomes and violations of a run."""
     console = Console(highlight=False, soft_wrap=True)
-    for event in one.events:
+    for event in result.events:
         console.print(event, markup=False)
-    for outcome in one.outcomes:
+    for outcome in result.outcomes:
         script = outcome.script
         form = "stream" if script.stream else "whole"
         what = f"{script.method}, {form}, {script.max_tokens} tokens, n={script.n}"
-        result = f"{script.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
-        console.print(f"{result} ({what}) {outcome.detail}", markup=False)
-    for violation in one.violations:
+        timing = f"{script.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
+        console.print(f"{timing} ({what}) {outcome.detail}", markup=False)
+    for violation in result.violations:
         console.print(f"VIOLATION {violation}", markup=False)
-    console.print(f"seed {one.seed}: {one.virtual_s:.1f} s of virtual time, trace {one.trace & 2**64 - 1:x}")
+    console.print(
+        f"seed {result.seed}: {result.virtual_s:.1f} s of virtual time, trace {result.trace & 2**64 - 1:x}"
+    )
 
 
 def _run(seed: int) -> tuple[int, Counter[str], int, list[str]]:
     """Run a seed and return its counts, which can be pickled."""
-    one = run_seed(seed)
-    return seed, one.kinds, len(one.events), one.violations
+    result = run_seed(seed)
+    return seed, result.kinds, len(result.events), result.violations
 
 
 def _simulate_all(seeds: range, processes: int, out: Path | None) -> int:

@@ -19,8 +19,8 @@ import numpy as np
 
 from eldr_serve.engine.abandoned import AbandonedPrompts
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, GenerationReport
-from eldr_serve.engine.fake import InProcess
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.engine.fake import InProcessEngine
+from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.prefixes import PrefixCacheSize
@@ -41,7 +41,7 @@ from tests.faults.virtual_time import Process
 TOKEN_HEADER = "x-token-s"  # header of a client's request: time of one decode step, s
 
 
-class BlockEngine(InProcess):
+class BlockEngine(InProcessEngine):
     """The common part of both engines, which implements `eldr_serve.engine.protocol.Engine`.
 
     Args:
@@ -124,7 +124,7 @@ class PrefillEngine(BlockEngine):
         self._names.abandon([request_id])
         self._free_abandoned()
 
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         self.fail_if_sick(request)
         prompt = prompt_of(json.loads(request.body))
         context = prompt + _tokens(request.generated)
@@ -147,7 +147,9 @@ class PrefillEngine(BlockEngine):
         self._free_abandoned()
         await asyncio.sleep(self.time_s(0.001))  # from the engine's core to its front end
         where = {"engine": self.name, "prompt": engine_id, "blocks": blocks}
-        return Prefilled(np.asarray(prompt, np.uint32), {EXPERT_COUNTS_KEY: expert_counts_of(prompt)} | where)
+        return PrefilledPrompt(
+            np.asarray(prompt, np.uint32), {EXPERT_COUNTS_KEY: expert_counts_of(prompt)} | where
+        )
 
     def prolong(self, engine_id: str) -> None:
         """Let the lease of a prompt's blocks begin again."""

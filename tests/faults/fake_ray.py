@@ -19,7 +19,7 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.limits.keys import Key, Keys, Limits, digest
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.request import RequestFields
 from tests.faults.greedy_model import EXPERTS, LAYERS, MODEL, VOCABULARY, prompt_of
 from tests.faults.virtual_time import Process, current

@@ -103,4 +103,4 @@ class Blocks:
 
 def cut_into_blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the tokens of each block."""
-    return [tuple(tokens[at : at + BLOCK_TOKENS]) for at in range(0, len(tokens), BLOCK_TOKENS)]
+    return [tuple(tokens[start : start + BLOCK_TOKENS]) for start in range(0, len(tokens), BLOCK_TOKENS)]

@@ -110,10 +110,10 @@ def find_leftovers(world: World) -> list[str]:
         }
     state = router_state(world)
     ingress_calls = world.router().servable_object._ingress_calls  # type: ignore[union-attr]
-    cached = state.placer.prefixes._caches.keys() | state.placer.prefixes._capacity.keys()
+    cached = state.placer.workers.prefixes._caches.keys() | state.placer.workers.prefixes._capacity.keys()
     held_items |= {
         "router leases": dict(state.placer.running),
-        "router queue": dict(state.placer.queue),
+        "router queue": dict(state.placer.queue.leases),
         "router calls": dict(ingress_calls.place_calls),
         "router progress": ingress_calls._generated_tokens,
         "router clients too many": len(ingress_calls.by_ingress) - world.target_numbers["ingress"],

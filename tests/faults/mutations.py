@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
-        "eldr_serve.pipeline.decode_call",
+        "eldr_serve.pipeline.decode.decode_call",
         "        if self.channel_call is not None and not self.has_ended:\n"
         "            self.channel_call.cancel()\n",
         "",
@@ -68,20 +68,20 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks that nobody reads are not released",
-        "eldr_serve.pipeline.kv_release",
+        "eldr_serve.pipeline.prefill.kv_release",
         "create_task(self._send_release(request_id, replica, reader))",
         "create_task(asyncio.sleep(0))",
     ),
     Mutation(
         "a finished background task is kept",
-        "eldr_serve.pipeline.kv_release",
+        "eldr_serve.pipeline.prefill.kv_release",
         "        task.add_done_callback(self._background.discard)\n",
         "",
     ),
     Mutation(
         "a stream whose engine is lost ends as if it were whole",
         "eldr_serve.pipeline.path",
-        'yield error_event("engine_lost", _LOST_BECAUSE, context.request.method)',
+        'yield error_event("engine_lost", reason, context.request.method)',
         "yield b'data: [DONE]\\n\\n'",
     ),
     Mutation(
@@ -92,36 +92,36 @@ MUTATIONS = (
     ),
     Mutation(
         "what was generated is not prefilled again",
-        "eldr_serve.pipeline.split_prefill",
+        "eldr_serve.pipeline.prefill.split_prefill",
         "request.cache_salt,\n                generated=bytes(context.answer.encoded_ids),",
         "request.cache_salt,",
     ),
     Mutation(
         "an answer that goes on elsewhere begins anew",
-        "eldr_serve.pipeline.decode_call",
+        "eldr_serve.pipeline.decode.decode_call",
         "            generated=bytes(context.answer.encoded_ids),\n            created",
         "            created",
     ),
     Mutation(
         "the ids of one token are lost",
-        "eldr_serve.pipeline.partial_answer",
+        "eldr_serve.pipeline.context.partial_answer",
         "self.num_tokens += chunk.num_tokens",
         "self.num_tokens += max(chunk.num_tokens - 1, 0)",
     ),
     Mutation(
         "a turn of the retries is not given back",
-        "eldr_serve.pipeline.retry_limiter",
+        "eldr_serve.pipeline.admission.retry_limiter",
         "self._permits.release()",
     ),
     Mutation(
         "an answer that prefill does not take again is lost",
-        "eldr_serve.pipeline.split_prefill",
+        "eldr_serve.pipeline.prefill.split_prefill",
         "if not context.answer.num_tokens:\n                    raise",
         "raise",
     ),
     Mutation(
         "a prompt that fails stays in the queue for prefill",
-        "eldr_serve.pipeline.split_prefill",
+        "eldr_serve.pipeline.prefill.split_prefill",
         "        finally:\n            self._queues.leave(ticket)",
         "        finally:\n            pass",
     ),
@@ -138,12 +138,14 @@ MUTATIONS = (
     ),
     # -- the router's client
     Mutation(
-        "a release is not told", "eldr_serve.router_client.client", "call.close(lease.generated_tokens)"
+        "a release is not told",
+        "eldr_serve.router_client.client",
+        "call.close(lease.generated_tokens if is_complete else 0)",
     ),
     Mutation(
         "a request that is given up before its lease comes is not released",
         "eldr_serve.router_client.client",
-        "self.release(request.request_id)  # it may be queued or hold a lease by now",
+        "self.release(request.request_id, is_complete=False)  # it may be queued or hold a lease by now",
         "self.leases.pop(request.request_id, None)",
     ),
     Mutation(
@@ -222,7 +224,7 @@ MUTATIONS = (
     # -- engines' servers
     Mutation(
         "an engine's event loop waits for GCS",
-        "eldr_serve.replicas.step_reporter",
+        "eldr_serve.replicas.decode_reporter",
         "await asyncio.to_thread(find_actor, self._router_name)",
         "find_actor(self._router_name)",
     ),

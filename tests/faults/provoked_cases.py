@@ -110,15 +110,15 @@ class ProvokedCases:
                 0.0, "completions", f"{number} 7", 8, stream=True, token_s=0.05, tenant=tenant
             )
 
-        many, few = TENANTS
-        crowd = [loop.create_task(ask(self._world, make_script(n, many), process)) for n in range(3 * places)]
+        busy, idle = TENANTS
+        crowd = [loop.create_task(ask(self._world, make_script(n, busy), process)) for n in range(3 * places)]
         await asyncio.sleep(0.1)
-        one = await ask(self._world, make_script(3 * places, few), process)
+        served = await ask(self._world, make_script(3 * places, idle), process)
         outcomes = await asyncio.gather(*crowd)
-        before = sum(outcome.kind == "ok" and outcome.first_s < one.first_s for outcome in outcomes)
-        if one.kind != "ok" or before > 2 * places:
+        before = sum(outcome.kind == "ok" and outcome.first_s < served.first_s for outcome in outcomes)
+        if served.kind != "ok" or before > 2 * places:
             self._checks.run.violations.append(
-                f"an idle tenant: {one.kind} {one.detail} after {before} of another's requests"
+                f"an idle tenant: {served.kind} {served.detail} after {before} of another's requests"
             )
 
     async def _check_shared_limits(self) -> None:

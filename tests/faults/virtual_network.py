@@ -52,9 +52,9 @@ class End(asyncio.Transport):
     def write(self, data: Any) -> None:
         if self.open and not self.lost:
             self._unread_bytes += len(data)
-            at = self.next_arrival_s()
+            arrival_s = self.next_arrival_s()
             self._network.loop.call_at(
-                at, self._arrive, bytes(data), context=self.peer.process.context.copy()
+                arrival_s, self._arrive, bytes(data), context=self.peer.process.context.copy()
             )
 
     def writelines(self, list_of_data: Any) -> None:

@@ -40,7 +40,7 @@ from eldr_serve.limits import tenants
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.monitoring import loop_watch
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.replicas import engine_watch, servers, step_reporter
+from eldr_serve.replicas import decode_reporter, engine_watch, servers
 from eldr_serve.router import actor as decode_router
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings
@@ -346,8 +346,8 @@ def patch_serving_code(loop: VirtualLoop, world: World, rng: random.Random) -> I
             (ingress, "PromptTokenizer", FakePromptTokenizer),
             (tenants, "read_keys", read_fake_keys),
             (tenants, "_stamp", lambda path: 0),
-            (step_reporter, "find_actor", find),
-            (step_reporter, "serve", SimpleNamespace(get_replica_context=context)),
+            (decode_reporter, "find_actor", find),
+            (decode_reporter, "serve", SimpleNamespace(get_replica_context=context)),
             (decode_router, "start_channel_server", start_channel_server_without_ray),
             (servers, "start_channel_server", start_channel_server_without_ray),
             (decode_router, "RouterMetrics", NoMetrics),

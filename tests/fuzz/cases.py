@@ -146,8 +146,8 @@ def _messages(model: str) -> Iterator[FuzzCase]:
             yield case("tools", CHAT, chat(model, tools=offered, tool_choice=choice))
     for messages in tables["messages"]:
         yield case("messages", CHAT, {"model": model, "messages": messages})
-    many = [{"role": "user", "content": "x"}] * 2000
-    yield case("messages", CHAT, {"model": model, "messages": many})
+    thousands = [{"role": "user", "content": "x"}] * 2000
+    yield case("messages", CHAT, {"model": model, "messages": thousands})
     for template in tables["templates"]:
         yield case("template", CHAT, chat(model, chat_template=template))
     for flags in (

@@ -102,8 +102,8 @@ def mutations(model: str, count: int, number: int) -> list[FuzzCase]:
             body = _mutate(body, draw, fields)
         raw = json.dumps(body).encode(errors="surrogatepass")
         if draw(st.integers(0, 9)) == 9:
-            at = draw(st.integers(0, len(raw)))
-            raw = raw[:at] + draw(st.binary(max_size=4)) + raw[at + draw(st.integers(0, 3)) :]
+            start = draw(st.integers(0, len(raw)))
+            raw = raw[:start] + draw(st.binary(max_size=4)) + raw[start + draw(st.integers(0, 3)) :]
         return case(f"mutation:{path}", path, raw)
 
     cases: dict[FuzzCase, None] = {}
@@ -118,8 +118,8 @@ def _mutate(body: Any, draw: Callable[[st.SearchStrategy[Any]], Any], fields: st
     if not isinstance(body, dict | list) or not body or draw(st.integers(0, 20)) == 20:
         return deepcopy(draw(_VALUES))  # a copy, since the strategy may return one object several times
     if isinstance(body, list):
-        at = draw(st.integers(0, len(body) - 1))
-        body[at] = _mutate(body[at], draw, fields)
+        index = draw(st.integers(0, len(body) - 1))
+        body[index] = _mutate(body[index], draw, fields)
         return body
     kind = draw(st.integers(0, 5))
     if kind < 2:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
-from eldr_serve.engine.protocol import CalibrationEngine, Engine, EngineRequest, Prefilled, Sampling
+from eldr_serve.engine.protocol import CalibrationEngine, Engine, EngineRequest, PrefilledPrompt, Sampling
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.signature import Counts, unpack_counts
@@ -71,7 +71,7 @@ def request(
     *,
     tokens: int = 4,
     stream: bool = True,
-    prefilled: Prefilled | None = None,
+    prefilled: PrefilledPrompt | None = None,
     generated: bytes = b"",
     sampled: bool = False,
     model: str = "m",

@@ -316,6 +316,7 @@ class SlotPolicy(QueuedPolicy):
         running: worker by request id.
         assigned: all requests that have been assigned to a worker, by id.
         lengths: generated tokens of the requests that have ended.
+        aborted: requests that have ended without a complete answer.
     """
 
     class Parameters(QueuedPolicy.Parameters):
@@ -331,6 +332,7 @@ class SlotPolicy(QueuedPolicy):
         self.assigned: dict[str, PlacementRequest] = {}
         self.generated: dict[str, int] = {}
         self.lengths: list[int] = []
+        self.aborted: list[str] = []
 
     @property
     def has_queue(self) -> bool:
@@ -360,3 +362,7 @@ class SlotPolicy(QueuedPolicy):
     def on_finished(self, request_id: str) -> None:
         if self.running.pop(request_id, None) is not None:
             self.lengths.append(self.generated.pop(request_id, 0))
+
+    def on_aborted(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        super().on_aborted(request_id)

@@ -21,6 +21,7 @@ from eldr_serve.ingress.openapi import openapi_document
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.router.settings import RouterSettings
+from eldr_serve.router_client.client import RouterClient
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with
 from tests.support.fake_router import FakeActor
 from tests.support.request_path import good_prefill
@@ -49,7 +50,12 @@ class App:
         decode: answers the calls of decode engines.
         options: the ingress's options.
         validated: whether engines validate a request, as vLLM does, before they answer it.
+
+    Attributes:
+        router_client: the ingress's client of the router.
     """
+
+    router_client: RouterClient
 
     def __init__(self, prefill: Any, decode: Any, options: IngressOptions, validated: bool = True) -> None:
         answers = (self._validate_first(a) if validated else a for a in (prefill, decode))
@@ -121,8 +127,14 @@ async def running_app(
     app = App(prefill, decode, ingress_options, validated)
     fleets = iter((app.prefill, app.decode))
     handle: Any = Mock(check_health=Mock(remote=AsyncMock()))
+
+    def create_router_client(*args: Any, **options: Any) -> RouterClient:
+        app.router_client = RouterClient(*args, **options)
+        return app.router_client
+
     with (
         patch.object(ingress, "RouterCalls", lambda find: actor),
+        patch.object(ingress, "RouterClient", create_router_client),
         patch.object(ingress, "Fleet", lambda directory, **options: next(fleets)),
         patch.object(serve, "get_replica_context", lambda: SimpleNamespace(servable_object=app.ingress)),
     ):

@@ -41,7 +41,7 @@ def check(hosts: np.ndarray, rng: np.random.Generator) -> None:
 
 def check_plan(plan: MetroPlan, hosts: np.ndarray, rng: np.random.Generator) -> None:
     values = rng.permutation(hosts.size).reshape(hosts.shape)
-    plain, stored = TritonMetro(plan, "cpu"), TritonMetro(plan, "cpu", stored=values)
+    plain, stored = TritonMetro(plan, "cpu"), TritonMetro(plan, "cpu", output_values=values)
     for share in (0.0, 0.6, 1.0):  # later runs find the data of earlier ones
         tokens = (rng.uniform(size=hosts.shape[:2]) < share).astype(np.int32)
         rank = plan.route(tokens)

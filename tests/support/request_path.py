@@ -16,11 +16,11 @@ from eldr_serve.engine.calls import EXPERT_COUNTS_KEY
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
 from eldr_serve.request import Request, RequestFields
 from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
@@ -75,6 +75,7 @@ class FakeRouterClient:
         self.waits: list[float] = []
         self.resumed_at: list[int] = []  # tokens that the answer had at each placement
         self.leases: set[str] = set()
+        self.releases: list[bool] = []  # whether the answer was complete
         self.tokens: list[int] = []
         self.cached_tokens = 0  # of each lease
 
@@ -103,7 +104,8 @@ class FakeRouterClient:
             raise ConnectionError
         return self.loads
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, *, is_complete: bool) -> None:
+        self.releases.append(is_complete)
         self.leases.discard(request_id)
 
     def set_generated_tokens(self, request_id: str, tokens: int) -> None:

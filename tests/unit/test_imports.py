@@ -27,7 +27,7 @@ def _is_within(name: str, *parts: str) -> bool:
 
 # -- layering: each part imports only earlier ones ----------------------------------------------------
 
-# eldr_serve itself has the names that it exports; eldr_serve.cli imports other commands when they run.
+# eldr_serve.cli names the commands of later parts as strings, and imports them when they run.
 PARTS = (
     "eldr_serve.arrays",
     "eldr_serve.errors",
@@ -54,13 +54,19 @@ PARTS = (
     "eldr_serve.fleet",
     "eldr_serve.router_client",
     "eldr_serve.integrations",
+    "eldr_serve.pipeline.path_options",
+    "eldr_serve.pipeline.fleets",
+    "eldr_serve.pipeline.context",
+    "eldr_serve.pipeline.admission",
+    "eldr_serve.pipeline.prefill",
+    "eldr_serve.pipeline.decode",
     "eldr_serve.pipeline",
     "eldr_serve.ingress",
     "eldr_serve.config",
     "eldr_serve.app",
     "eldr_serve.commands",
     "eldr_serve.preflight",
-    "eldr_serve",  # names that `import eldr_serve` exports
+    "eldr_serve",  # names that `import eldr_serve` exports, and eldr_serve.cli
     "loadgen",
     "examples",
     "offline",
@@ -69,7 +75,6 @@ PARTS = (
     "benchmarks.serving",
     "benchmarks.papers",
     "benchmarks",  # the commands that run the others
-    "eldr_serve.cli",  # imports all other commands when they run
 )
 
 

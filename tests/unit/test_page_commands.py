@@ -44,7 +44,7 @@ _PROGRAMS = (
 )
 
 # Beginning of a command line -> the test that runs the command.
-BY_A_TEST = {
+TEST_BY_COMMAND = {
     "curl -N": "tests/e2e/test_serving.py::test_every_answer_names_its_worker_and_candidates",
     "eldr calibrate": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
     "eldr check": "tests/unit/test_package.py::test_the_wheel_runs_in_an_empty_folder",
@@ -85,13 +85,12 @@ BY_A_TEST = {
     "eldr simulate --config scenario.yaml --cost": (
         "tests/e2e/test_foreign_application.py::test_parallel_simulations_give_the_results_of_sequential_ones"
     ),
-    "haproxy": "tests/unit/ingress/test_front.py",
+    "haproxy": "tests/unit/ingress/test_front.py::test_requests_wait_while_no_ingress_listens",
     "locust": (
         "tests/unit/loadgen/test_locust.py::test_an_open_loop_sends_by_the_clock_and_records_every_request"
     ),
     "make docs": "tests/unit/test_docs_site.py::test_the_site_builds_strictly_and_fetches_from_no_other_host",
     "make package": "tests/unit/test_package.py::test_the_sdist_builds_the_same_wheel",
-    "python -m benchmarks.engine.ep_layer": "tests/unit/benchmarks/test_parallel_layer.py",
     "python -m benchmarks.engine.ep_nodes": (
         "tests/unit/benchmarks/test_ep_nodes.py::test_fewer_bytes_cross_if_a_token_is_sent_once_to_each_node"
     ),
@@ -110,8 +109,7 @@ BY_A_TEST = {
     "python -m benchmarks.gpu": (
         "tests/unit/benchmarks/test_gpu.py::test_the_command_writes_states_and_fails_with_a_step"
     ),
-    "python -m offline.widen": "tests/unit/demo/test_demo_model.py",
-    "python -m examples.demo_model.": "tests/unit/demo/test_demo_model.py",
+    "python -m offline.widen": "tests/unit/demo/test_demo_model.py::test_widening_keeps_the_logits",
     "python -m tests.faults chaos": (
         "tests/e2e/test_faults.py::test_processes_die_in_turn_and_no_request_is_lost"
     ),
@@ -129,7 +127,7 @@ BY_A_TEST = {
     "serve run": "tests/e2e/test_own_model.py::test_the_served_model_is_compared_watched_and_stopped",
     "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
 }
-BY_NONE = {
+REASON_WITHOUT_TEST = {
     "git clone": "the reader enters the address",
     "make setup": "it installs the environment of the tests",
     "make demo": "it calls `eldr demo`, which is tested",
@@ -139,10 +137,12 @@ BY_NONE = {
     "kubectl": "needs a cluster",
     "helm": "needs a cluster",
     "podman": "needs a container engine",
-    "chrt": "only root may set the priority; `python -m benchmarks.engine.ep_layer` above runs under it",
+    "chrt": "only root may set the priority with which it runs `python -m benchmarks.engine.ep_layer`",
     "python -m venv router-venv": "a download",
     "python -m benchmarks.serving.peers": "plain vLLM servers for an hour; parts: test_benchmarks.py",
     "python -m benchmarks.serving.whole_replicas": "engines for hours; parts: test_whole_replicas.py",
+    "python -m examples.demo_model.": "a download, and training for an hour; parts: test_demo_model.py",
+    "python -m benchmarks.engine.ep_layer": "ranks for minutes; parts: test_parallel_layer.py",
     "python -m benchmarks.engine.ep_engine": "an engine for minutes; parts: test_ep_engine.py",
     "python -m benchmarks.serving.barrier": "engines for minutes; parts: test_barrier.py",
     "ray up ray_cluster.yaml": "a cloud; its file passes Ray's validation in tests/unit/test_deployments.py",
@@ -155,10 +155,11 @@ BY_NONE = {
     "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
 }
-HERE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
+RUN_WITHOUT_SERVICE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
 FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"
-TOKEN = "ray get-auth-token"
-ON_A_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
+TOKEN_COMMAND = "ray get-auth-token"
+RUN_ON_SERVICE = ("eldr status", "eldr policy", "eldr table", "curl -X")
+ALL_ENTRIES = (*TEST_BY_COMMAND, *REASON_WITHOUT_TEST, *RUN_WITHOUT_SERVICE, *RUN_ON_SERVICE, TOKEN_COMMAND)
 
 
 def shown_lines() -> Iterator[str]:
@@ -173,8 +174,7 @@ def shown_lines() -> Iterator[str]:
 
 def entry_of(line: str) -> str | None:
     """Return the longest entry of the registry that the line begins with."""
-    all_entries = (*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN)
-    return max((k for k in all_entries if line.startswith(k)), key=len, default=None)
+    return max((k for k in ALL_ENTRIES if line.startswith(k)), key=len, default=None)
 
 
 def lines_of(*beginnings: str) -> list[str]:
@@ -191,14 +191,15 @@ def test_the_registry_and_the_commands_of_the_pages_correspond() -> None:
     assert len(lines) > 60
     assert not [line for line in lines if entry_of(line) is None]
     used = {entry_of(line) for line in lines}
-    assert not {*BY_A_TEST, *BY_NONE, *HERE, *ON_A_SERVICE, TOKEN} - used
+    assert not set(ALL_ENTRIES) - used
     assert entry_of("eldr nosuch") is None
 
 
-@pytest.mark.parametrize("address", sorted(set(BY_A_TEST.values())))
+@pytest.mark.parametrize("address", sorted(set(TEST_BY_COMMAND.values())))
 def test_every_test_in_the_registry_exists(address: str) -> None:
+    """A file alone, or the beginning of a test's name, is not enough."""
     file, _, test = address.partition("::")
-    assert f"def {test}" in (ROOT / file).read_text()
+    assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE)
 
 
 @pytest.fixture
@@ -229,9 +230,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
-    lines = lines_of(*HERE)
+    lines = lines_of(*RUN_WITHOUT_SERVICE)
     assert len(lines) > 12
-    for line in sorted(lines, key=lambda line: HERE.index(entry_of(line) or "")):
+    for line in sorted(lines, key=lambda line: RUN_WITHOUT_SERVICE.index(entry_of(line) or "")):
         if entry_of(line) == "eldr keys":
             continue  # below, in the order of their use
         if "--copy" in line:
@@ -250,7 +251,7 @@ def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_rays_token_is_created_where_the_page_says(tmp_path: Path) -> None:
-    (line,) = lines_of(TOKEN)
+    (line,) = lines_of(TOKEN_COMMAND)
     output(Path(sys.executable).with_name("ray"), *line.split()[1:], env=os.environ | {"HOME": str(tmp_path)})
     assert (tmp_path / ".ray/auth_token").read_text().strip()
 

@@ -21,9 +21,15 @@ def test_code_is_found_in_lists_and_without_a_fence(tmp_path: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes of headings."""
-    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    """Return the anchors that GitHub makes of headings, which are never in code blocks."""
+    heads = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_a_comment_in_a_code_block_is_no_anchor(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```bash\n# a comment\n```\n\n## A `part`\n\n- so:\n\n  ```\n# more\n  ```\n")
+    assert _anchors(page) == {"a-page", "a-part"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

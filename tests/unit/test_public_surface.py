@@ -99,13 +99,13 @@ def test_a_subcommand_outside_a_checkout_explains_where_it_is() -> None:
 
 
 def test_a_service_is_shown_and_changed(service: FakeService) -> None:
-    at = ("--url", service.url)
-    assert "locality-band (band 0.2)" in eldr("status", *at).stdout
-    assert '"leases": 0' in eldr("status", "--json", *at).stdout
-    changed = eldr("policy", "random", "--set", "seed=3", "--admin-key", KEY, *at)
+    address = ("--url", service.url)
+    assert "locality-band (band 0.2)" in eldr("status", *address).stdout
+    assert '"leases": 0' in eldr("status", "--json", *address).stdout
+    changed = eldr("policy", "random", "--set", "seed=3", "--admin-key", KEY, *address)
     assert changed.exit_code == 0, changed.stderr
     assert service.policy == {"name": "random", "parameters": {"seed": 3}}
-    assert '"policy": "random"' in eldr("policy", *at).stdout
+    assert '"policy": "random"' in eldr("policy", *address).stdout
 
 
 def test_the_status_shows_the_decode_queue_and_the_live_policys_saving(service: FakeService) -> None:

@@ -36,8 +36,8 @@ class BarrierPrediction:
 
 def fit_cost(all_steps: Sequence[RankSteps]) -> StepCost:
     """Fit the time of a step, linear in requests and KV tokens of the rank with the most KV tokens."""
-    parts = [_timed_steps(steps) for steps in all_steps]
-    requests, kv_tokens, seconds = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    timed = [_timed_steps(steps) for steps in all_steps]
+    requests, kv_tokens, seconds = (np.concatenate(columns) for columns in zip(*timed, strict=True))
     if len(seconds) < _MIN_STEPS:
         raise UserInputError(f"{len(seconds)} steps do not determine their time: make trials longer")
     fullest = kv_tokens.argmax(axis=1)[:, None]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.barrier.steps import RECORD_FOLDER_ENV, file_of
+from benchmarks.lib.barrier.steps import RECORD_FOLDER_ENV, steps_file
 from eldr_serve.engine.vllm.compat.ep_ranks import rank_batches
 from eldr_serve.engine.vllm.scheduler import EldrAsyncScheduler
 
@@ -23,7 +23,7 @@ class RecordingScheduler(EldrAsyncScheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        path = file_of(Path(os.environ[RECORD_FOLDER_ENV]), vllm_config.parallel_config.data_parallel_rank)
+        path = steps_file(Path(os.environ[RECORD_FOLDER_ENV]), vllm_config.parallel_config.data_parallel_rank)
         self._steps = path.open("w", buffering=1)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

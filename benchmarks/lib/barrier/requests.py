@@ -23,7 +23,7 @@ _BLOCK = 32  # tokens of a KV block of an engine on CPUs
 
 
 @dataclass(frozen=True)
-class Scale:
+class TraceScale:
     """The lengths to which a trace is scaled, in tokens.
 
     Attributes:

@@ -15,7 +15,7 @@ from eldr_serve.arrays import Floats, Ints
 RECORD_FOLDER_ENV = "ELDR_RANK_STEPS"  # environment variable of an engine's processes
 
 
-def file_of(folder: Path, rank: int) -> Path:
+def steps_file(folder: Path, rank: int) -> Path:
     """Return the file to which a rank writes its steps."""
     return folder / f"rank_{rank}.jsonl"
 
@@ -106,6 +106,6 @@ def read_steps(folder: Path, ranks: int) -> RankSteps:
     """Read and join the files of all ranks. The last line of each may be incomplete."""
     lines_by_rank = []
     for rank in range(ranks):
-        text = file_of(folder, rank).read_text()
+        text = steps_file(folder, rank).read_text()
         lines_by_rank.append([json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()])
     return join_ranks(lines_by_rank)

@@ -27,7 +27,7 @@ from eldr_serve.errors import UserInputError
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedBatch:
     """The pure decode steps of a batch.
 
     The migration has `slices`, of which `slices_left` were left when the batch ended.
@@ -66,14 +66,14 @@ class EpEngine(EngineProcesses):
         max_batch: int,
         data_parallel: bool = False,
     ) -> None:
-        self._parts = ranks if data_parallel else 1
+        self._num_processes = ranks if data_parallel else 1
         context = get_context("spawn")
         numbers = context.SimpleQueue()
-        for part in range(self._parts):
+        for part in range(self._num_processes):
             numbers.put(part)
-        shared = numbers, context.Barrier(self._parts), free_port()
+        shared = numbers, context.Barrier(self._num_processes), free_port()
         super().__init__(
-            self._parts, _start, *shared, str(model), ranks, redundant, moves_per_slice, max_batch
+            self._num_processes, _start, *shared, str(model), ranks, redundant, moves_per_slice, max_batch
         )
 
     def place(self, placement: Ints, rule: str, load: Floats) -> None:
@@ -89,7 +89,7 @@ class EpEngine(EngineProcesses):
         homes: Ints | None = None,
         migrate_to: Ints | None = None,
         load: Floats | None = None,
-    ) -> Decoded:
+    ) -> DecodedBatch:
         """Decode `tokens` tokens of each prompt greedily, all prompts at once.
 
         Args:
@@ -99,11 +99,11 @@ class EpEngine(EngineProcesses):
             load: float[L, E], expected tokens of each expert under `migrate_to`; None: as before.
         """
         if homes is None:
-            homes = np.arange(len(prompts)) * self._parts // len(prompts)
-        numbers = [np.flatnonzero(homes == part) for part in range(self._parts)]
+            homes = np.arange(len(prompts)) * self._num_processes // len(prompts)
+        numbers = [np.flatnonzero(homes == part) for part in range(self._num_processes)]
         shares = [[prompts[n] for n in share] for share in numbers]
         name += f" on {homes.tolist()}"
-        decoded: list[Decoded] = self._call(_decode, shares, tokens, name, migrate_to, load)
+        decoded: list[DecodedBatch] = self._call(_decode, shares, tokens, name, migrate_to, load)
         return replace(
             decoded[0],
             answers=np.concatenate([part.answers for part in decoded])[np.argsort(np.concatenate(numbers))],
@@ -114,7 +114,7 @@ class EpEngine(EngineProcesses):
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the function's result in each process, in the order of ranks."""
-        futures = [self._pool.submit(_run, function, *arguments) for _ in range(self._parts)]
+        futures = [self._pool.submit(_run, function, *arguments) for _ in range(self._num_processes)]
         return [result for _, result in sorted((future.result() for future in futures), key=itemgetter(0))]
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -127,15 +127,15 @@ class EpEngine(EngineProcesses):
 
 _engine: Any
 _ranks: int
-_part: int  # the data-parallel rank of this process
-_together: Barrier
-_sent = 0
-_known: set[str] = set()  # names of prompts in the prefix cache
+_data_rank: int  # the data-parallel rank of this process
+_barrier: Barrier
+_num_requests = 0
+_cached_names: set[str] = set()  # names of prompts in the prefix cache
 
 
 def _start(
     numbers: SimpleQueue[int],
-    together: Barrier,
+    barrier: Barrier,
     port: int,
     model: str,
     ranks: int,
@@ -143,15 +143,15 @@ def _start(
     moves_per_slice: int,
     max_batch: int,
 ) -> None:
-    global _engine, _ranks, _part, _together
+    global _engine, _ranks, _data_rank, _barrier
     from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV, register
 
-    _ranks, _part, _together = ranks, numbers.get(), together
+    _ranks, _data_rank, _barrier = ranks, numbers.get(), barrier
     os.environ |= ENGINE_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", EXPERT_PARALLEL_ENV: "1"}
     os.environ |= {
-        "VLLM_DP_SIZE": str(together.parties),
-        "VLLM_DP_RANK": str(_part),
-        "VLLM_DP_RANK_LOCAL": str(_part),
+        "VLLM_DP_SIZE": str(barrier.parties),
+        "VLLM_DP_RANK": str(_data_rank),
+        "VLLM_DP_RANK_LOCAL": str(_data_rank),
         "VLLM_DP_MASTER_PORT": str(port),
     }
     register()  # the plug-in does this in every process if the package is installed
@@ -170,8 +170,8 @@ def _start(
             enforce_eager=True,
             async_scheduling=False,
             skip_tokenizer_init=True,
-            tensor_parallel_size=ranks // together.parties,
-            distributed_executor_backend="mp" if together.parties == 1 else "uni",
+            tensor_parallel_size=ranks // barrier.parties,
+            distributed_executor_backend="mp" if barrier.parties == 1 else "uni",
             enable_expert_parallel=True,
             worker_extension_cls="benchmarks.lib.ep.stepped_worker.SteppedWorker",
             additional_config={
@@ -183,8 +183,8 @@ def _start(
 
 def _run(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
     """Return this process's rank, and the function's result, once each process has received a call."""
-    _together.wait()
-    return _part, function(*arguments)
+    _barrier.wait()
+    return _data_rank, function(*arguments)
 
 
 def _stop() -> None:
@@ -212,19 +212,19 @@ def _decode(
     name: str,
     migrate_to: Ints | None,
     load: Floats | None,
-) -> Decoded:
-    global _sent
+) -> DecodedBatch:
+    global _num_requests
     from vllm import SamplingParams
 
-    if name not in _known:
-        _known.add(name)
+    if name not in _cached_names:
+        _cached_names.add(name)
         _decode(shares, 2, name, None, None)
-    prompts = shares[_part]
+    prompts = shares[_data_rank]
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-    first = _sent + 1
+    first = _num_requests + 1
     for prompt in prompts:
-        _sent += 1
-        _engine.add_request(str(_sent), {"prompt_token_ids": prompt, "cache_salt": name}, params)
+        _num_requests += 1
+        _engine.add_request(str(_num_requests), {"prompt_token_ids": prompt, "cache_salt": name}, params)
     first_step = _ask("batches", 2**40)[0][0]
     before, moved_before = np.array(_ask("routed")[0]), _ask("status")[0]["experts_moved"]
     seconds, decoding = [], 0
@@ -251,7 +251,7 @@ def _decode(
     is_decode = log[0, :, 0, 0] == sum(map(len, shares))  # number of tokens of the step
     after = _ask("status")[0]
     routed = np.array(_ask("routed")[0]) - before
-    return Decoded(
+    return DecodedBatch(
         np.array([answers[number] for number in range(len(prompts))]),
         np.array(seconds)[is_decode],
         move_s,

@@ -16,18 +16,29 @@ TRAFFIC = ("near_messages", "near_bytes", "far_messages", "far_bytes")  # near: 
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes of equally many ranks. Each rank has a link of its own to the other nodes."""
+    """Nodes of equally many ranks. Each rank has a link of its own to the other nodes.
+
+    Attributes:
+        nodes: number of nodes.
+        delay_s: delay of messages between nodes. Messages that a rank sends and receives at the same time are
+            delayed once, because they travel at the same time.
+        bytes_per_s: bandwidth of a rank's link, in each direction.
+    """
 
     nodes: int = 1
-    delay_s: float = 0.0  # of all messages between nodes that a rank sends and receives at the same time
-    bytes_per_s: float = math.inf  # of a rank's link, in each direction
+    delay_s: float = 0.0
+    bytes_per_s: float = math.inf
 
 
 ONE_NODE = Network()
 
 
 class RankTraffic:
-    """The messages of one rank to others: `counts` int[4] has their numbers and bytes, as in TRAFFIC."""
+    """The messages that one rank has sent to others.
+
+    Attributes:
+        counts: int[4], numbers and bytes of these messages, in the order of TRAFFIC.
+    """
 
     def __init__(self, rank: int, ranks: int, network: Network) -> None:
         node_of = Topology(ranks=ranks, nodes=network.nodes).node_of

@@ -104,7 +104,7 @@ class ParallelLayer:
     ) -> Tensor:
         """Compute the layer with all-to-all dispatch and combine. A token is sent to a rank at most once.
 
-        Like `run_gathered`. The stages are gate, route, dispatch, experts, combine.
+        The arguments are those of `run_gathered`; the stages are gate, route, dispatch, experts, combine.
 
         Args:
             nodes: nodes of the ranks. With several, a token is sent to each node at most once, to its entry:
@@ -191,7 +191,8 @@ class ParallelLayer:
 def first_of_each_node(is_serving: Bools, nodes: int, home: int) -> Bools:
     """Return bool[T, G]: the first rank of each node among the ranks bool[T, G] that serve a token.
 
-    Counting begins at the home rank's place on its own node, so that homes on a node use different entries.
+    The count begins at the home rank's place on its own node, so that the homes of a node use different
+    entries.
     """
     tokens, ranks = is_serving.shape
     place = home % (ranks // nodes)

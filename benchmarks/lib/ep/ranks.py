@@ -19,7 +19,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> list[T]:
+def run_on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> list[T]:
     """Run work(rank, *arguments) in `ranks` new processes with a process group, and return their results.
 
     A process has one compute thread and, on a CPU, one of this process's cores. Rank 0 has the last core. If
@@ -29,7 +29,7 @@ def on_ranks(ranks: int, work: Callable[..., T], *arguments: Any, timeout_s: flo
         rendezvous = f"file://{folder}/rendezvous"
         with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
             started = [
-                pool.submit(_rank, rank, ranks, rendezvous, timeout_s, work, arguments)
+                pool.submit(_run_rank, rank, ranks, rendezvous, timeout_s, work, arguments)
                 for rank in range(ranks)
             ]
             return [future.result() for future in started]
@@ -59,7 +59,7 @@ def read_experts(model: Path, layer: int, experts: Sequence[int]) -> tuple[Tenso
         return w13, torch.stack([part(e, "down") for e in experts])
 
 
-def _rank(
+def _run_rank(
     rank: int, ranks: int, rendezvous: str, timeout_s: float, work: Callable[..., T], arguments: Sequence[Any]
 ) -> T:
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

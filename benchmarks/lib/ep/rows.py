@@ -83,7 +83,7 @@ def shift_rows(
                 "windows": len(trials),
                 **_interval("step", trials),
                 **_change("step", trials, base, "step_ms", seed),
-                "with_moves_ms": float(np.median([one["with_moves_ms"] for one in trials])),
+                "with_moves_ms": float(np.median([trial["with_moves_ms"] for trial in trials])),
                 **_change("with_moves", trials, base, "with_moves_ms", seed),
                 **_means(
                     trials,

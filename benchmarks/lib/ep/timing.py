@@ -83,7 +83,7 @@ class RankJob:
         return tokens
 
 
-class _Experts:
+class _LocalExperts:
     """All layers' experts in this process's memory, to which the slots of a placement point."""
 
     def __init__(self, job: RankJob) -> None:
@@ -126,7 +126,7 @@ class LayerRun(NamedTuple):
 
 def time_layers_together(rank: int, job: RankJob) -> LayerRun:
     """Time each stage while the ranks start every layer together."""
-    experts_of_rank = _Experts(job)
+    experts_of_rank = _LocalExperts(job)
     batches, layers, tokens, _ = job.routes.shape
     rank_tokens = tokens // job.ranks
     start = rank * rank_tokens
@@ -161,7 +161,7 @@ def time_layers_together(rank: int, job: RankJob) -> LayerRun:
 
 def time_shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.float64]]:
     """Time each rank's experts with nothing else running: [B, L, rounds, G] s, by arm."""
-    experts_of_rank = _Experts(job)
+    experts_of_rank = _LocalExperts(job)
     batches, layers, tokens, _ = job.routes.shape
     times = {arm: np.zeros((batches, layers, job.rounds, job.ranks)) for arm in job.arms}
     x = experts_of_rank.draw_tokens(tokens)
@@ -178,7 +178,7 @@ def time_shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.floa
 
 def time_rank_alone(rank: int, job: RankJob) -> list[dict[str, Any]]:
     """Time a rank for several numbers of activated experts and pairs; return medians."""
-    experts_of_rank = _Experts(job)
+    experts_of_rank = _LocalExperts(job)
     rng = np.random.default_rng(job.seed)
     counts = [count for count in ACTIVATED if count <= job.num_experts]
     points = [(activated, activated * tokens) for activated in counts for tokens in TOKENS_PER_EXPERT]
@@ -204,7 +204,7 @@ def time_messages(rank: int, rounds: int) -> list[dict[str, Any]]:
         ValueError: there are not two ranks, to which the sizes of the messages belong.
     """
     if (ranks := dist.get_world_size()) != 2:
-        raise ValueError(f"messages are timed between two ranks, got {ranks}: call on_ranks with 2")
+        raise ValueError(f"messages are timed between two ranks, got {ranks}: call run_on_ranks with 2")
     rows = []
     for size in MESSAGE_BYTES:
         own = torch.zeros(size, dtype=torch.uint8, device=device())

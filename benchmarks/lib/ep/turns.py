@@ -7,6 +7,7 @@ answers.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from time import monotonic
@@ -17,13 +18,14 @@ import typer
 from numpy.typing import ArrayLike
 from scipy.optimize import linear_sum_assignment
 
-from benchmarks.lib.ep.engine import Decoded
+from benchmarks.lib.ep.engine import DecodedBatch
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
+from examples.demo_model import WEIGHTS
 from loadgen.journal import Journal
 
 Key = TypeVar("Key", bound=tuple[Hashable, ...])
-Engine = TypeVar("Engine")
+EngineT = TypeVar("EngineT")
 NUM_HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
 MAX_PROMPT_TOKENS = 65  # longer prompts are cut, since only decode is measured
 SKIPPED_STEPS = 2  # decode steps after the prefill that no figure includes
@@ -36,11 +38,30 @@ Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with 
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 
 
+def resolve_ranks(benchmark: str, ranks: int, data_parallel: int | None) -> tuple[str, int, str]:
+    """Return the name of the result, the number of ranks, and the kind of their attention.
+
+    Raises:
+        UserInputError: the ranks do not divide the model's heads or, if they are data-parallel, its experts.
+    """
+    result, attention = benchmark, "tensor-parallel"
+    option, number, what = "--ranks", NUM_HEADS, "attention heads"
+    if data_parallel is not None:
+        result, ranks, attention = f"{benchmark}_dp", data_parallel, "data-parallel"
+        config = json.loads((WEIGHTS / "config.json").read_text())
+        option, number, what = "--data-parallel", config["num_local_experts"], "experts"
+    if number % ranks:
+        raise UserInputError(
+            f"{option} is {ranks}: set it to a number that divides the model's {number} {what}"
+        )
+    return result, ranks, attention
+
+
 def measure_in_turns(
     journal: Journal,
     keys: Iterable[Key],
-    engine: Callable[[], AbstractContextManager[Engine]],
-    measure: Callable[[Engine, Key], Any],
+    engine: Callable[[], AbstractContextManager[EngineT]],
+    measure: Callable[[EngineT, Key], Any],
     minutes: float | None,
 ) -> dict[Key, Any]:
     """Return the measurement of each key, in this order. Measure only those that the journal lacks.
@@ -95,7 +116,7 @@ def choose_homes(counts: ArrayLike, placement: Ints, ranks: int) -> Ints:
     return places[linear_sum_assignment(share_at_home[:, places], maximize=True)[1]]
 
 
-def summary(decoded: Decoded) -> dict[str, Any]:
+def summarise_batch(decoded: DecodedBatch) -> dict[str, Any]:
     """Return a batch's figures: medians over steps for times, otherwise means over steps and layers."""
     columns = np.moveaxis(decoded.log[:, SKIPPED_STEPS:], -1, 0)
     tokens, activated, pairs, served_at_home, moved_tokens = columns

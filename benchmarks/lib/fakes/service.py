@@ -13,7 +13,7 @@ from benchmarks.lib.cluster import local_ray, wait_ready
 from benchmarks.lib.fakes.names import APPLICATION, MODEL
 
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-# Serve's environment variable: no other component tracks the replicas.
+# A stopping replica need not stay until a load balancer has noticed, because only Serve watches the replicas.
 NO_DRAINING = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
 _WORD = " token"  # an engine's output at each step
 T = TypeVar("T")

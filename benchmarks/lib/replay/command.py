@@ -19,7 +19,7 @@ from benchmarks.lib.replay.schedule import (
     Arm,
     ReplayCase,
     ReplayExperiment,
-    loads_of,
+    parse_loads,
     widen_model,
 )
 from eldr_serve.errors import UserInputError
@@ -30,8 +30,8 @@ from loadgen.results import environment, publish
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """Input of a report."""
+class ReplayResult:
+    """The cases that a replay benchmark has measured, from which a report is made."""
 
     name: str
     experiment: ReplayExperiment
@@ -44,7 +44,7 @@ class Replayed:
 Rows = list[dict[str, Any]]
 
 
-def _changes(rows: Rows, path: Path) -> None:
+def _draw_changes(rows: Rows, path: Path) -> None:
     bars(rows, "arm", "p50_change_pct", path, interval=("p50_low_pct", "p50_high_pct"))
 
 
@@ -60,31 +60,31 @@ def select_arms(names: str, arms: Sequence[Arm]) -> list[Arm]:
 def report_changes(
     baselines: Sequence[str],
     note: Callable[[Rows], str] | None = None,
-    draw: Callable[[Rows, Path], None] = _changes,
-) -> Callable[[Replayed], None]:
+    draw: Callable[[Rows, Path], None] = _draw_changes,
+) -> Callable[[ReplayResult], None]:
     """Return a report of changes against the best of `baselines` that ran. `note` adds a remark."""
 
-    def report(run: Replayed) -> None:
-        labels = list(run.cases[0].outcomes)
+    def report(result: ReplayResult) -> None:
+        labels = list(result.cases[0].outcomes)
         baselines_of_run = [label for label in baselines if label in labels] or labels[:1]
-        rows = [row for case in run.cases for row in arm_rows(case, baselines_of_run, run.seed)]
-        alone = "on its own core" if run.inputs["device"] == "cpu" else "alone on the GPU"
+        rows = [row for case in result.cases for row in arm_rows(case, baselines_of_run, result.seed)]
+        alone = "on its own core" if result.inputs["device"] == "cpu" else "alone on the GPU"
         notes = (
             f"Requests are placed in simulation, and steps measured on real engines, each {alone}. "
             f"Changes are against the best of {', '.join(baselines_of_run)} at that percentile, with 95 % "
             "bootstrap intervals"
         )
         notes += f"; {note(rows)}" if note is not None else ""
-        path = publish(run.name, rows, inputs=run.inputs, seed=run.seed, out=run.out, notes=notes)
+        path = publish(result.name, rows, inputs=result.inputs, seed=result.seed, out=result.out, notes=notes)
         draw(rows, path.with_suffix(".png"))
 
     return report
 
 
-def replay_command(
+def make_replay_command(
     name: str,
     all_arms: Sequence[Arm],
-    report: Callable[[Replayed], None] | None = None,
+    report: Callable[[ReplayResult], None] | None = None,
     *,
     default_workers: str = "8",
     default_groups: str = "language,task",
@@ -93,7 +93,7 @@ def replay_command(
     default_repeats: int = 1,
     default_intermediate: int = 1024,
 ) -> Callable[..., None]:
-    """Return the command `name` with these arms and `report`, by default `against` round-robin."""
+    """Return the command `name` with these arms and `report`, by default changes against round-robin."""
 
     def command(
         prompts: options.Prompts = options.PROMPTS,
@@ -116,7 +116,7 @@ def replay_command(
     ) -> None:
         """Place requests in each arm and replay each worker's schedule. The same options resume a run."""
         check_device(device)
-        loads = loads_of(groups, workers, batch, per_worker)
+        loads = parse_loads(groups, workers, batch, per_worker)
         selected_arms = select_arms(arms, all_arms)
         arguments: dict[str, Any] = {"requests": requests, "output_tokens": output_tokens, "device": device}
         arguments |= {"intermediate": intermediate, "seed": seed, "fit_requests": fit_requests}
@@ -133,7 +133,7 @@ def replay_command(
         inputs = experiment.inputs | {"per_worker": per_worker, "batch": batch, "repeats": repeats}
         inputs |= {"engines": engines}
         inputs["core_slowdown_p1_p50_p99"] = np.percentile(slowdown, [1, 50, 99]).tolist()
-        (report or report_changes(["round-robin"]))(Replayed(name, experiment, cases, inputs, seed, out))
+        (report or report_changes(["round-robin"]))(ReplayResult(name, experiment, cases, inputs, seed, out))
         if steps_out is not None:
             write_atomically(steps_out, experiment.step_lines())
         journal.remove()

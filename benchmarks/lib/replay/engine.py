@@ -24,15 +24,15 @@ ENGINE_ENV = engines.ENGINE_ENV | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_
 TEMPERATURE = 0.8  # sampling temperature of captures and replays
 STEP_TOKENS = 4096  # maximum tokens of a step
 BLOCK = 32  # tokens per KV block, the minimum of vLLM's CPU attention
-# If CpuSpeed's matrix product takes x times as long, a step takes about x**_FELT times as long. In means of
-# 100 steps, the exponent was 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
-_FELT = 0.75
+# If CpuSpeed's matrix product takes x times as long, a step takes about x**_SENSITIVITY times as long. In
+# means of 100 steps, the exponent was 0.56 to 1 in five trials of 2,500 to 35,000 steps (docs/benchmarks.md).
+_SENSITIVITY = 0.75
 # Sizes of decode batches with their own CUDA graph. Up to 40 all have one, since a padded token may activate
 # further experts.
-_GRAPHS = (*range(1, 41), *range(48, 129, 8))
-# On a GPU: the KV cache (on a CPU, ENGINE_ENV sets it) and the maximum tokens of a step, since few prompts
-# are computed.
-ROOM = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
+_GRAPH_SIZES = (*range(1, 41), *range(48, 129, 8))
+# On a GPU, the size of the KV cache (on a CPU, ENGINE_ENV sets it) and the maximum tokens of a step, which
+# can be small because few prompts are computed.
+GPU_LIMITS = {"kv_cache_memory_bytes": 2 << 30, "max_num_batched_tokens": 512}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ReplayArrival:
 
 
 @dataclass
-class Steps:
+class StepRecords:
     """Times and work of decode steps, one entry per step."""
 
     seconds: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Steps:
     experts: list[int] = field(default_factory=list)  # summed over MoE layers
     slowdown: list[float] = field(default_factory=list)  # of the core, which divides `seconds`
 
-    def extend(self, other: Steps) -> None:
+    def extend(self, other: StepRecords) -> None:
         """Append another run's steps."""
         for name in vars(self):
             getattr(self, name).extend(getattr(other, name))
@@ -78,7 +78,7 @@ class ReplayEngine:
         device: str = "cpu",
         max_batch: int = 256,
         max_model_len: int = 2048,
-        batches: Sequence[int] = _GRAPHS,
+        batches: Sequence[int] = _GRAPH_SIZES,
         **arguments: Any,
     ):
         os.environ |= ENGINE_ENV | {
@@ -103,19 +103,19 @@ class ReplayEngine:
             def log_engine_initialized(self) -> None: ...
 
         self._records = records
-        self._took: list[float] = []  # seconds of each step, by its number
+        self._step_times_s: list[float] = []  # seconds of each step, by its number
         self._number_steps()
         kwargs = device_kwargs(device, batches) | {"block_size": BLOCK, "async_scheduling": False}
         self._cuda = device != "cpu"
         kwargs |= {"max_model_len": max_model_len, "max_num_seqs": max_batch, "seed": 0}
-        kwargs |= ROOM if self._cuda else {"max_num_batched_tokens": STEP_TOKENS}
+        kwargs |= GPU_LIMITS if self._cuda else {"max_num_batched_tokens": STEP_TOKENS}
         engine_args = EngineArgs(model=model, **engine_kwargs("decode", **kwargs | arguments))
         self._engine = LLMEngine.from_engine_args(engine_args, stat_loggers=[Recorder])
         # If torch was imported before, the environment came too late; a second thread would spin
         # beside the steps and share their work.
         torch.set_num_threads(1)
         self._cpu_speed = CpuSpeed()
-        self._settle: Callable[[], None] = torch.cuda.synchronize if self._cuda else lambda: None
+        self._synchronise: Callable[[], None] = torch.cuda.synchronize if self._cuda else lambda: None
         self._clock = perf_counter if self._cuda else thread_time
 
     def probe_s(self) -> float:
@@ -124,7 +124,7 @@ class ReplayEngine:
 
     def slowdown(self, probe_s: float) -> float:
         """Return how many times longer a step takes now than at a probe time of `probe_s`."""
-        return 1.0 if self._cuda else float((self._cpu_speed.measure_recent_mean() / probe_s) ** _FELT)
+        return 1.0 if self._cuda else float((self._cpu_speed.measure_recent_mean() / probe_s) ** _SENSITIVITY)
 
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
         """Run one step, and return outputs, seconds on the engine's clock, and the newly complete records.
@@ -135,10 +135,10 @@ class ReplayEngine:
         self._records.clear()
         start = self._clock()
         outputs = self._engine.step()
-        self._settle()
-        self._took.append(self._clock() - start)
-        records = [record | {"took": self._took[record["step"]]} for record in self._records]
-        return outputs, self._took[-1], records
+        self._synchronise()
+        self._step_times_s.append(self._clock() - start)
+        records = [record | {"took": self._step_times_s[record["step"]]} for record in self._records]
+        return outputs, self._step_times_s[-1], records
 
     def _number_steps(self) -> None:
         """Store in each record the number of its step."""
@@ -147,7 +147,7 @@ class ReplayEngine:
         finish = StepTimer.finish
 
         def finish_with_number(timer: StepTimer, record: dict[str, int], active: Any) -> None:
-            finish(timer, record | {"step": len(self._took)}, active)
+            finish(timer, record | {"step": len(self._step_times_s)}, active)
 
         StepTimer.finish = finish_with_number  # type: ignore[method-assign, assignment]
 
@@ -162,7 +162,9 @@ class ReplayEngine:
         while self._engine.has_unfinished_requests():
             self.step()
 
-    def run(self, arrivals: Sequence[ReplayArrival], probe_s: float) -> tuple[dict[str, np.ndarray], Steps]:
+    def run(
+        self, arrivals: Sequence[ReplayArrival], probe_s: float
+    ) -> tuple[dict[str, np.ndarray], StepRecords]:
         """Serve the arrivals without idle time, and return token times in seconds by request, and the steps.
 
         On a CPU the clock is the sum of the steps' CPU times, scaled to a probe time of `probe_s`. An engine
@@ -177,7 +179,7 @@ class ReplayEngine:
 
         times: dict[str, list[float]] = {a.request_id: [] for a in arrivals}
         waiting = sorted(arrivals, key=lambda a: a.arrival_s, reverse=True)
-        steps, now, first = Steps(), 0.0, len(self._took)
+        steps, now, first = StepRecords(), 0.0, len(self._step_times_s)
         process, thread = process_time(), thread_time()
         while waiting or self._engine.has_unfinished_requests():
             if not self._engine.has_unfinished_requests():

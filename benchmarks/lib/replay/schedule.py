@@ -31,7 +31,7 @@ from benchmarks.lib.active_experts import active_experts
 from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
 from benchmarks.lib.engine_pool import ReplayEngines
 from benchmarks.lib.engines import weights_name
-from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival, Steps
+from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival, StepRecords
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.clustering import kmeans
 from eldr_serve.experts.fitting.table import fit_table
@@ -99,7 +99,7 @@ class ReplayCase:
     outcomes: dict[str, Outcome]
     replayed_tpot_s: dict[str, NDArray[np.float64]]  # by arm, [repeats, jobs]
     replayed_first_s: dict[str, NDArray[np.float64]]  # arrival to the end of the first decode step
-    steps: dict[str, Steps]
+    steps: dict[str, StepRecords]
 
     @property
     def tpot_s(self) -> dict[str, NDArray[np.float64]]:
@@ -129,12 +129,12 @@ class _Replay:
     def jobs(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.case.outcomes[self.label].worker == self.worker)
 
-    def entry_of(self, times: dict[str, NDArray[np.float64]], steps: Steps) -> dict[str, Any]:
+    def entry_of(self, times: dict[str, NDArray[np.float64]], steps: StepRecords) -> dict[str, Any]:
         """Return the engine's answer as the journal stores it."""
-        at = [times[str(j)] for j in self.jobs]
+        token_times = [times[str(j)] for j in self.jobs]
         return {
-            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in at],
-            "first_s": [t[0] - self.case.arrival_s[j] for t, j in zip(at, self.jobs, strict=True)],
+            "tpot_s": [(t[-1] - t[0]) / (len(t) - 1) for t in token_times],
+            "first_s": [t[0] - self.case.arrival_s[j] for t, j in zip(token_times, self.jobs, strict=True)],
             "steps": vars(steps),
         }
 
@@ -142,7 +142,7 @@ class _Replay:
         """Copy the journal's entry into the case."""
         self.case.replayed_tpot_s[self.label][self.repeat, self.jobs] = entry["tpot_s"]
         self.case.replayed_first_s[self.label][self.repeat, self.jobs] = entry["first_s"]
-        self.case.steps[self.label].extend(Steps(**entry["steps"]))
+        self.case.steps[self.label].extend(StepRecords(**entry["steps"]))
 
 
 class _RepeatPlacements(Policy):
@@ -183,7 +183,7 @@ class ReplayExperiment:
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._probe_s: float = journal.get_or_put("probe_s", engine_pool.probe_s)
-        self._fitted_on = self._fitting_steps(fit_requests)
+        self._fitting_records = self._measure_fitting_steps(fit_requests)
         self.cost, self.cost_error = self._fit_cost()
         typer.echo(f"step cost {self.cost.as_dict()}, relative error {self.cost_error:.1%}")
         self.inputs = {
@@ -198,7 +198,7 @@ class ReplayExperiment:
     def compare(self, loads: Sequence[ReplayLoad], arms: Sequence[Arm], repeats: int = 1) -> list[ReplayCase]:
         """Place and replay every load in every arm. Arms alternate, so that all meet the same machine speeds.
 
-        A request's times are the medians of its `repeats` replays. Steps are those of all replays.
+        A request's times are the medians of its `repeats` replays. StepRecords are those of all replays.
         """
         cases = [self._plan(load, arms, repeats) for load in loads]
         schedule = [
@@ -232,7 +232,7 @@ class ReplayExperiment:
         trace = self.data.trace
         by_arm = {}
         for label, outcome in case.outcomes.items():
-            judge = MarginalCost(affinity=0, tail_power=1, cost=self.cost.as_dict())
+            evaluator = MarginalCost(affinity=0, tail_power=1, cost=self.cost.as_dict())
             ledger = LoadLedger()
             workers = ledger.rows(range(case.load.workers))
             ends: list[tuple[float, int]] = []
@@ -240,15 +240,15 @@ class ReplayExperiment:
             for j in np.argsort(case.arrival_s):
                 while ends and ends[0][0] <= case.arrival_s[j]:
                     request_id = str(heapq.heappop(ends)[1])
-                    judge.on_finished(request_id)
+                    evaluator.on_finished(request_id)
                     ledger.release(request_id)
                 i = int(case.requests[j])
                 counts, steps = trace.decode_counts[i], int(trace.decode_steps[i])
                 request = PlacementRequest(str(j), steps, self._output_tokens, expert_counts=counts)
-                added = judge.added_cost(request, ledger.loads(workers))
+                added = evaluator.added_cost(request, ledger.loads(workers))
                 worker = int(outcome.worker[j])
                 regret[j] = added[worker] - added.min()
-                judge.on_assigned(request, worker)
+                evaluator.on_assigned(request, worker)
                 ledger.add(str(j), worker, request.prompt_tokens)
                 heapq.heappush(ends, (float(outcome.last_s[j]), int(j)))
             by_arm[label] = regret
@@ -261,16 +261,16 @@ class ReplayExperiment:
 
     def step_lines(self) -> str:
         """Return the steps behind the cost, as `eldr simulate --calibrate-from` reads them."""
-        s = self._fitted_on
+        s = self._fitting_records
         records = zip(s.requests, s.kv_tokens, s.experts, s.seconds, strict=True)
         names = ("requests", "kv_tokens", "experts", "seconds")
         return "".join(json.dumps(dict(zip(names, record, strict=True))) + "\n" for record in records)
 
-    def _fitting_steps(self, requests: int) -> Steps:
+    def _measure_fitting_steps(self, requests: int) -> StepRecords:
         """Measure the steps of batches of different sizes, of one domain and of all."""
         if (entry := self._journal.get("fitting steps")) is not None:
-            return Steps(**entry)
-        steps, domains = Steps(), np.array(self.data.trace.domains)
+            return StepRecords(**entry)
+        steps, domains = StepRecords(), np.array(self.data.trace.domains)
         names, sizes = np.unique(domains, return_counts=True)
         single = names[np.argsort(-sizes)[:2]]
         futures = []
@@ -289,7 +289,7 @@ class ReplayExperiment:
         return steps
 
     def _fit_cost(self) -> tuple[StepCost, float]:
-        steps = self._fitted_on
+        steps = self._fitting_records
         sums = StepSums.from_steps(steps.requests, steps.kv_tokens, steps.experts, steps.seconds)
         cost = sums.fit()
         if cost is None:
@@ -332,7 +332,7 @@ class ReplayExperiment:
             outcomes,
             empty,
             copy.deepcopy(empty),
-            {arm.label: Steps() for arm in arms},
+            {arm.label: StepRecords() for arm in arms},
         )
 
     def _table(self, fit: NDArray[np.int64], workers: int, balanced: bool, transform: str) -> RoutingTable:
@@ -376,7 +376,7 @@ class ReplayExperiment:
         ]
 
 
-def loads_of(groups: str, workers: str, batch: str, per_worker: int) -> list[ReplayLoad]:
+def parse_loads(groups: str, workers: str, batch: str, per_worker: int) -> list[ReplayLoad]:
     """Return all combinations of the options' values. Raise UserInputError for invalid values."""
     counts, sizes = options.numbers("--workers", workers), options.numbers("--batch", batch)
     return [ReplayLoad(g, k, b, per_worker) for g in groups_of(groups) for k in counts for b in sizes]

@@ -32,17 +32,17 @@ class CaptureSwitch:
         cls.is_on = on
 
 
-def _switched(ours: type, theirs: type) -> Callable[[type], type]:
-    """Decorate a subclass of `ours`: while the switch is off, overridden methods call `theirs`."""
+def _switched(eldr_class: type, vllm_class: type) -> Callable[[type], type]:
+    """Decorate a subclass of `eldr_class`: while the switch is off, overridden methods call `vllm_class`."""
 
-    def choose_at_call(our_method: Any, their_method: Any) -> Any:
-        return lambda *args, **kwargs: (our_method if CaptureSwitch.is_on else their_method)(*args, **kwargs)
+    def choose_at_call(eldr_method: Any, vllm_method: Any) -> Any:
+        return lambda *args, **kwargs: (eldr_method if CaptureSwitch.is_on else vllm_method)(*args, **kwargs)
 
     def override(switched: type) -> type:
-        for owner in ours.__mro__[: ours.__mro__.index(theirs)]:
-            for name, our_method in vars(owner).items():
-                if isfunction(our_method) and name not in _NOT_SWITCHED and hasattr(theirs, name):
-                    setattr(switched, name, choose_at_call(our_method, getattr(theirs, name)))
+        for owner in eldr_class.__mro__[: eldr_class.__mro__.index(vllm_class)]:
+            for name, eldr_method in vars(owner).items():
+                if isfunction(eldr_method) and name not in _NOT_SWITCHED and hasattr(vllm_class, name):
+                    setattr(switched, name, choose_at_call(eldr_method, getattr(vllm_class, name)))
         return switched
 
     return override

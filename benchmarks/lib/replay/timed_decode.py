@@ -10,7 +10,7 @@ from typing import Any
 from eldr_serve.channel import Reply
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.compat.serve_llm import engine_client
-from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.replicas.llm_servers import LLMDecodeServer
 
 _called_at: ContextVar[float] = ContextVar("called_at")
@@ -55,11 +55,11 @@ class TimedDecodeServer(LLMDecodeServer):
         waiting = True
         async for output in self._client_generate(*args, **kwargs):
             if waiting:
-                at, waiting = output.metrics, False
+                metrics, waiting = output.metrics, False
                 self._stages.record(
-                    admit=at.queued_ts - _called_at.get(),
-                    wait=at.scheduled_ts - at.queued_ts,
-                    step=at.first_token_ts - at.scheduled_ts,
+                    admit=metrics.queued_ts - _called_at.get(),
+                    wait=metrics.scheduled_ts - metrics.queued_ts,
+                    step=metrics.first_token_ts - metrics.scheduled_ts,
                 )
             yield output
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import typer
 
-from benchmarks.lib.client import Send, sender
+from benchmarks.lib.client import Send, completion_sender
 from benchmarks.lib.engines import vllm_router, vllm_servers
 from benchmarks.lib.live import serve_without_table
 from benchmarks.lib.prometheus import total
@@ -26,11 +26,11 @@ AFFINITY = "benchmarks.papers.prefix_policies:LongestPrefix"
 POLICIES = {name: name for name in (*BASELINES, "marginal-cost")} | {"prefix-affinity": AFFINITY}
 _SETTLE_S = 1.0  # time for plain servers to drop cancelled requests
 # A function that selects a policy, and one that reads the totals so far.
-Side = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]
+SystemControls = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]
 
 
 @contextmanager
-def _serve_ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[Side]:
+def _serve_eldr(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[SystemControls]:
     """Run eldr_serve's application. Selecting a policy resets what the policy has learnt."""
     with serve_without_table(arguments, port=port) as client:
         client.swap_predictor(predictor)
@@ -39,14 +39,16 @@ def _serve_ours(arguments: dict[str, Any], predictor: bytes, port: int) -> Itera
             client.wait_idle()
             client.set_policy("random")  # setting the same policy again would keep its state
             client.set_policy(POLICIES[name])
-            return sender(client.url)
+            return completion_sender(client.url)
 
         yield select_policy, partial(_step_totals, client)
         typer.echo(f"predictor: {client.status()['predictor']}")
 
 
 @contextmanager
-def _serve_theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int) -> Iterator[Side]:
+def _serve_behind_vllm_router(
+    arguments: dict[str, Any], venv: Path, names: Iterable[str], port: int
+) -> Iterator[SystemControls]:
     """Run plain servers behind a vllm-router for each of the policies."""
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -59,7 +61,7 @@ def _serve_theirs(arguments: dict[str, Any], venv: Path, names: Iterable[str], p
 
         def select_policy(name: str) -> Send:
             time.sleep(_SETTLE_S)
-            return sender(fronts[name])
+            return completion_sender(fronts[name])
 
         yield select_policy, partial(_server_times, urls)
 
@@ -90,9 +92,9 @@ class Engines:
     venv: Path | None
     port: int
 
-    def start(self, side: str, names: Iterable[str]) -> AbstractContextManager[Side]:
+    def start(self, side: str, names: Iterable[str]) -> AbstractContextManager[SystemControls]:
         """Start the engines and the routers of one side, for these policies."""
         if side == "eldr":
-            return _serve_ours(self.arguments, self.predictor, self.port)
+            return _serve_eldr(self.arguments, self.predictor, self.port)
         assert self.venv is not None
-        return _serve_theirs(self.arguments, self.venv, names, self.port + 20)
+        return _serve_behind_vllm_router(self.arguments, self.venv, names, self.port + 20)

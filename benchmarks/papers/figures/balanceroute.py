@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.papers.figures.common import Options, PaperFigure, Rows, each_seed, line_plot, mean, steps
+from benchmarks.papers.figures.common import (
+    Options,
+    PaperFigure,
+    Rows,
+    each_seed,
+    line_plot,
+    mean,
+    with_progress,
+)
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
 from eldr_serve.scheduling.policies.length_predictors import Oracle
@@ -156,7 +164,7 @@ def panels(options: Options) -> Rows:
     requests = _requests(traffic, 16, options, 0)
     arms_by_label = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
     rows: Rows = []
-    for label in steps(arms_by_label):
+    for label in with_progress(arms_by_label):
         outcome = simulate(requests, _policy(arms_by_label[label], requests, traffic), _cluster(16, options))
         middle = len(outcome.sample_s) // 2
         columns = (outcome.sample_s, outcome.imbalance, outcome.spread)

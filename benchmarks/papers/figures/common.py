@@ -70,7 +70,7 @@ def own_figure(title: str, run: Callable[[Options], Rows], plot: Plot) -> PaperF
     return PaperFigure(title, "not in the papers", run, plot)
 
 
-def steps(cases: Iterable[Case]) -> Iterator[Case]:
+def with_progress(cases: Iterable[Case]) -> Iterator[Case]:
     """Yield the cases under a progress bar that shows the current one."""
     all_cases = list(cases)
     with progress_bar() as progress:
@@ -88,7 +88,7 @@ def each_seed(
 ) -> Iterator[tuple[Case, list[Result]]]:
     """Yield each case with the results of `run` for each seed."""
     results: list[Result] = []
-    for case in steps(case for case in cases for _ in options.seeds):
+    for case in with_progress(case for case in cases for _ in options.seeds):
         results.append(run(case, options.seeds[len(results)]))
         if len(results) == len(options.seeds):
             yield case, results

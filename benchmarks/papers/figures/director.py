@@ -20,8 +20,15 @@ from benchmarks.papers.figures.common import (
     each_seed,
     line_plot,
 )
-from benchmarks.papers.figures.metro import Source
-from benchmarks.papers.figures.shifting import CLUSTERS, TOKEN_BYTES, Batch, Cluster, Forecast, ServedBatches
+from benchmarks.papers.figures.metro import HalvedTrace
+from benchmarks.papers.figures.shifting import (
+    CLUSTERS,
+    TOKEN_BYTES,
+    Batch,
+    Forecast,
+    GpuCluster,
+    ServedBatches,
+)
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.expert_placement.director import director_placement
 from offline.expert_placement.director_paper import director_paper_placement
@@ -37,7 +44,7 @@ def frequencies(options: Options) -> Rows:
     """Measure how an expert's share of a layer's tokens differs between batches of 32 requests (Fig. 2)."""
     rows: Rows = []
     for path in options.all_traces("calibration traces with routes, or published routes"):
-        half = Source.read(path, options.seeds[0])
+        half = HalvedTrace.read(path, options.seeds[0])
         tokens = half.batches(BATCH_OF_FIGURE_2, options.requests or 100, options.seeds[0])
         layer = tokens.shape[1] * LAYER_OF_FIGURE_2[0] // LAYER_OF_FIGURE_2[1]
         share = 100 * tokens[:, layer] / tokens[:, layer].sum(axis=1, keepdims=True)  # [n, E]
@@ -103,30 +110,30 @@ class SolvedPlacement(NamedTuple):
     bound_s: float
 
 
-def _place_by_lp(cluster: Cluster, workload: NDArray[np.float64]) -> SolvedPlacement:
+def _place_by_lp(cluster: GpuCluster, workload: NDArray[np.float64]) -> SolvedPlacement:
     """Round the LP's solution."""
     placement, report = director_placement(workload, **_solver_arguments(cluster))
     return SolvedPlacement(placement, report.rank_s.sum(), report.lp_s.sum(), report.bound_s.sum())
 
 
-def _place_by_experts(cluster: Cluster, workload: NDArray[np.float64]) -> SolvedPlacement:
+def _place_by_experts(cluster: GpuCluster, workload: NDArray[np.float64]) -> SolvedPlacement:
     """Place like _place_by_lp, but without knowing which rank each token is on."""
     return _place_by_lp(cluster, workload.sum(axis=1))
 
 
-def _place_as_written(cluster: Cluster, workload: NDArray[np.float64]) -> SolvedPlacement:
+def _place_as_written(cluster: GpuCluster, workload: NDArray[np.float64]) -> SolvedPlacement:
     """Run the paper's Algorithm 1. Its LP gives the optimum and the bound, its two maxima give the time."""
     placement, report = director_paper_placement(workload, **_solver_arguments(cluster))
     return SolvedPlacement(placement, report.reached_s, report.infeasible_s, report.infeasible_s)
 
 
-def _solver_arguments(cluster: Cluster) -> dict[str, Any]:
+def _solver_arguments(cluster: GpuCluster) -> dict[str, Any]:
     keys = {"topology": cluster.topology, "slots": cluster.slots, "cost": cluster.cost}
     return keys | {"token_bytes": TOKEN_BYTES}
 
 
 def _optimiser_rows(
-    label: dict[str, Any], cluster: Cluster, work: list[NDArray[np.float64]], static: NDArray[np.float64]
+    label: dict[str, Any], cluster: GpuCluster, work: list[NDArray[np.float64]], static: NDArray[np.float64]
 ) -> Rows:
     methods = {"LP rounding": _place_by_lp, "LP rounding, tokens by expert alone": _place_by_experts}
     if work[0].size <= AS_WRITTEN_SIZE:
@@ -154,11 +161,11 @@ def _optimiser_rows(
 
 def _synthetic(
     seed: int, ranks: int
-) -> tuple[dict[str, Any], Cluster, list[NDArray[np.float64]], NDArray[np.float64]]:
+) -> tuple[dict[str, Any], GpuCluster, list[NDArray[np.float64]], NDArray[np.float64]]:
     """Return 48 layers x 128 experts on the GPUs, with log-normal loads that change from batch to batch."""
     rng = np.random.default_rng(seed)
     layers, experts = 48, 128
-    cluster = Cluster.from_name("H200", ranks, experts)
+    cluster = GpuCluster.from_name("H200", ranks, experts)
     steady = rng.normal(0, 0.7, (layers, experts))
     work = []
     for _ in range(5):
@@ -177,10 +184,10 @@ def _traces(options: Options) -> dict[Path, CalibrationTrace]:
 
 def _case(
     options: Options, trace: CalibrationTrace, name: str, ranks: int, seed: int
-) -> tuple[Cluster, list[Batch], NDArray[np.float64]]:
+) -> tuple[GpuCluster, list[Batch], NDArray[np.float64]]:
     """Return (cluster, batches of the measured half, mean workload of batches of the fitted half)."""
     experts = trace.prefill_counts.shape[2]
-    cluster = Cluster.from_name(name, ranks, experts)
+    cluster = GpuCluster.from_name(name, ranks, experts)
     fit, measure = shifting.split(trace, seed)
     number = BATCHES if options.requests is None else max(2, options.requests // (shifting.PER_RANK * ranks))
     batches = shifting.shifting_batches(trace, measure, number, ranks, seed)

@@ -22,8 +22,8 @@ from benchmarks.papers.figures.common import (
     change_pct,
     each_seed,
     requests_at_batch,
-    steps,
     summarise_seeds,
+    with_progress,
 )
 from benchmarks.papers.figures.eldr_domains import PER_WORKER, TRACES, cost_of, draw_requests, halves
 from eldr_serve.experts.calibration_trace import CalibrationTrace
@@ -89,7 +89,7 @@ def signatures(options: Options) -> Rows:
 def prompt_length(options: Options) -> Rows:
     """Measure rho with and without IDF, with all layers, counting only the first tokens of prompts."""
     rows: Rows = []
-    for path in steps(options.all_traces(TRACES)):
+    for path in with_progress(options.all_traces(TRACES)):
         trace = read_calibration_trace(path)
         for length, counts in _first_tokens(path, trace).items():
             part = replace(trace, prefill_counts=counts, prompt_tokens=_tokens(counts, trace.top_k))
@@ -114,7 +114,7 @@ def prompt_length(options: Options) -> Rows:
 def starts(options: Options) -> Rows:
     """Measure how far the best of n starts of balanced K-means is above the best of all, and its CPU time."""
     rows: Rows = []
-    for path, k in steps(product(options.all_traces(TRACES), CLUSTERS)):
+    for path, k in with_progress(product(options.all_traces(TRACES), CLUSTERS)):
         trace = read_calibration_trace(path)
         points = fit_signature(trace).encode(trace.prefill_counts)
         began = time.process_time()

@@ -28,7 +28,7 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.eplb import eplb_placement
-from offline.expert_placement.evaluate import Rule, evaluate, sample_batches, serve_even
+from offline.expert_placement.evaluate import ReplicaRule, evaluate, sample_batches, serve_even
 from offline.expert_placement.grace import grace_placement, knee_ratio
 from offline.expert_placement.grouping import (
     bounded_groups,
@@ -94,7 +94,7 @@ def strictness(options: Options) -> Rows:
         fit, batches = ExpertStatistics.on(trace, fit_on, topology), _batches(trace, held_out, options, seed)
         experts, ranks = fit.load.shape[1], topology.ranks
         flat = [spectral_groups(a, ranks) for a in fit.affinity]
-        arms: list[tuple[str, str, Bools, Rule, float | None]] = []
+        arms: list[tuple[str, str, Bools, ReplicaRule, float | None]] = []
         arms.append(("a", "linear", fit.linear, serve_even, None))
         slack = {"uniform": 0.0, "within 30 %": 0.3, "within 100 %": 1.0}
         sizes = {name: size_bounds(experts, ranks, ratio) for name, ratio in slack.items()}
@@ -283,7 +283,7 @@ def generalisation(options: Options) -> Rows:
     return mean_over_seeds(options, rows)
 
 
-def _arms(fit: ExpertStatistics, seed: int) -> list[tuple[str, Bools, Rule, float]]:
+def _arms(fit: ExpertStatistics, seed: int) -> list[tuple[str, Bools, ReplicaRule, float]]:
     """Return (name, hosts, rule, replicas per layer) of each arm of figure 5, and its equal-slot variants."""
     topology, experts = fit.topology, fit.load.shape[1]
     primary = fit.group_experts(knee_ratio(fit.affinity, topology))
@@ -308,7 +308,7 @@ def _arms(fit: ExpertStatistics, seed: int) -> list[tuple[str, Bools, Rule, floa
     return [(n, hosts, rule, hosts.sum() / len(hosts) - experts) for n, hosts, rule in arms]
 
 
-def nearest_replica(fit: ExpertStatistics, hosts: Bools, seed: int) -> Rule:
+def nearest_replica(fit: ExpertStatistics, hosts: Bools, seed: int) -> ReplicaRule:
     return local_rule(fit.load, hosts, fit.topology, seed=seed)
 
 

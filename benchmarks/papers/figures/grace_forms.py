@@ -18,17 +18,17 @@ from benchmarks.papers.figures.grace import (
 )
 from eldr_serve.arrays import Floats
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from offline.expert_placement.evaluate import Rule, evaluate, serve_even
+from offline.expert_placement.evaluate import ReplicaRule, evaluate, serve_even
 from offline.expert_placement.grace import knee_ratio
-from offline.expert_placement.grace_paper import AS_WRITTEN, controlled_groups, polling_weights_as_written
-from offline.expert_placement.grouping import OURS, hierarchical_groups
+from offline.expert_placement.grace_paper import PAPER_GROUPING, controlled_groups, polling_weights_as_written
+from offline.expert_placement.grouping import OUR_GROUPING, hierarchical_groups
 from offline.expert_placement.locality import polling_weights, route_weighted
 
 GROUPINGS = {
-    "ours": OURS,
-    "labels of k-means": replace(OURS, labels="kmeans"),
-    "Algorithm 2 as written": replace(OURS, bound=controlled_groups, least_slack=1),
-    "as in the paper": AS_WRITTEN,
+    "ours": OUR_GROUPING,
+    "labels of k-means": replace(OUR_GROUPING, labels="kmeans"),
+    "Algorithm 2 as written": replace(OUR_GROUPING, bound=controlled_groups, least_slack=1),
+    "as in the paper": PAPER_GROUPING,
 }
 
 
@@ -38,7 +38,7 @@ def forms(options: Options) -> Rows:
     def rows(trace: CalibrationTrace, seed: int) -> Rows:
         result: Rows = []
         for topology, fit, batches in fit_each_topology(trace, options, seed):
-            arms: list[tuple[str, str, Bools, Rule]] = []
+            arms: list[tuple[str, str, Bools, ReplicaRule]] = []
             for name, grouping in GROUPINGS.items():
                 ratio = knee_ratio(fit.affinity, topology, grouping=grouping)
                 groups = [
@@ -56,18 +56,18 @@ def forms(options: Options) -> Rows:
                     weights = np.stack([polling_weights_as_written(*layer) for layer in layers])
                     arms.append(("polling", "as in the paper", replicated, _weighted(weights, seed)))
             columns = [traffic_and_load(evaluate(batches, hosts, topology, rule)) for *_, hosts, rule in arms]
-            ours = {part: c for (part, form, *_), c in zip(arms, columns, strict=True) if form == "ours"}
+            base = {part: c for (part, form, *_), c in zip(arms, columns, strict=True) if form == "ours"}
             for (part, form, *_), column in zip(arms, columns, strict=True):
                 row = {"ranks": name_of(topology), "part": part, "form": form} | column
                 for key in ("copies", "load_std_pct", "idle_pct"):
-                    row[f"{key.removesuffix('_pct')}_change_pct"] = change_pct(column[key], ours[part][key])
+                    row[f"{key.removesuffix('_pct')}_change_pct"] = change_pct(column[key], base[part][key])
                 result.append(row)
         return result
 
     return mean_over_seeds(options, rows)
 
 
-def _weighted(weights: Floats, seed: int) -> Rule:
+def _weighted(weights: Floats, seed: int) -> ReplicaRule:
     """Return the rule that draws replicas in proportion to weights [L, G] (Algorithm 3)."""
     rng = np.random.default_rng(seed)
     return lambda layer, experts, _, hosts: route_weighted(experts, hosts, weights[layer], rng)

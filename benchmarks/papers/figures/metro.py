@@ -24,7 +24,7 @@ from benchmarks.papers.figures.common import (
     bar_plot,
     change_pct,
     line_plot,
-    steps,
+    with_progress,
 )
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
@@ -57,7 +57,7 @@ def layer_cost(trace: CalibrationTrace) -> LayerCost:
 
 
 @dataclass(frozen=True)
-class Source:
+class HalvedTrace:
     """A trace in two halves: loads of one, decode routes of the other."""
 
     name: str
@@ -66,7 +66,7 @@ class Source:
     test: Ints
 
     @classmethod
-    def read(cls, path: Path, seed: int) -> Source:
+    def read(cls, path: Path, seed: int) -> HalvedTrace:
         """Read a trace and split it by the seed. Raise UserInputError if the file has no routes."""
         trace = read_calibration_trace(path)
         if trace.routes is None:
@@ -108,7 +108,7 @@ class Source:
         return counts.reshape(number, layers, self.experts)
 
 
-class Halves(list[Source]):
+class TraceBySeed(list[HalvedTrace]):
     """One trace's sources, one for each seed."""
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ def tokens_on_ranks(routing: str, plan: MetroPlan, tokens: Ints) -> Ints:
     return np.where(choice[..., None] == np.arange(hosts.shape[2]), tokens[..., None], 0)
 
 
-def worst(work: LayerWork) -> float:
+def mean_worst_rank_experts(work: LayerWork) -> float:
     """Return the most activated experts on a rank, mean over batches and layers."""
     return float(work.activated.max(axis=-1).mean())
 
@@ -146,7 +146,7 @@ def figure_3(options: Options) -> Rows:
     A weight of an active expert is read once, 2 bytes, for 2 FLOP per token that chose the expert.
     """
     rows: Rows = []
-    for halves, size in steps(product(_sources(options), (1, 4, 16, 64, 256, 1024))):
+    for halves, size in with_progress(product(_sources(options), (1, 4, 16, 64, 256, 1024))):
         drawn = [
             half.batches(size, options.requests or BATCHES, seed)
             for seed, half in zip(options.seeds, halves, strict=True)
@@ -174,12 +174,12 @@ def figure_4(options: Options) -> Rows:
 def figure_5(options: Options) -> Rows:
     """Measure activated experts and decode step time with EPLB's routing, by replication and batch."""
     rows: Rows = []
-    for halves, size in steps(product(_sources(options), (8, 32, 256))):
+    for halves, size in with_progress(product(_sources(options), (8, 32, 256))):
         cost, ratios = layer_cost(halves[0].trace), halves[0].ratios
         first_means: dict[str, float] = {}
         for ratio in ratios:
             works = _works(options, halves, ratio, size, ("even",))["even"]
-            means = {"activated": _mean(map(worst, works))}
+            means = {"activated": _mean(map(mean_worst_rank_experts, works))}
             means["tpot"] = _mean(float(cost.layer_s(work).sum(axis=-1).mean()) for work in works)
             first_means, is_last = first_means or means, ratio == ratios[-1]
             row = {"model": halves[0].name, "batch_a_rank": size // RANKS, "replication": ratio}
@@ -194,10 +194,10 @@ def figure_5(options: Options) -> Rows:
 def figure_8(options: Options) -> Rows:
     """Compare the most activated experts on a rank: EPLB, the paper's greedy, this METRO, the optimum."""
     rows: Rows = []
-    for halves, size in steps(product(_sources(options), (32, 256))):
+    for halves, size in with_progress(product(_sources(options), (32, 256))):
         for ratio in halves[0].ratios[1:]:
             works = _works(options, halves, ratio, size, ("even", "greedy", "metro", "optimum"))
-            means = {key: _mean(map(worst, works[key])) for key in works}
+            means = {key: _mean(map(mean_worst_rank_experts, works[key])) for key in works}
             row = {"model": halves[0].name, "batch_size": size, "replication": ratio} | means
             for name in ("metro", "greedy", "even"):
                 row[f"{name}_above_optimum_pct"] = change_pct(means[name], means["optimum"])
@@ -206,14 +206,14 @@ def figure_8(options: Options) -> Rows:
     return rows
 
 
-def _sources(options: Options) -> list[Halves]:
+def _sources(options: Options) -> list[TraceBySeed]:
     """Return the sources of each trace."""
     traces = options.all_traces("one or more calibration traces with routes, or published routes")
-    return [Halves(Source.read(path, seed) for seed in options.seeds) for path in traces]
+    return [TraceBySeed(HalvedTrace.read(path, seed) for seed in options.seeds) for path in traces]
 
 
 def _works(
-    options: Options, halves: Halves, ratio: float, size: int, routings: tuple[str, ...]
+    options: Options, halves: TraceBySeed, ratio: float, size: int, routings: tuple[str, ...]
 ) -> dict[str, list[LayerWork]]:
     """Return the work of the same batches by routing, one entry per seed."""
     works: dict[str, list[LayerWork]] = {routing: [] for routing in routings}

@@ -22,7 +22,7 @@ from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from examples.demo_model import WEIGHTS
 from offline.predictor import expert_frequencies, fit_signature_predictor, token_shares
-from offline.route_files import MODELS, read_samples, trace_of
+from offline.route_files import MODELS, read_samples, trace_of_routes
 from offline.scenario import read_calibration_trace
 
 SIZES = (50, 100, 300, 1000)  # calibration prompts
@@ -72,7 +72,7 @@ def gptoss_prompts(path: Path) -> Prompts:
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     model, samples = read_samples(path, MODELS["gpt-oss-20b"])
     text = {str(record["id"]): record["prompt"] for record, _ in samples if record.get("prompt")}
-    trace = trace_of(model, [sample for sample in samples if str(sample.record["id"]) in text])
+    trace = trace_of_routes(model, [sample for sample in samples if str(sample.record["id"]) in text])
     tokens = [np.array(tokenizer.encode(text[name])) for name in trace.ids]
     return Prompts(trace, token_shares(tokens, len(tokenizer)), expert_frequencies(trace))
 

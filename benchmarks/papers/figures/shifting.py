@@ -143,7 +143,7 @@ def counted_forecast(counts: NDArray[np.generic], tokens: NDArray[np.generic]) -
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """GPUs and their costs."""
 
     topology: Topology
@@ -152,7 +152,7 @@ class Cluster:
     slots: int
 
     @classmethod
-    def from_name(cls, name: str, ranks: int, experts: int) -> Cluster:
+    def from_name(cls, name: str, ranks: int, experts: int) -> GpuCluster:
         """Return one of CLUSTERS with one spare slot per rank."""
         topology = Topology(ranks=ranks, nodes=max(1, ranks // 8))
         return cls(topology, *CLUSTERS[name], -(-experts // ranks) + 1)
@@ -205,7 +205,7 @@ class ServedBatches:
 
 
 def serve_with_one_placement(
-    cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64]
+    cluster: GpuCluster, batches: list[Batch], placement: NDArray[np.int64]
 ) -> ServedBatches:
     """Serve all batches with the same placement."""
     latency_s = [STEPS * cluster.step_s(batch.tokens, placement).sum(axis=1).mean() for batch in batches]
@@ -213,11 +213,12 @@ def serve_with_one_placement(
 
 
 def serve_adaptively(
-    cluster: Cluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
+    cluster: GpuCluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
 ) -> ServedBatches:
     """Before each batch, change to a placement for the forecast if it pays. Experts move while it runs.
 
-    The candidates are a new placement and a repair of the old one. The larger forecast saving wins.
+    The candidates are a new placement and a repair of the old one; the one with the larger forecast saving is
+    chosen.
     """
     latency_s, moves = [], []
     for batch in batches:

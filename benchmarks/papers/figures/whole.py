@@ -140,7 +140,7 @@ class WholeCase:
         policy.update_cost_model(step_cost or self._cluster.decode.cost)
         simulated = simulate(requests, policy, self._cluster, experts=known or self.own, seed=self._seed)
         summary = simulated.summary()
-        cached = 100 * float(simulated.hit_tokens.sum() / requests.prompt_tokens.sum())
+        cached = 100 * float(simulated.cached_tokens.sum() / requests.prompt_tokens.sum())
         keys = (*METRICS, "output_tokens_per_s", "active_experts", "batch_size")
         per_s = len(requests) / float(np.nanmax(simulated.last_s) - requests.arrival_s[0])
         return {key: summary[key] for key in keys} | {"cached_pct": cached, "requests_per_s": per_s}

@@ -26,7 +26,7 @@ from eldr_serve.engine.calls import (
     REQUEST_KEY,
     GenerationReport,
 )
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt, Send
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.engine.vllm.compat import buffered_metrics
 from eldr_serve.engine.vllm.compat.checked import start_errors
@@ -46,6 +46,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     wrap_client,
     wrap_stream,
 )
+from eldr_serve.engine.vllm.counting_client import CountingClient
 from eldr_serve.engine.vllm.ep.plugin import is_switched_on
 from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
@@ -110,7 +111,7 @@ class VllmEngine:
             await engine._experts.refresh()
         return engine
 
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Compute a prompt and hold its blocks."""
         request_to_hold = replace(request, kv_transfer_params=_HAND_OVER | {REQUEST_KEY: request.id})
         parsed = await parse_generation(request_to_hold, self.server.engine)
@@ -120,7 +121,7 @@ class VllmEngine:
         params = output.kv_transfer_params or {}
         if (created := getattr(output, "num_cache_creation_tokens", None)) is not None:
             params[CREATED_TOKENS_KEY] = min(created, len(ids))
-        return Prefilled(np.asarray(ids, np.uint32), params)
+        return PrefilledPrompt(np.asarray(ids, np.uint32), params)
 
     async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
         """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
@@ -143,9 +144,10 @@ class VllmEngine:
     async def _generate_several(self, request: EngineRequest, parsed: Any, send: Send) -> None:
         """Send an answer with several choices or prompts, which no other engine can continue."""
         serving, create = self._serving_on_rank(request)
+        serving, client = wrap_client(serving, CountingClient)
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if isinstance(answer, AsyncGenerator):
-            await _read_stream(answer, lambda chunk: send(chunk.encode(), generated_tokens(chunk)))
+            await _read_stream(answer, lambda chunk: send(chunk.encode(), client.take()))
         else:
             send(*_body(answer))
 
@@ -366,12 +368,3 @@ def _stream_error(chunk: str) -> CallFailedError:
     except (ValueError, KeyError, TypeError, AttributeError):
         code = 500
     return CallFailedError(code, body)
-
-
-def generated_tokens(chunk: str) -> int:
-    """Return the number of tokens in an event of vLLM's stream.
-
-    An event has one token. The first event of a chat (the only one with a role), usage and `[DONE]` have
-    none. The event is not parsed: quotes within generated text are escaped and do not match.
-    """
-    return 0 if '"role":' in chunk else chunk.count('"choices":[{')

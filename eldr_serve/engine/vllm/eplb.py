@@ -34,8 +34,13 @@ from eldr_serve.engine.vllm.compat.eplb import (
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
-from eldr_serve.experts.parallel.replica_choice import Metro, NearestReplica, OnePerExpert, slots_by_rank
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_placement_fits
+from eldr_serve.experts.parallel.replica_choice import (
+    Metro,
+    NearestReplica,
+    OneReplicaPerExpert,
+    slots_by_rank,
+)
 
 
 class PlacedWorker(Worker):
@@ -72,7 +77,7 @@ def place_experts(state: EplbState, placement: Ints) -> None:
     layers, slots = model.physical_to_logical_map.shape
     experts = model.logical_replica_count.shape[1]
     try:
-        check_fits(
+        check_placement_fits(
             placement, layers=layers, slots=slots, num_experts=experts, ranks=get_ep_group().world_size
         )
     except ValueError as error:
@@ -122,7 +127,7 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
             )
 
 
-def set_choice(router: Any, choice: OnePerExpert) -> None:
+def set_choice(router: Any, choice: OneReplicaPerExpert) -> None:
     """Make a BaseRouter, whose EPLB maps are set, use a replica choice.
 
     vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which are replaced

@@ -170,7 +170,7 @@ class VllmSpec:
         base = int(self.config.experimental_configs["NIXL_SIDE_CHANNEL_PORT_BASE"])
         return [base + rank * self.ranks for rank in range(replicas)]
 
-    def placement(self) -> tuple[list[dict[str, float]], str]:
+    def placement_group(self) -> tuple[list[dict[str, float]], str]:
         """Return bundles and strategy of the placement group of one replica."""
         return engine_placement(self.config)
 
@@ -179,7 +179,7 @@ class VllmSpec:
         kwargs: dict[str, Any] = self.config.get_engine_config().engine_kwargs
         return kwargs
 
-    def check_live_placement(self, placement: ExpertPlacement) -> None:
+    def check_live_expert_placement(self, placement: ExpertPlacement) -> None:
         """Raise ConfigurationError if the engines could not take the placement while they serve."""
         kwargs = self.config.engine_kwargs
         if self.device == "gpu":

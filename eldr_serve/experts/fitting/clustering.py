@@ -37,9 +37,10 @@ def balanced_kmeans(
 ) -> Clusters:
     """Run K-means with cosine distance and at most ceil(N/k) points per cluster.
 
-    Each start begins with other centroids and runs rounds until nothing changes. A round assigns the points
-    with the least total distance under this bound (exactly, see `balanced_assignment`), and moves each
-    centroid to the direction of its cluster's mean. The start with the least distance is kept.
+    Each start begins with other centroids and repeats rounds until no point changes its cluster. A round
+    assigns the points so that their total distance is the least under this bound (exactly, see
+    `balanced_assignment`), and then moves each centroid to the direction of its cluster's mean. The start
+    with the least distance is kept.
 
     Args:
         points: float[N,D], rows of unit norm, or of zeros, which are equally far from all centroids.
@@ -55,12 +56,12 @@ def balanced_kmeans(
     x = _check_points(points, k)
     rng = np.random.RandomState(seed)  # the generator that scikit-learn takes
     candidates = [
-        _one_start(x, kmeans_plusplus(x, k, random_state=rng)[0], iterations) for _ in range(starts)
+        _run_start(x, kmeans_plusplus(x, k, random_state=rng)[0], iterations) for _ in range(starts)
     ]
     return min(candidates, key=lambda clusters: clusters.distance(x))
 
 
-def _one_start(x: NDArray[np.float32], first: NDArray[np.float32], iterations: int) -> Clusters:
+def _run_start(x: NDArray[np.float32], first: NDArray[np.float32], iterations: int) -> Clusters:
     """Run rounds of assignments and means from the first centroids, float32[k,D]."""
     k = len(first)
     capacity = -(-len(x) // k)
@@ -113,23 +114,23 @@ def balanced_assignment(
     price = _soft_prices(costs, capacity, np.zeros(k) if prices is None else prices.copy())
     labels = np.argmin(costs + price, axis=1)
     sizes = np.bincount(labels, minlength=k)
-    moves = np.full((k, k), np.inf)  # least extra cost of moving a point from a to b
-    movers = np.zeros((k, k), np.int64)
+    move_costs = np.full((k, k), np.inf)  # least extra cost of moving a point from a to b
+    cheapest_points = np.zeros((k, k), np.int64)
     for cluster in range(k):
-        _refresh_moves(cluster, costs, labels, moves, movers)
+        _refresh_move_costs(cluster, costs, labels, move_costs, cheapest_points)
     while (sizes > capacity).any():
-        path = _shortest_path(moves, price, sizes, capacity)
+        path = _shortest_path(move_costs, price, sizes, capacity)
         for a, b in itertools.pairwise(path):
-            labels[movers[a, b]] = b
+            labels[cheapest_points[a, b]] = b
         sizes[path[0]] -= 1
         sizes[path[-1]] += 1
         for cluster in path:
-            _refresh_moves(cluster, costs, labels, moves, movers)
+            _refresh_move_costs(cluster, costs, labels, move_costs, cheapest_points)
     return labels[:num_points], price
 
 
 def _shortest_path(
-    moves: NDArray[np.float64], price: NDArray[np.float64], sizes: NDArray[np.int64], capacity: int
+    move_costs: NDArray[np.float64], price: NDArray[np.float64], sizes: NDArray[np.int64], capacity: int
 ) -> list[int]:
     """Return the shortest path from an overfull cluster to one with room (Dijkstra); updates `price`."""
     k = len(sizes)
@@ -142,7 +143,7 @@ def _shortest_path(
         if sizes[a] < capacity:
             break
         open_distance[a] = np.inf
-        through = reached + np.maximum(moves[a] + price - price[a], 0.0)
+        through = reached + np.maximum(move_costs[a] + price - price[a], 0.0)
         better = through < distance
         distance[better] = through[better]
         open_distance[better] = through[better]
@@ -154,22 +155,22 @@ def _shortest_path(
     return path[::-1]
 
 
-def _refresh_moves(
+def _refresh_move_costs(
     cluster: int,
     costs: NDArray[np.float64],
     labels: NDArray[np.int64],
-    moves: NDArray[np.float64],
-    movers: NDArray[np.int64],
+    move_costs: NDArray[np.float64],
+    cheapest_points: NDArray[np.int64],
 ) -> None:
     """Update the least extra cost of moving a point from the cluster, and the point, in place."""
     members = np.flatnonzero(labels == cluster)
     if not len(members):
-        moves[cluster] = np.inf
+        move_costs[cluster] = np.inf
         return
     extra = costs[members] - costs[members, cluster, None]
     cheapest = np.argmin(extra, axis=0)
-    moves[cluster] = extra[cheapest, np.arange(len(moves))]
-    movers[cluster] = members[cheapest]
+    move_costs[cluster] = extra[cheapest, np.arange(len(move_costs))]
+    cheapest_points[cluster] = members[cheapest]
 
 
 def _soft_prices(

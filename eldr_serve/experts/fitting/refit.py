@@ -32,8 +32,8 @@ def refit_reason(table: RoutingTable, counts: Counts, workers: int, min_gain: fl
 def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: int = 0) -> RoutingTable:
     """Return the table with new centroids and the same signature.
 
-    New centroids take the positions of old ones so that the total similarity is greatest, and workers keep
-    the kind of request that they serve. Additional centroids are appended.
+    New centroids take the positions of those old ones for which the total similarity is the greatest, so that
+    each worker keeps the kind of requests that it serves. Additional centroids are appended.
 
     Args:
         counts: unsigned[N,L,E], counts of prompts.
@@ -85,10 +85,10 @@ def refit_gain(table: RoutingTable, counts: Counts, *, seed: int = 0) -> float:
 
     The new centroids are fitted to one half of the requests and compared with the table on the other half.
     """
-    seen, unseen = split_halves(len(counts), seed)
-    fitted = refit_centroids(table, counts[seen], len(table.centroids), seed=seed)
-    points = table.spec.encode(counts[unseen])
-    return _nearest(points, fitted) - _nearest(points, table)
+    fitting, held_out = split_halves(len(counts), seed)
+    fitted = refit_centroids(table, counts[fitting], len(table.centroids), seed=seed)
+    points = table.spec.encode(counts[held_out])
+    return _mean_nearest_cosine(points, fitted) - _mean_nearest_cosine(points, table)
 
 
 def _matching_order(similarity: NDArray[np.floating]) -> NDArray[np.int64]:
@@ -102,5 +102,5 @@ def _matching_order(similarity: NDArray[np.floating]) -> NDArray[np.int64]:
     return np.concatenate([matched, np.setdiff1d(np.arange(len(similarity)), matched)])
 
 
-def _nearest(points: NDArray[np.float32], table: RoutingTable) -> float:
+def _mean_nearest_cosine(points: NDArray[np.float32], table: RoutingTable) -> float:
     return float((points @ table.centroids.T).max(axis=1).mean())

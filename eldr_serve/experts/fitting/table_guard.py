@@ -11,12 +11,12 @@ from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.clustering import balanced_assignment
 from eldr_serve.experts.routing_table import RoutingTable
 
-BATCH = 8  # size of the decode batches that are compared
+BATCH_SIZE = 8  # size of the decode batches that are compared
 RANDOM_GROUPINGS = 39  # the table must beat all of them; chance achieves that once in 40 times
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GroupingComparison:
     """Mean number of distinct experts in a decode batch, for different groupings of held-out requests.
 
     Attributes:
@@ -38,17 +38,19 @@ class Verdict:
 
     def __str__(self) -> str:
         return (
-            f"{self.by_table:.3f} distinct experts in a decode batch of {BATCH} when {self.requests} "
+            f"{self.by_table:.3f} distinct experts in a decode batch of {BATCH_SIZE} when {self.requests} "
             f"held-out requests follow the table; random groups have {self.random_mean:.3f} "
             f"(lowest {self.random_best:.3f})"
         )
 
 
-def judge(table: RoutingTable, held_out: CalibrationTrace, *, seed: int = 0) -> Verdict:
+def compare_with_random_groups(
+    table: RoutingTable, held_out: CalibrationTrace, *, seed: int = 0
+) -> GroupingComparison:
     """Compare the groups that the table makes with random groups of the same sizes.
 
     Batches are drawn from a group with replacement. If the requests of a group choose an expert in a share p
-    of their decode steps, the expert is idle in a batch with probability (1 - p)^BATCH.
+    of their decode steps, the expert is idle in a batch with probability (1 - p)^BATCH_SIZE.
 
     Raises:
         UserInputError: the counts do not have the table's shape.
@@ -60,16 +62,16 @@ def judge(table: RoutingTable, held_out: CalibrationTrace, *, seed: int = 0) -> 
     layers = held_out.prefill_counts.shape[1]
     rng = np.random.default_rng(seed)
     permutations = (rng.permutation(labels) for _ in range(RANDOM_GROUPINGS))
-    random = [_count_experts(chosen, permutation, workers) / layers for permutation in permutations]
-    by_table = _count_experts(chosen, labels, workers) / layers
-    return Verdict(len(labels), by_table, float(np.mean(random)), min(random))
+    random = [_expected_experts(chosen, permutation, workers) / layers for permutation in permutations]
+    by_table = _expected_experts(chosen, labels, workers) / layers
+    return GroupingComparison(len(labels), by_table, float(np.mean(random)), min(random))
 
 
-def _count_experts(chosen: NDArray[np.float32], labels: NDArray[np.int64], workers: int) -> float:
+def _expected_experts(chosen: NDArray[np.float32], labels: NDArray[np.int64], workers: int) -> float:
     """Return the expected distinct experts of a batch, over all layers, weighted by the groups' sizes."""
     membership = np.zeros((workers, len(labels)), np.float32)
     membership[labels, np.arange(len(labels))] = 1
     sizes = membership.sum(axis=1)
     share = np.minimum((membership @ chosen) / np.maximum(sizes, 1)[:, None], 1)
-    active = 1 - (1 - share) ** BATCH
+    active = 1 - (1 - share) ** BATCH_SIZE
     return float((active.sum(axis=1) * sizes).sum() / sizes.sum())

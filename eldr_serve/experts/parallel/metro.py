@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_serve.arrays import Ints
 
 _FITTING_ROUNDS = 50
-UNIT = 1 << 10  # load of one active expert
-LARGEST = 1 << 17  # maximum pairs of expert and rank, so that load and rank together fit into int32
+EXPERT_LOAD = 1 << 10  # load of one active expert
+MAX_PAIRS = 1 << 17  # maximum pairs of expert and rank, so that load and rank together fit into int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class MetroPlan:
 
     Attributes:
         shares: int64[N, E, G], expected share of a rank in an expert that is not yet assigned, in units of
-            1 / UNIT of an expert; -1 where the rank does not hold it.
+            1 / EXPERT_LOAD of an expert; -1 where the rank does not hold it.
         order: int64[N, M], experts with several hosts, fewest hosts first; other experts pad shorter rows.
             A plan of `as_written` has all experts.
     """
@@ -40,7 +40,7 @@ class MetroPlan:
         Raises:
             ValueError: the shape is wrong, or so large that loads would not fit into 31 bits.
         """
-        hosted = _check_hosts(hosts)
+        hosted = _parse_hosts(hosts)
         experts = hosted.shape[1]
         replicas = hosted.sum(axis=2)
         num_choosing = int((replicas > 1).sum(axis=1).max(initial=0))
@@ -56,12 +56,12 @@ class MetroPlan:
         Args:
             hosts: as for `from_hosts`, with the same errors.
         """
-        hosted = _check_hosts(hosts)
+        hosted = _parse_hosts(hosts)
         return cls(np.where(hosted, 0, -1), np.tile(np.arange(hosted.shape[1]), (len(hosted), 1)))
 
     def route(self, tokens: ArrayLike) -> Ints:
         """Run the greedy algorithm for a batch of tokens int[..., E]; see `route_metro`."""
-        count = _check_tokens(tokens, self.shares >= 0)
+        count = _parse_tokens(tokens, self.shares >= 0)
         active = count > 0
         expected = np.where(active[..., None], np.maximum(self.shares, 0), 0)
         load = expected.sum(axis=1)
@@ -71,7 +71,7 @@ class MetroPlan:
             cell = layer, expert
             load -= expected[cell]
             choice = np.where(self.shares[cell] >= 0, load, np.iinfo(np.int64).max).argmin(axis=1)
-            load[layer, choice] += UNIT * active[cell]
+            load[layer, choice] += EXPERT_LOAD * active[cell]
             rank[cell] = choice
         return np.where(active, rank, -1).reshape(np.shape(tokens))
 
@@ -79,10 +79,10 @@ class MetroPlan:
 def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     """Assign each expert to its least loaded host, by METRO's greedy algorithm with a fixed order of experts.
 
-    Experts with fewer hosts are assigned first. The load of a host is its active experts plus its fair share
-    of unassigned ones; the first host wins ties. The paper's Algorithm 1 has neither
-    rule (`MetroPlan.as_written`). With both, the result is within about one percent of the optimum. To route
-    many batches, create one `MetroPlan`.
+    Experts with fewer hosts are assigned first. The load of a host is the number of its active experts plus
+    its fair share of unassigned ones; the first host wins ties. With these two rules, which the paper's
+    Algorithm 1 (`MetroPlan.as_written`) lacks, the result is within about one percent of the optimum. To
+    route many batches, create one `MetroPlan`.
 
     Returns:
         int[..., E] rank of each expert; -1 where it has no tokens.
@@ -94,14 +94,14 @@ def route_metro(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     return MetroPlan.from_hosts(hosts).route(tokens)
 
 
-def _check_hosts(hosts: ArrayLike) -> NDArray[np.bool_]:
+def _parse_hosts(hosts: ArrayLike) -> NDArray[np.bool_]:
     """Return hosts[..., E, G] as bool[N, E, G]; raise ValueError if no plan can have them."""
     hosted = np.asarray(hosts, bool)
     if hosted.ndim < 2:
         raise ValueError(f"hosts of shape {hosted.shape} are not [..., experts, ranks]")
     experts, ranks = hosted.shape[-2:]
-    if experts * ranks > LARGEST:
-        raise ValueError(f"{experts} experts on {ranks} ranks are more than {LARGEST} pairs")
+    if experts * ranks > MAX_PAIRS:
+        raise ValueError(f"{experts} experts on {ranks} ranks are more than {MAX_PAIRS} pairs")
     return hosted.reshape(-1, experts, ranks)
 
 
@@ -111,10 +111,10 @@ def parse_batch(tokens: ArrayLike, hosts: ArrayLike) -> tuple[Ints, NDArray[np.b
     if hosted.ndim < 2 or count.shape != hosted.shape[:-1]:
         raise ValueError(f"tokens of shape {count.shape} do not go with hosts of shape {hosted.shape}")
     hosted = hosted.reshape(-1, *hosted.shape[-2:])
-    return _check_tokens(count, hosted), hosted
+    return _parse_tokens(count, hosted), hosted
 
 
-def _check_tokens(tokens: ArrayLike, hosted: NDArray[np.bool_]) -> Ints:
+def _parse_tokens(tokens: ArrayLike, hosted: NDArray[np.bool_]) -> Ints:
     """Return tokens[..., E] as int64[N, E]; raise ValueError if they do not fit hosted bool[N, E, G]."""
     count = np.asarray(tokens)
     if count.size != hosted.shape[0] * hosted.shape[1] or count.shape[-1:] != hosted.shape[1:2]:
@@ -137,4 +137,4 @@ def _fair_shares(hosted: NDArray[np.bool_]) -> Ints:
     for _ in range(_FITTING_ROUNDS):
         for axis in (1, 2):
             share /= np.maximum(share.sum(axis=axis, keepdims=True), np.finfo(np.float64).tiny)
-    return np.rint(UNIT * share).astype(np.int64)
+    return np.rint(EXPERT_LOAD * share).astype(np.int64)

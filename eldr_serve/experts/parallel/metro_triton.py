@@ -13,10 +13,10 @@ import triton.language as tl
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from eldr_serve.experts.parallel.metro import UNIT, MetroPlan
+from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MetroPlan
 
-_UNIT = tl.constexpr(UNIT)
-_NEVER = tl.constexpr(1 << 30)  # larger than any load
+_EXPERT_LOAD = tl.constexpr(EXPERT_LOAD)
+_NOT_A_HOST = tl.constexpr(1 << 30)  # larger than any load
 _SEVERAL_HOSTS = tl.constexpr(-2)
 
 
@@ -26,7 +26,7 @@ def _metro(  # type: ignore[no-untyped-def]
     shares,  # int32[N, E, G], of MetroPlan
     order,  # int32[N, M], of MetroPlan
     only,  # int32[N, E], output value of an expert with one host
-    stored,  # int32[N, E, G], output value of each choice
+    output_values,  # int32[N, E, G], output value of each choice
     out,  # int32[N, E]
     num_choosing,
     num_experts: tl.constexpr,
@@ -40,7 +40,7 @@ def _metro(  # type: ignore[no-untyped-def]
     shares += layer * num_experts * num_ranks
     order += layer * num_choosing
     only += layer * num_experts
-    stored += layer * num_experts * num_ranks
+    output_values += layer * num_experts * num_ranks
     out += layer * num_experts
     expert = tl.arange(0, experts_2)
     rank = tl.arange(0, ranks_2)
@@ -62,19 +62,19 @@ def _metro(  # type: ignore[no-untyped-def]
     cell = chooser[:, None] * num_ranks + rank[None, :]
     share = tl.load(shares + cell, mask=(turn < num_choosing)[:, None] & rank_valid[None, :], other=-1)
     before = load[None, :] - tl.cumsum(tl.where(chooses[:, None], tl.maximum(share, 0), 0), axis=0)
-    # Load and rank in one number: the minimum is the first of the least loaded ranks.
-    alone = tl.where(share < 0, _NEVER, before * ranks_2 + rank[None, :])
+    # One number encodes load and rank, so that its minimum is the first of the least loaded ranks.
+    alone = tl.where(share < 0, _NOT_A_HOST, before * ranks_2 + rank[None, :])
     keys = alone
     best = tl.min(keys, axis=1)
     num_changed = 1
     while num_changed > 0:
         chosen = ((keys == best[:, None]) & chooses[:, None]).to(tl.int32)
         earlier = tl.cumsum(chosen, axis=0) - chosen
-        keys = tl.where(share < 0, _NEVER, alone + earlier * (_UNIT * ranks_2))
+        keys = tl.where(share < 0, _NOT_A_HOST, alone + earlier * (_EXPERT_LOAD * ranks_2))
         last = best
         best = tl.min(keys, axis=1)
         num_changed = tl.sum((best != last).to(tl.int32), axis=0)
-    choice = tl.load(stored + chooser * num_ranks + best % ranks_2, mask=chooses, other=-1)
+    choice = tl.load(output_values + chooser * num_ranks + best % ranks_2, mask=chooses, other=-1)
     tl.store(out + chooser, choice, mask=turn < num_choosing)
 
 
@@ -84,15 +84,16 @@ class TritonMetro:
     Args:
         plan: plan of E experts on G ranks.
         device: a GPU; the CPU in Triton's interpreter.
-        stored: int[N, E, G], output value of each choice, such as the rank's physical slot; None: the rank.
+        output_values: int[N, E, G], the value that each choice puts out, such as the rank's physical slot;
+            None: the rank.
     """
 
     def __init__(
-        self, plan: MetroPlan, device: torch.device | str, *, stored: ArrayLike | None = None
+        self, plan: MetroPlan, device: torch.device | str, *, output_values: ArrayLike | None = None
     ) -> None:
         layers, experts, ranks = plan.shares.shape
         values = np.broadcast_to(
-            np.arange(ranks) if stored is None else np.asarray(stored), plan.shares.shape
+            np.arange(ranks) if output_values is None else np.asarray(output_values), plan.shares.shape
         )
         only = np.take_along_axis(values, plan.shares.argmax(axis=2)[..., None], axis=2)[..., 0]
         only[np.arange(layers)[:, None], plan.order] = _SEVERAL_HOSTS.value

@@ -20,7 +20,7 @@ class Move(NamedTuple):
     layer: int
     expert: int
     source: int
-    slot: int
+    target: int
 
 
 def keep_slots(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
@@ -36,7 +36,7 @@ def keep_slots(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
     Raises:
         ValueError: the shapes differ, or the slots cannot be split evenly over the ranks.
     """
-    before, after = parse_pair(old, new, ranks)
+    before, after = parse_placements(old, new, ranks)
     shape = before.shape
     before, after = (side.reshape(-1, shape[1] // ranks) for side in (before, after))
     return np.stack([_keep_slots_of_rank(*rows) for rows in zip(before, after, strict=True)]).reshape(shape)
@@ -71,7 +71,7 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
     Raises:
         ValueError: the shapes do not agree, or a layer would have other experts than before.
     """
-    before, after = parse_pair(old, new, ranks)
+    before, after = parse_placements(old, new, ranks)
     if max_moves < 1:
         raise ValueError(f"a slice must have 1 move or more, not {max_moves}")
     slices: list[list[Move]] = []
@@ -90,7 +90,7 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
     return slices
 
 
-def parse_pair(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
+def parse_placements(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
     """Return both as int64[L, P]; raise ValueError if shapes differ or ranks have unequal slots."""
     before, after = np.asarray(old, np.int64), np.asarray(new, np.int64)
     if before.ndim != 2 or before.shape != after.shape:
@@ -159,5 +159,5 @@ def _choose_sources(writes: list[tuple[int, int]], content: Ints, new: Ints, ran
         sends[source // size] += source // size != slot // size
         moves.append(Move(layer, expert, int(source), slot))
     for move in moves:
-        content[move.layer, move.slot] = move.expert
+        content[move.layer, move.target] = move.expert
     return moves

@@ -231,7 +231,9 @@ def placement_id(placement: ArrayLike, ranks: int) -> str:
     return hashlib.sha256(json.dumps(by_rank).encode()).hexdigest()[:12]
 
 
-def check_fits(placement: ArrayLike, *, layers: int, slots: int, num_experts: int, ranks: int) -> None:
+def check_placement_fits(
+    placement: ArrayLike, *, layers: int, slots: int, num_experts: int, ranks: int
+) -> None:
     """Raise UserInputError if an engine cannot hold this placement.
 
     Args:

@@ -1,7 +1,7 @@
 """Rules that choose the replica for each pair of a token and an expert in a batch; engines run them.
 
-A rule covers one layer of one placement. All ranks that see the same batch make the same choice without
-communication.
+A rule covers one layer of one placement. Since a choice depends only on the batch, all ranks that see the
+same batch make the same choice without communication.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eldr_serve.validation import unknown_name
 
 Rule = Literal["none", "even", "metro", "metro-paper", "local", "weighted"]
 RULES: tuple[str, ...] = get_args(Rule)
-_KNUTH = 2654435769  # multiplier of vLLM's hash over replicas
+_HASH_MULTIPLIER = 2654435769  # multiplier of vLLM's hash over replicas
 
 
 def slots_by_rank(row: ArrayLike, num_experts: int, ranks: int) -> Ints:
@@ -86,11 +86,11 @@ class EvenSpread(ReplicaChoice):
 
     def slots(self, experts: Tensor, home: Tensor | None = None) -> Tensor:
         ids = experts.long()
-        turn = (torch.arange(len(ids)) * _KNUTH & 0xFFFFFFFF)[:, None]
+        turn = (torch.arange(len(ids)) * _HASH_MULTIPLIER & 0xFFFFFFFF)[:, None]
         return self._table[ids, turn % self._count[ids]]
 
 
-class OnePerExpert(ReplicaChoice):
+class OneReplicaPerExpert(ReplicaChoice):
     """A rule with one replica per expert for all tokens of a batch.
 
     Attributes:
@@ -110,7 +110,7 @@ class OnePerExpert(ReplicaChoice):
         return self.chosen.long()[experts.long()]
 
 
-class Metro(OnePerExpert):
+class Metro(OneReplicaPerExpert):
     """Rules `metro` and `metro-paper`, which balance active experts over ranks (`MetroPlan`).
 
     Args:
@@ -131,7 +131,7 @@ class Metro(OnePerExpert):
     ) -> None:
         device = torch.device(device)
         plan = MetroPlan.as_written(slots >= 0) if as_written else MetroPlan.from_hosts(slots >= 0)
-        self._metro = _choose_metro(device)(plan, device, stored=slots[None])
+        self._metro = _metro_class(device)(plan, device, output_values=slots[None])
         self._active = torch.zeros(1, len(slots) + 1, dtype=torch.int32, device=device)  # last: invalid ids
         self._gather = gather
         self.chosen = self._metro.chosen[0]
@@ -145,7 +145,7 @@ class Metro(OnePerExpert):
         self._metro.route(everywhere[:, :none].contiguous())
 
 
-class NearestReplica(OnePerExpert):
+class NearestReplica(OneReplicaPerExpert):
     """Rule `local` for ranks that route their own tokens: GRACE-MoE's locality.
 
     A replica on the rank itself is preferred, then one on its node; ranks and experts alternate between
@@ -201,7 +201,7 @@ class PolledReplica(ReplicaChoice):
         position = torch.arange(tokens)
         if home is None:
             home = position * self._slots.shape[1] // max(tokens, 1)
-        draw = (position * _KNUTH & 0xFFFFFFFF).double() / 2**32
+        draw = (position * _HASH_MULTIPLIER & 0xFFFFFFFF).double() / 2**32
         rank = (draw[:, None, None] >= self._above[ids, home[:, None]]).sum(dim=2)
         return self._slots[ids, rank]
 
@@ -239,7 +239,7 @@ def _distance(topology: Topology) -> Ints:
     return np.where(np.eye(topology.ranks, dtype=bool), 0, np.where(node[:, None] == node, 1, 2))
 
 
-def _choose_metro(device: torch.device) -> type[TorchMetro]:
+def _metro_class(device: torch.device) -> type[TorchMetro]:
     """Return the implementation for the device."""
     if device.type != "cuda":
         return TorchMetro

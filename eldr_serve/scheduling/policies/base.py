@@ -34,8 +34,8 @@ class Policy(ABC):
     """Base class of policies; a subclass defines `select` and, if it has parameters, a nested `Parameters`.
 
     The caller counts load (LoadLedger) in the same way for all policies, and reports the progress of each
-    request (`on_assigned`, `on_progress`, `on_finished`); most policies ignore it. `check_policy` lists
-    violations of this interface.
+    request (`on_assigned`, `on_progress`, `on_finished`, `on_aborted`); most policies ignore it.
+    `check_policy` lists violations of this interface.
 
     Attributes:
         name: name in settings, decisions and metrics; by default the import path.
@@ -98,6 +98,10 @@ class Policy(ABC):
 
     def on_finished(self, request_id: str) -> None:  # noqa: B027
         """Process the end of a request that runs or waits; unknown ones are ignored."""
+
+    def on_aborted(self, request_id: str) -> None:
+        """Process the end of a request whose answer is not complete, so that its length is unknown."""
+        self.on_finished(request_id)
 
     def on_workers_changed(self, workers: Sequence[str | None]) -> None:  # noqa: B027
         """Process the worker of each position, None for a vacant one; for the names see `worker_names`.

@@ -9,7 +9,7 @@ from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 
 class Random(Policy):
-    """A uniformly random worker."""
+    """Chooses a worker at random, each with the same probability."""
 
     name = "random"
     is_balancer = True
@@ -22,7 +22,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """The workers in turn."""
+    """Chooses the workers in turn."""
 
     name = "round-robin"
     is_balancer = True
@@ -39,7 +39,7 @@ class RoundRobin(Policy):
 
 
 class ShortestQueue(Policy):
-    """The worker with the fewest requests in flight."""
+    """Chooses the worker with the fewest requests in flight."""
 
     name = "shortest-queue"
     is_balancer = True
@@ -49,7 +49,7 @@ class ShortestQueue(Policy):
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two random workers."""
+    """Chooses the less loaded of two random workers."""
 
     name = "power-of-two"
     is_balancer = True
@@ -61,7 +61,7 @@ class PowerOfTwo(Policy):
 
 
 class LeastTokens(Policy):
-    """The worker with the fewest KV tokens (prompt + generated) of requests in flight."""
+    """Chooses the worker whose requests in flight have the fewest KV tokens (prompt + generated)."""
 
     name = "least-tokens"
     is_balancer = True

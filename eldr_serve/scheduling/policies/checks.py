@@ -159,6 +159,7 @@ def _check_notifications(make: Callable[[], Policy]) -> Iterator[str]:
     """Send notifications about unknown requests, repeatedly, and about other workers than it chose."""
     rng, policy = np.random.default_rng(2), make()
     policy.on_finished("nobody")
+    policy.on_aborted("nobody")
     policy.on_progress({})
     policy.update_cost_model(StepCost(1e-3, 1e-4, 1e-6, 1e-4))
     for n in range(_ROUNDS):

@@ -15,7 +15,7 @@ from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 
 class Domain(Policy):
-    """The least loaded worker of the request's domain (ELDR, section 5).
+    """Chooses the least loaded worker of the request's domain (ELDR, section 5).
 
     With a mix, the workers are divided among the domains in proportion to it, as in the paper. Without a mix,
     a worker belongs to the main domain of its cluster in the table. If the domain has no available worker,

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class LengthPredictor(Protocol):
-    """Interface of predictors; any object that satisfies it may be set as a policy's `predictor`.
+    """Interface of predictors; any object that satisfies it may be set as a policy's `length_predictor`.
 
     With a class attribute `keyed_by_request = True` the keys are request ids instead of prompt keys.
     """
@@ -63,9 +63,9 @@ class Survival:
             n -= 1
             oldest = int(np.searchsorted(self._sorted, self._newest.popleft()))
             self._sorted[oldest:n] = self._sorted[oldest + 1 : n + 1]
-        at = int(np.searchsorted(self._sorted[:n], output_tokens))
-        self._sorted[at + 1 : n + 1] = self._sorted[at:n]
-        self._sorted[at] = output_tokens
+        index = int(np.searchsorted(self._sorted[:n], output_tokens))
+        self._sorted[index + 1 : n + 1] = self._sorted[index:n]
+        self._sorted[index] = output_tokens
         self._newest.append(output_tokens)
         self._sums = None
 
@@ -123,15 +123,15 @@ class PromptKeyed:
         ]
         if not with_key:
             return p, mu
-        at, rows = np.array(with_key).T
-        remaining = self._lengths[rows] - ages[at, None]
+        known, rows = np.array(with_key).T
+        remaining = self._lengths[rows] - ages[known, None]
         running = remaining > 0
         ending = running & (remaining <= self._horizon)
         survivors, ended = running.sum(axis=1), ending.sum(axis=1)
-        hit = survivors > 0
-        p[at[hit]] = ended[hit] / survivors[hit]
-        hit = ended > 0
-        mu[at[hit]] = (remaining * ending).sum(axis=1)[hit] / ended[hit]
+        has_survivors = survivors > 0
+        p[known[has_survivors]] = ended[has_survivors] / survivors[has_survivors]
+        has_ended = ended > 0
+        mu[known[has_ended]] = (remaining * ending).sum(axis=1)[has_ended] / ended[has_ended]
         return p, mu
 
 
@@ -268,7 +268,7 @@ def length_predictor_class(name: str) -> Callable[[int], LengthPredictor]:
 
 
 class GuardedLengthPredictor:
-    """A predictor with fallbacks: if it fails, empirical survival is used, and then "no end within H".
+    """A predictor with two fallbacks: Survival if it fails, and "no end within H" if Survival fails too.
 
     Attributes:
         failures: number of exceptions and of answers of the wrong shape, not finite or out of range.

@@ -11,7 +11,7 @@ from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 
 
 class LocalityBand(Policy):
-    """ELDR's rule (paper, section 4.3.2): the least loaded worker within the band of the best match.
+    """Chooses the least loaded worker within the band of the best match (ELDR, section 4.3.2).
 
     If the load bound excludes the whole band, the worker with the shortest queue is chosen.
     """

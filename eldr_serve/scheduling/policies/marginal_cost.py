@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eldr_serve.scheduling.activation import ExpectedActivation, Levels, probability
+from eldr_serve.scheduling.activation import ExpectedActivation, Levels, activation_of
 from eldr_serve.scheduling.barrier import StepBarrier
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.parameters import Weight
@@ -22,7 +22,7 @@ from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest
 _MAX_EXACT_WORKERS = 512
 _FINALISTS = 32
 _DEFAULT_ANSWER_TOKENS = 128.0  # mean length of answers until one has ended
-_ANSWER_MEMORY = 64  # time constant of the mean length, answers
+_ANSWER_TIME_CONSTANT = 64  # time constant of the mean length, answers
 # A tail power raises the cost above these multiples of the median step time and of the mean batch. The batch
 # counts too, because estimated step times are too low if answers use other experts than their prompts.
 _SLOW_STEP = 1.05
@@ -34,12 +34,12 @@ class RequestEstimate(NamedTuple):
 
     request: PlacementRequest
     levels: Levels
-    p: NDArray[np.float32]
+    activation: NDArray[np.float32]
     deviation: NDArray[np.float32] | None  # None if the request has no counts or affinity is 0
 
 
 class MarginalCost(Policy):
-    """The worker where the request adds the least time, summed over all requests.
+    """Chooses the worker where the request adds the least time, summed over all requests.
 
     docs/policies.md explains the formulas. The cost of a worker, in seconds per step, consists of:
 
@@ -53,9 +53,9 @@ class MarginalCost(Policy):
     3. Tail: with `tail_power` above 1, both costs are multiplied by a factor above 1 if the worker's step
        would be slow compared with the median, or its batch large compared with the mean.
 
-    Data-parallel ranks wait for each other in every step (see StepBarrier). There the step, the requests, the
-    active experts and the profile are those of the replica. The request goes to the rank where it adds the
-    least, and to the least loaded one if it lengthens no rank's part.
+    Since data-parallel ranks wait for each other in every step (see StepBarrier), the step, the requests, the
+    active experts and the profile are those of their replica. Within the replica the request goes to the rank
+    where it adds the least time, or to the least loaded rank if it adds none at several.
     """
 
     name = "marginal-cost"
@@ -92,7 +92,7 @@ class MarginalCost(Policy):
         self._profiled: dict[str, tuple[int, int]] = {}  # running request -> row, number there
         self._generated: dict[str, int] = {}  # generated tokens of each running request
         self._answer_tokens = _DEFAULT_ANSWER_TOKENS
-        self._num_answers = 0  # number of answers in the mean, at most _ANSWER_MEMORY
+        self._num_answers = 0  # number of answers in the mean, at most _ANSWER_TIME_CONSTANT
 
     def update_cost_model(self, cost: StepCost) -> None:
         if self.parameters.cost is None:
@@ -111,7 +111,7 @@ class MarginalCost(Policy):
         if estimate is None:
             return choose_shortest(positions, loads, "no-counts")
         self.activation.grow(len(loads))
-        self.profiles.grow(len(loads), len(estimate.p))
+        self.profiles.grow(len(loads), len(estimate.activation))
         candidates = positions
         if self._barrier is not None:
             decode, prefill = self._raw_costs(positions, loads, request, np.zeros(len(positions), np.float32))
@@ -119,7 +119,7 @@ class MarginalCost(Policy):
         if len(positions) > _MAX_EXACT_WORKERS and len(candidates) > _FINALISTS:
             cost = self._weighted_cost(candidates, loads, estimate, self.activation.num_coarse_cells)
             candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
-        cost = self._weighted_cost(candidates, loads, estimate, len(estimate.p))
+        cost = self._weighted_cost(candidates, loads, estimate, len(estimate.activation))
         return Decision(
             int(candidates[cost.argmin()]),
             num_candidates=len(positions),
@@ -138,7 +138,7 @@ class MarginalCost(Policy):
             return np.zeros(len(loads))
         self.activation.grow(len(loads))
         positions = np.arange(len(loads))
-        added_experts = self.activation.p_idle[: len(loads)] @ probability(levels)
+        added_experts = self.activation.p_idle[: len(loads)] @ activation_of(levels)
         decode, prefill = self._raw_costs(positions, loads, request, added_experts[self._rows(positions)])
         return decode + prefill
 
@@ -185,11 +185,11 @@ class MarginalCost(Policy):
     ) -> NDArray[np.float64]:
         """Return the cost at each worker, weighted by affinity, from the first `num_cells` of each row."""
         rows = self._rows(positions)
-        added_experts = _dot_products(self.activation.p_idle, rows, estimate.p, num_cells)
+        added_experts = _dot_products(self.activation.p_idle, rows, estimate.activation, num_cells)
         decode, prefill = self._raw_costs(positions, loads, estimate.request, added_experts)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
-                rows, _dot_products(self.profiles.profile, rows, estimate.deviation, num_cells)
+                rows, _dot_products(self.profiles.vectors, rows, estimate.deviation, num_cells)
             )
             decode *= 1 + self._affinity * (similarity.max() - similarity)
         return decode + prefill
@@ -198,10 +198,10 @@ class MarginalCost(Policy):
         levels = self.activation.estimate_levels(request)
         if levels is None:
             return None
-        p, mean, deviation = probability(levels), self.activation.mean, None
+        activation, mean, deviation = activation_of(levels), self.activation.mean, None
         if self._affinity and mean is not None and self.activation.has_usable_counts(request):
-            deviation = deviation_of(p, mean)
-        return RequestEstimate(request, levels, p, deviation)
+            deviation = deviation_of(activation, mean)
+        return RequestEstimate(request, levels, activation, deviation)
 
     def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         data = decision.policy_data if decision is not None else None
@@ -218,7 +218,7 @@ class MarginalCost(Policy):
             return
         _, levels = self.activation.running[request_id]
         assert self.activation.mean is not None
-        before = deviation_of(probability(levels), self.activation.mean)
+        before = deviation_of(activation_of(levels), self.activation.mean)
         if before is not None:
             self.profiles.correct(*self._profiled[request_id], deviation - before)
 
@@ -226,12 +226,16 @@ class MarginalCost(Policy):
         running = self.activation.running
         self._generated.update((name, n) for name, n in generated_tokens.items() if name in running)
 
+    def on_aborted(self, request_id: str) -> None:
+        self._generated.pop(request_id, None)  # not the length of an answer
+        super().on_aborted(request_id)
+
     def on_finished(self, request_id: str) -> None:
         self.activation.on_finished(request_id)
         self._profiled.pop(request_id, None)
         tokens = self._generated.pop(request_id, 0)
         if tokens:
-            self._num_answers = min(self._num_answers + 1, _ANSWER_MEMORY)
+            self._num_answers = min(self._num_answers + 1, _ANSWER_TIME_CONSTANT)
             self._answer_tokens += (tokens - self._answer_tokens) / self._num_answers
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks.lib.barrier import any_rank, recording
 from benchmarks.lib.barrier.predicted import BarrierPrediction, fit_cost, fit_handover_s, predict
-from benchmarks.lib.barrier.requests import Scale, order_for_round, read_stems, request_bodies
+from benchmarks.lib.barrier.requests import TraceScale, order_for_round, read_stems, request_bodies
 from benchmarks.lib.barrier.rows import policy_rows
-from benchmarks.lib.barrier.steps import RankSteps, file_of, join_ranks, read_steps
+from benchmarks.lib.barrier.steps import RankSteps, join_ranks, read_steps, steps_file
 from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
 from benchmarks.lib.client import Answer
 from benchmarks.serving.barrier import (
@@ -97,10 +97,10 @@ def test_a_scheduler_writes_its_steps_and_an_incomplete_line_is_ignored(
     scheduler: Any = object.__new__(recording.RecordingScheduler)
     scheduler.requests = {"a": SimpleNamespace(num_computed_tokens=5)}
     scheduler.requests["b"] = SimpleNamespace(num_computed_tokens=8)
-    with file_of(tmp_path, 0).open("w") as scheduler._steps:
+    with steps_file(tmp_path, 0).open("w") as scheduler._steps:
         for _ in range(3):
             scheduler.schedule()
-    file_of(tmp_path, 1).write_text("[8, 1, 4, 0.5]\n[9, 1")
+    steps_file(tmp_path, 1).write_text("[8, 1, 4, 0.5]\n[9, 1")
     steps = read_steps(tmp_path, 2)
     assert steps.requests.tolist() == [[2, 0], [1, 1]]
     assert steps.kv_tokens.tolist() == [[13, 0], [8, 4]]
@@ -108,7 +108,7 @@ def test_a_scheduler_writes_its_steps_and_an_incomplete_line_is_ignored(
 
 def test_lengths_are_scaled_to_their_means_and_limited() -> None:
     trace = [RecordedArrival(0.0, prompt, output) for prompt, output in [(10, 8), (30, 2)]]
-    scale = Scale(prompt=200, output=10, longest_output=12, context=260)
+    scale = TraceScale(prompt=200, output=10, longest_output=12, context=260)
     assert scale.longest_prompt == 248
     lengths = scale.lengths(trace)
     assert lengths.tolist() == [[97, 12], [225, 4]]  # of 100, 16 and 300, 4
@@ -358,7 +358,7 @@ def test_only_the_requests_of_vllms_trials_have_the_header(
         return 0.0, 1, {0: Answer(1.0, 2.0, timing=StreamTiming([0.5, 1.0], completion_tokens=2))}
 
     module = "benchmarks.serving.barrier"
-    monkeypatch.setattr(f"{module}.sender", lambda url, headers: (url, headers))
+    monkeypatch.setattr(f"{module}.completion_sender", lambda url, headers: (url, headers))
     monkeypatch.setattr(f"{module}.timed_loop", loop)
     monkeypatch.setattr(f"{module}.read_steps", lambda *_: steps_of([[3, 5]] * 40))
     policies: list[Any] = []

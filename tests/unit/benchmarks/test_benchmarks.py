@@ -16,7 +16,7 @@ from benchmarks.__main__ import MODULES, NAMES, WHEN, read_benchmarks
 from benchmarks.engine.cache_memory import CacheShape, compare, shape_of, smallest_block_size
 from benchmarks.engine.signature_bytes import tile_counts
 from benchmarks.lib import tables
-from benchmarks.lib.client import Answer, most_open, summarise_answers
+from benchmarks.lib.client import Answer, max_open_answers, summarise_answers
 from benchmarks.lib.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
 from benchmarks.lib.rounds import medians
 from benchmarks.serving.handover import _row
@@ -132,7 +132,7 @@ def test_a_summary_counts_failures_but_excludes_their_times() -> None:
     assert [row[k] for k in ("ttft_p50_ms", "tpot_p50_ms", "tokens_per_s")] == pytest.approx([500, 500, 2])
     assert row["latency_p50_ms"] == 2000.0
     assert summarise_answers([good, bad], since_s=-2.0)["tokens_per_s"] == pytest.approx(1)
-    assert most_open([good, bad, Answer(started_at_s=2.5, ended_at_s=3.0)]) == 2
+    assert max_open_answers([good, bad, Answer(started_at_s=2.5, ended_at_s=3.0)]) == 2
     # Several trials give medians.
     load = {"requests": 4, "failures": 1, "ttft_p99_ms": 9.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 2.0}
     load |= {"latency_p50_ms": 8.0, "cpu_ms": {"ray": 6.0}}

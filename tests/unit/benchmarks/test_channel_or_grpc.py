@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib import channel_transports
-from benchmarks.lib.channel_transports import TRANSPORTS, connect_by_transport, run_transport_server
+from benchmarks.lib.channel_transports import (
+    TRANSPORTS,
+    TokenSource,
+    connect_by_transport,
+    run_transport_server,
+)
 from benchmarks.serving.channel_or_grpc import ChannelLoad, compare_with_channel, trial
 from eldr_serve.channel.calls import MAX_UNREAD_BYTES
 from eldr_serve.channel.server import _MAX_UNSENT_BYTES
@@ -51,6 +56,23 @@ async def test_a_stream_that_nobody_reads_is_bounded(transport: str, monkeypatch
         assert sent_bytes < MAX_UNREAD_BYTES + _MAX_UNSENT_BYTES + _SOCKET_BYTES
         assert now["open"] == (transport == "grpc")
         slow.cancel()
+
+
+async def test_a_stream_that_does_not_send_ends_a_run_without_a_pace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_transports, "STEP_TIMEOUT_S", 0.01)
+    engine, blocked = TokenSource(), asyncio.Event()
+
+    async def never() -> None:
+        await blocked.wait()
+
+    stream = asyncio.create_task(engine.stream({"stream": 0}, lambda payload, ids: never()))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match="1 of 1 streams have not sent the chunk"):
+            await engine.run({"seconds": 30.0, "gap_s": 0})
+    stream.cancel()
 
 
 def test_rows_are_compared_within_their_round() -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from benchmarks.engine.ep_engine import add_empty_slots
-from benchmarks.lib.ep.engine import Decoded
+from benchmarks.engine import ep_engine
+from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
+from benchmarks.lib.ep.engine import DecodedBatch
 from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
     SKIPPED_STEPS,
     choose_homes,
     draw_disjoint_batches,
     measure_in_turns,
-    summary,
+    summarise_batch,
 )
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
@@ -30,10 +33,10 @@ def measurement(
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 
 
-class Engine:
+class FakeEpEngine:
     started = 0
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> FakeEpEngine:
         self.started += 1
         return self
 
@@ -42,7 +45,7 @@ class Engine:
 
 
 def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: Path) -> None:
-    engine: Any = Engine()
+    engine: Any = FakeEpEngine()
     keys = [(turn, name) for turn in range(2) for name in ("a", "b")]
     measured: list[tuple[int, str]] = []
 
@@ -71,6 +74,44 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
     assert engine.started == 3
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "options", "words"),
+    [
+        (
+            ep_choice,
+            {"ranks": 3},
+            "--ranks is 3: set it to a number that divides the model's 4 attention heads",
+        ),
+        (ep_choice, {"data_parallel": 3}, "--data-parallel is 3: .* the model's 64 experts"),
+        (ep_shift, {"ranks": 8}, "--ranks is 8"),
+        (ep_shift, {"groups": "task"}, "--groups is 'task': it must be two of"),
+        (ep_shift, {"groups": "task,nosuch"}, "--groups is 'task,nosuch'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_captured(
+    benchmark: Any, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ep_engine, "load_or_capture", lambda *_, **__: pytest.fail("it was captured"))
+    with pytest.raises(UserInputError, match=words):
+        benchmark(work=tmp_path, **options)
+
+
+@pytest.mark.parametrize("benchmark", [ep_choice, ep_shift])
+def test_the_journal_has_every_option_on_which_a_result_depends(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    journal = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(ep_engine, "Journal", journal)
+    with pytest.raises(InterruptedError):
+        benchmark(data_parallel=4, work=tmp_path)
+    (path, settings), others = journal.call_args
+    options = signature(benchmark).parameters.keys() - {"data_parallel", "minutes", "work", "out"}
+    assert path.name == f"{benchmark.__name__}_dp.jsonl"
+    assert settings.keys() - {"folder", "cost_file"} == options
+    assert settings["ranks"] == 4
+    assert others == {"varying": ("rounds",)}
+
+
 def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     steps, layers = 4, 3
     # LOG_COLUMNS of two ranks
@@ -78,8 +119,8 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     log[:, :SKIPPED_STEPS] = 99
     seconds = np.array([9.0, 9.0, 0.010, 0.030])
     answers = np.arange(10).reshape(2, 5)
-    figures = summary(
-        Decoded(
+    figures = summarise_batch(
+        DecodedBatch(
             answers,
             seconds,
             move_s=0,

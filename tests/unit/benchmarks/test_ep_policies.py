@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from benchmarks.lib.capture import CapturedRoutes
-from benchmarks.papers.ep_policies import ARMS, BASE, EpCase, policy_rows
+from benchmarks.papers.ep_policies import ARMS, BASE, EpWorkload, policy_rows
 from tests.support.traces import synthetic_trace
 
 
 @pytest.fixture(scope="module")
-def case() -> EpCase:
+def case() -> EpWorkload:
     trace = synthetic_trace(n=96, num_layers=2, num_experts=8)
     data = CapturedRoutes(trace, [[1]] * 96)
-    return EpCase(data, "all", workers=2, batch=8, rounds=3, ranks=2, seed=0)
+    return EpWorkload(data, "all", workers=2, batch=8, rounds=3, ranks=2, seed=0)
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_request_of_a_round_is_on_one_worker_with_a_whole_placement(case: EpCase, arm: Any) -> None:
+def test_every_request_of_a_round_is_on_one_worker_with_a_whole_placement(case: EpWorkload, arm: Any) -> None:
     for turn in range(3):
         batches = case.batches(arm, turn)
         assert sorted(np.concatenate([requests for requests, _ in batches])) == sorted(case._rounds[turn])
@@ -27,7 +27,7 @@ def test_every_request_of_a_round_is_on_one_worker_with_a_whole_placement(case: 
         assert arm[1] != "linear" or all((placed == np.arange(8)).all() for _, placed in batches)
 
 
-def test_a_workers_own_placement_is_fitted_to_its_earlier_requests(case: EpCase) -> None:
+def test_a_workers_own_placement_is_fitted_to_its_earlier_requests(case: EpWorkload) -> None:
     placements = [placement for _, placement in case.batches(("locality-band", "own"), 0)]
     (one, another) = [placement for _, placement in case.batches(("shortest-queue", "one for all"), 0)]
     assert np.array_equal(one, another)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.exact import Cells, compare_with_reference, compare_with_report
+from benchmarks.lib.exact import ComparedCells, compare_with_reference, compare_with_report
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.experts.signature import pack_counts
 
@@ -49,7 +49,7 @@ def report() -> dict[str, Any]:
     return {"batches": [[0, 1, TOKENS]] * 2, "records": records, "steps": steps}
 
 
-def differ(found: list[Cells]) -> list[dict[str, int]]:
+def differ(found: list[ComparedCells]) -> list[dict[str, int]]:
     return [{kind: n for kind, n in cells.differ.items() if n} for cells in found]
 
 

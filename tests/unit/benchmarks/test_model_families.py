@@ -107,13 +107,13 @@ def test_a_wrong_decode_count_is_found(line: Line, wrong: dict[str, Any]) -> Non
 
 def test_a_token_with_two_observed_choices_excuses_only_those(line: Line) -> None:
     for first, exact in ((CHOSEN, 1), (OTHER, 1), ((CHOSEN + 2) % EXPERTS, 0)):
-        one = record(prompt=histogram(np.concatenate([first[:1], CHOSEN[1:PROMPT]])))
-        one["seen"][0].append(OTHER[0].tolist())
-        row = line(one)
+        near_tie = record(prompt=histogram(np.concatenate([first[:1], CHOSEN[1:PROMPT]])))
+        near_tie["seen"][0].append(OTHER[0].tolist())
+        row = line(near_tie)
         assert (row["prompts_exact"], row["tokens_near_ties"]) == (exact, 1)
-    one = record(prompt=with_one_choice_moved(histogram(CHOSEN[:PROMPT])))
-    one["seen"][0].append(OTHER[0].tolist())
-    assert line(one)["prompts_exact"] == 0
+    near_tie = record(prompt=with_one_choice_moved(histogram(CHOSEN[:PROMPT])))
+    near_tie["seen"][0].append(OTHER[0].tolist())
+    assert line(near_tie)["prompts_exact"] == 0
 
 
 def test_rows_that_are_not_measured_again_stay(monkeypatch: pytest.MonkeyPatch) -> None:

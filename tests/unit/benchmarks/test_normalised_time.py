@@ -13,15 +13,17 @@ from benchmarks.lib.cpu_speed import record_cpu_speed
 from benchmarks.lib.normalised_time import NormalisedTime, fit_engine_sensitivity, normalise_trial
 from eldr_serve.errors import UserInputError
 from loadgen.trial import Trial
+from tests.support.processes import python
 
 HALF_AT = 50.0  # from here on the cores of `samples` do half as much
 
 
 def samples(*, slow: float = 2.0, stolen: float = 0.0, seconds: float = 100.0) -> np.ndarray:
     """Return samples of one core, which from HALF_AT on takes `slow` times as long or loses stolen time."""
-    at = np.arange(0.0, seconds + 0.1, 0.25)
-    late = np.maximum(0.0, at - HALF_AT)
-    return np.column_stack([at, np.where(at < HALF_AT, 1e-3, slow * 1e-3), 100 * stolen * late, 100 * at])
+    times = np.arange(0.0, seconds + 0.1, 0.25)
+    late = np.maximum(0.0, times - HALF_AT)
+    probe_s = np.where(times < HALF_AT, 1e-3, slow * 1e-3)
+    return np.column_stack([times, probe_s, 100 * stolen * late, 100 * times])
 
 
 @pytest.mark.parametrize("cores", [[samples()], [samples(), samples()], [samples(slow=1.0, stolen=0.5)]])
@@ -85,8 +87,10 @@ def test_a_request_takes_as_long_on_slow_cores_as_on_fast_ones() -> None:
 def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(sensitivity: float) -> None:
     """Use two equal balancers and a policy whose steps take half as long, on cores of changing speed."""
     slowdown = np.array([1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6])
-    at = np.arange(0.0, 800.0, 0.25)
-    core_records = np.column_stack([at, 1e-3 * slowdown[(at // 100).astype(int)], 0 * at, 100 * at])
+    times = np.arange(0.0, 800.0, 0.25)
+    core_records = np.column_stack(
+        [times, 1e-3 * slowdown[(times // 100).astype(int)], 0 * times, 100 * times]
+    )
     policies = ["random", "round-robin", "marginal-cost"] * 2 + ["random"] * 2
     trials = []
     for n, policy in enumerate(policies):
@@ -123,3 +127,11 @@ def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> Non
         clock.seconds(began - 10.0, end)
     time.sleep(1.0)
     assert [f.read_text() for f in files] == lines
+
+
+@pytest.mark.slow
+def test_nothing_is_sampled_if_the_parent_ended_during_the_imports(tmp_path: Path) -> None:
+    core, other = min(os.sched_getaffinity(0)), os.getppid()  # not the parent of the new process
+    done = python("-m", "benchmarks.lib.cpu_speed", core, tmp_path / "speed.jsonl", other)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "speed.jsonl").read_text() == ""

@@ -22,7 +22,7 @@ from benchmarks.lib.ep.parallel_layer import (
     top_k_gate,
     vllm_products,
 )
-from benchmarks.lib.ep.ranks import on_ranks, read_experts, read_gate
+from benchmarks.lib.ep.ranks import read_experts, read_gate, run_on_ranks
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import Topology, hosts_of
@@ -117,7 +117,7 @@ def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     sizes = [tuple(some[:ranks]) for some in SIZES]
     every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", *NODES))
     cases = list(itertools.starmap(LayerCase, every))
-    results = zip(*on_ranks(ranks, outputs_of_rank, cases), strict=True)
+    results = zip(*run_on_ranks(ranks, outputs_of_rank, cases), strict=True)
     for seed, (case, parts) in enumerate(zip(cases, results, strict=True)):
         assert [len(part) for part in parts] == list(case.sizes)
         expected = reference_output(hidden_states(sum(case.sizes), seed)).numpy()
@@ -151,7 +151,9 @@ def test_a_dispatch_sends_the_copies_that_placements_are_evaluated_by(nodes: int
     else:
         work = work_of(experts[None, :, None], ranks, topology, num_experts=E)
         near, far = work.near_bytes.sum(), work.far_bytes.sum()
-    near_messages, near_bytes, far_messages, far_bytes = np.sum(on_ranks(4, traffic_of_rank, nodes), axis=0)
+    near_messages, near_bytes, far_messages, far_bytes = np.sum(
+        run_on_ranks(4, traffic_of_rank, nodes), axis=0
+    )
     token_bytes = 2 * 160 * 4 + TOP_K * (4 + 8)  # the state there and back; weights and pairs there
     assert near_bytes == pytest.approx(near * token_bytes + 8 * 4 * nodes)  # each rank's counts
     assert far_bytes == pytest.approx(far * token_bytes + 8 * 8)

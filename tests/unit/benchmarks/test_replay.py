@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from benchmarks.engine.moe_layer_latency import routes
 from benchmarks.lib.capture import CapturedRoutes
-from benchmarks.lib.engine_pool import EnginePool, TimesAndSteps
+from benchmarks.lib.engine_pool import EnginePool, ReplayTimes
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import schedule as replay
 from benchmarks.lib.replay.command import select_arms
-from benchmarks.lib.replay.engine import BLOCK, ReplayArrival, Steps, pad_to_blocks
+from benchmarks.lib.replay.engine import BLOCK, ReplayArrival, StepRecords, pad_to_blocks
 from benchmarks.lib.replay.rows import LAYERS
 from benchmarks.lib.replay.schedule import (
     FIT_REQUESTS,
@@ -23,7 +23,7 @@ from benchmarks.lib.replay.schedule import (
     ReplayExperiment,
     ReplayLoad,
     fit_batches,
-    loads_of,
+    parse_loads,
 )
 from eldr_serve.engine.vllm.config import engine_kwargs
 from eldr_serve.errors import UserInputError
@@ -60,10 +60,10 @@ def test_workloads_are_split_without_overlap() -> None:
     assert not set(fit) & set(rest)
     assert len(fit) == round(0.4 * len(domains))
     assert data.trace.subset_without_routes(fit).ids == [data.trace.ids[i] for i in fit]
-    assert loads_of("task", "4,8", "16", 5) == [ReplayLoad("task", 4, 16, 5), ReplayLoad("task", 8, 16, 5)]
+    assert parse_loads("task", "4,8", "16", 5) == [ReplayLoad("task", 4, 16, 5), ReplayLoad("task", 8, 16, 5)]
     for groups, workers, batch in (("tasks", "4", "8"), ("task", "four", "8"), ("task", "4", "0")):
         with pytest.raises(UserInputError):
-            loads_of(groups, workers, batch, 5)
+            parse_loads(groups, workers, batch, 5)
     with pytest.raises(UserInputError, match="cores"):
         EnginePool(Path("model"), 100_000)
     with pytest.raises(UserInputError, match="leave it at 1"):
@@ -111,15 +111,15 @@ class _EnginePool:
     def probe_s(self) -> float:
         return 1e-3
 
-    def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[TimesAndSteps]:
+    def replay(self, arrivals: list[ReplayArrival], probe_s: float) -> Future[ReplayTimes]:
         assert probe_s == 1e-3
-        answer: Future[TimesAndSteps] = Future()
+        answer: Future[ReplayTimes] = Future()
         if self.runs == self._most:
             answer.set_exception(KeyboardInterrupt())
             return answer
         self.runs += 1
         experts = self._rng.integers(10, 60, 8).tolist()
-        steps = Steps([1e-3 + 1e-4 * n for n in experts], [1] * 8, [100] * 8, experts, [1.0] * 8)
+        steps = StepRecords([1e-3 + 1e-4 * n for n in experts], [1] * 8, [100] * 8, experts, [1.0] * 8)
         times = {a.request_id: a.arrival_s + np.cumsum(self._rng.random(3)) for a in arrivals}
         answer.set_result((times, steps))
         return answer

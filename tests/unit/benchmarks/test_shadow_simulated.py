@@ -23,9 +23,9 @@ def test_a_closed_loop_keeps_its_number_in_flight() -> None:
     assert (np.diff(begins) >= 0).all()
     assert begins[most - 1] == 0 < begins[most]
     assert set(begins[most:]) <= set(ends)
-    open_ = [int(((begins <= at) & (ends > at)).sum()) for at in begins]
+    open_ = [int(((begins <= time_s) & (ends > time_s)).sum()) for time_s in begins]
     assert open_[most - 1 :] == [most] * (n - most + 1)
-    assert outcome.saving is None
+    assert outcome.shadow_comparison is None
 
 
 def test_the_shadow_prices_simulated_steps_and_agrees_with_the_simulation(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ LAYERS = 3
 COST = StepCost(2e-3, 5e-5, 0.0, 3e-6)
 
 
-class _Engine:
+class FakeStepEngine:
     """A fake that reports the time of a step one step later, as a GPU does. A lossy one omits an expert."""
 
     def __init__(self, *, lossy: bool = False) -> None:
@@ -44,7 +44,7 @@ def steps_of(engine: Any, batch: int) -> list[TimedStep]:
 
 
 def test_every_point_is_timed_as_requested_and_the_cost_is_recovered() -> None:
-    engine = _Engine()
+    engine = FakeStepEngine()
     steps = steps_of(engine, 4) + steps_of(engine, 8)
     assert engine.drained
     assert Counter((s.requests, s.experts) for s in steps) == {
@@ -64,12 +64,12 @@ def test_every_point_is_timed_as_requested_and_the_cost_is_recovered() -> None:
 
 def test_a_step_with_wrong_activations_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="should activate"):
-        steps_of(_Engine(lossy=True), 4)
+        steps_of(FakeStepEngine(lossy=True), 4)
 
 
 def test_steps_whose_time_does_not_follow_experts_have_no_cost() -> None:
     rows = fit_rows([TimedStep(8, experts, 1 / experts, 1 / experts) for experts in range(24, 100)])
-    assert rows == [{"level": "fit", "of": of, "steps": 76} for of in ("forward", "step")]
+    assert rows == [{"level": "fit", "of": part, "steps": 76} for part in ("forward", "step")]
 
 
 def test_the_packages_figures_stand_beside_the_measured_batches() -> None:

@@ -152,8 +152,10 @@ def test_our_system_is_compared_with_each_other_system_round_by_round() -> None:
 def test_a_system_is_not_charged_for_slow_cores() -> None:
     """Use two equal systems, and ours, whose steps take 3/4 as long, on cores of changing speed."""
     slowdown = [1.0, 1.5, 0.8, 1.2, 2.0, 1.0, 0.7, 1.6, 0.9]
-    at = np.arange(0.0, 900.0, 0.25)
-    core_records = np.column_stack([at, [1e-3 * slowdown[int(t // 100)] for t in at], 0 * at, 100 * at])
+    sampled_s = np.arange(0.0, 900.0, 0.25)
+    core_records = np.column_stack(
+        [sampled_s, [1e-3 * slowdown[int(t // 100)] for t in sampled_s], 0 * sampled_s, 100 * sampled_s]
+    )
     trials = {}
     for n, slow in enumerate(slowdown):
         system = ("vllm-router/round_robin", "vllm-router/power_of_two", whole_report.OURS)[n % 3]

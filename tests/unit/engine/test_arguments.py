@@ -44,13 +44,20 @@ def config_of(**model: Any) -> SimpleNamespace:
 
 
 def test_differences_between_resolved_values_are_listed_by_field() -> None:
-    one = resolve_shared_arguments(config_of(max_model_len=2048, dtype="torch.bfloat16", quantization=None))
-    other = resolve_shared_arguments(
+    prefill = resolve_shared_arguments(
+        config_of(max_model_len=2048, dtype="torch.bfloat16", quantization=None)
+    )
+    decode = resolve_shared_arguments(
         config_of(max_model_len=4096, dtype="torch.bfloat16", quantization="fp8")
     )
-    assert one == {"max_model_len": 2048, "dtype": "torch.bfloat16", "block_size": 32, "quantization": None}
-    assert not list(differences(one, dict(one)))
-    first, second = differences(one, other)
+    assert prefill == {
+        "max_model_len": 2048,
+        "dtype": "torch.bfloat16",
+        "block_size": 32,
+        "quantization": None,
+    }
+    assert not list(differences(prefill, dict(prefill)))
+    first, second = differences(prefill, decode)
     assert first.startswith(
         "prefill_config.engine_kwargs.max_model_len is 2048 and decode_config.engine_kwargs"
     )

@@ -10,7 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup
-from eldr_serve.engine.vllm.compat.nixl import NixlConnectorMetadata, WithoutTransfers, transfer_errors
+from eldr_serve.engine.vllm.compat.nixl import (
+    NixlConnectorMetadata,
+    WithoutTransfers,
+    copy_transfers,
+    transfer_errors,
+)
+from eldr_serve.engine.vllm.kv.metadata import EldrConnectorMetadata
 from eldr_serve.engine.vllm.kv.scheduler_side import EldrConnectorScheduler
 
 
@@ -42,9 +48,9 @@ def test_a_prefill_engine_with_a_draft_model_generates_one_token(caplog: pytest.
 
 @pytest.mark.parametrize(("drafts", "kv_role"), [(False, "kv_producer"), (True, "kv_consumer")])
 def test_other_engines_generate_as_many_tokens_as_requested(drafts: bool, kv_role: str) -> None:
-    one = request(24)
-    scheduler_side(drafts=drafts, kv_role=kv_role).on_new_request(one)
-    assert one.max_tokens == 24
+    new_request = request(24)
+    scheduler_side(drafts=drafts, kv_role=kv_role).on_new_request(new_request)
+    assert new_request.max_tokens == 24
 
 
 def test_an_engine_that_transfers_nothing_frees_its_blocks_at_once() -> None:
@@ -57,6 +63,13 @@ def test_an_engine_that_transfers_nothing_frees_its_blocks_at_once() -> None:
     assert transfers.get_kv_connector_stats() is None
     with pytest.raises(AttributeError):
         transfers.anything_else  # noqa: B018
+
+
+def test_the_metadata_of_a_step_has_all_transfers_of_nixl() -> None:
+    transfers, meta = NixlConnectorMetadata(), EldrConnectorMetadata()
+    transfers.reqs_to_send, transfers.scheduler_clock = {"r": 9.0}, 5.0
+    copy_transfers(transfers, meta)
+    assert vars(meta) == vars(transfers)
 
 
 def test_a_cache_that_nixl_cannot_transfer_is_refused_with_an_alternative() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from benchmarks.lib.ep.ranks import on_ranks
+from benchmarks.lib.ep.ranks import run_on_ranks
 from eldr_serve.engine.vllm.ep import live as live_module
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
@@ -76,7 +76,7 @@ def check_weights(experts: LiveExperts, rank: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_move_with_the_map(ranks: int) -> None:
-    received = on_ranks(ranks, move_through_placements, ranks)
+    received = run_on_ranks(ranks, move_through_placements, ranks)
     expert = 2 * 3 * 4 + 3 * 2
     assert all(count % expert == 0 for count in received)
     assert all(count > 0 for count in received) == (ranks > 1)

@@ -22,7 +22,7 @@ outputs = st.lists(
 )
 
 
-def serving_of(kind: Any) -> Any:
+def make_serving(kind: Any) -> Any:
     """Return vLLM's serving object without an engine, with the attributes that its stream generator reads."""
     serving_object = object.__new__(kind)
     off = ("force_include_usage", "per_request_metrics", "log_outputs")
@@ -80,8 +80,8 @@ class Metadata:
 def make_request(method: str, **fields: Any) -> tuple[Any, Any]:
     if method == "chat":
         messages = [{"role": "user", "content": "hi"}]
-        return serving_of(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
-    return serving_of(OpenAIServingCompletion), CompletionRequest(
+        return make_serving(OpenAIServingChat), ChatCompletionRequest(model="m", messages=messages, **fields)
+    return make_serving(OpenAIServingCompletion), CompletionRequest(
         model="m", prompt="p", max_tokens=9, **fields
     )
 
@@ -103,15 +103,15 @@ async def test_a_plain_stream_equals_vllms(
     fails: bool,
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
-    of, request = make_request(method, stream=True, echo=echo, **options)
-    assert is_plain(of, request)
+    serving, request = make_request(method, stream=True, echo=echo, **options)
+    assert is_plain(serving, request)
     name = "chat_completion_stream_generator" if method == "chat" else "completion_stream_generator"
-    generator = getattr(of, name)
+    generator = getattr(serving, name)
     with patch("time.time", lambda: 1.0):
-        expected = [c async for c in stream(of, request, results(choices, finish, fails), generator)]
+        expected = [c async for c in stream(serving, request, results(choices, finish, fails), generator)]
         chunks: list[str] = []
         plain = PlainStream(generator, lambda chunk: chunks.append(chunk.decode()))
-        async for chunk in stream(of, request, results(choices, finish, fails), plain):
+        async for chunk in stream(serving, request, results(choices, finish, fails), plain):
             chunks.append(chunk)
     assert chunks == expected
 
@@ -134,17 +134,20 @@ async def one_ahead(outputs: Any) -> AsyncIterator[Any]:
 
 @pytest.mark.parametrize("read", [without_marker, one_ahead])
 async def test_a_generator_that_makes_no_chunk_of_the_marker_makes_all_chunks(read: Any) -> None:
-    of, request = make_request("completions", stream=True)
+    serving, request = make_request("completions", stream=True)
 
     async def generator(request: Any, prompts: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        async for chunk in of.completion_stream_generator(request, prompts, read(outputs), *args, **kwargs):
+        async for chunk in serving.completion_stream_generator(
+            request, prompts, read(outputs), *args, **kwargs
+        ):
             yield chunk
 
     choices = [(f"{number} ", [number]) for number in range(20)]
     with patch("time.time", lambda: 1.0):
-        expected = [c async for c in stream(of, request, results(choices, FINISHES[0], False), generator)]
+        answers = results(choices, FINISHES[0], False)
+        expected = [c async for c in stream(serving, request, answers, generator)]
         plain = PlainStream(generator, lambda chunk: pytest.fail("vLLM did not make this chunk"))
-        chunks = [c async for c in stream(of, request, results(choices, FINISHES[0], False), plain)]
+        chunks = [c async for c in stream(serving, request, results(choices, FINISHES[0], False), plain)]
     assert chunks == expected
 
 
@@ -159,33 +162,33 @@ async def test_a_generator_that_makes_no_chunk_of_the_marker_makes_all_chunks(re
 )
 @pytest.mark.parametrize("method", ["chat", "completions"])
 def test_chunks_that_differ_in_more_than_text_are_made_by_vllm(method: str, fields: dict[str, Any]) -> None:
-    of, request = make_request(method, stream=True, **fields)
-    assert not is_plain(of, request)
+    serving, request = make_request(method, stream=True, **fields)
+    assert not is_plain(serving, request)
 
 
 def test_requests_with_several_prompts_logprobs_or_parsers_are_left_to_vllm() -> None:
-    of, request = make_request("completions", stream=True)
-    assert not is_plain(of, request.model_copy(update={"prompt": ["a", "b"]}))
-    assert not is_plain(of, request.model_copy(update={"logprobs": 0}))
-    assert is_plain(of, request.model_copy(update={"prompt": [1, 2]}))
-    of.parser_cls = object
-    assert not is_plain(of, request)
+    serving, request = make_request("completions", stream=True)
+    assert not is_plain(serving, request.model_copy(update={"prompt": ["a", "b"]}))
+    assert not is_plain(serving, request.model_copy(update={"logprobs": 0}))
+    assert is_plain(serving, request.model_copy(update={"prompt": [1, 2]}))
+    serving.parser_cls = object
+    assert not is_plain(serving, request)
 
 
 async def test_chunks_in_the_middle_do_not_call_vllms_generator() -> None:
-    of, request = make_request("completions", stream=True)
+    serving, request = make_request("completions", stream=True)
     num_calls = 0
 
     async def count_calls(*args: Any, **kwargs: Any) -> AsyncIterator[str]:
         nonlocal num_calls
-        async for chunk in of.completion_stream_generator(*args, **kwargs):
+        async for chunk in serving.completion_stream_generator(*args, **kwargs):
             num_calls += 1
             yield chunk
 
     sent: list[bytes] = []
     plain = PlainStream(count_calls, sent.append)
     choices = [("a", [1])] * 50
-    async for _ in stream(of, request, results(choices, FINISHES[0], False), plain):
+    async for _ in stream(serving, request, results(choices, FINISHES[0], False), plain):
         pass
     assert len(sent) == 48
     assert num_calls == 4  # the first, one to learn the format, the last, [DONE]

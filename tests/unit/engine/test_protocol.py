@@ -17,7 +17,7 @@ from msgspec import structs, to_builtins
 from eldr_serve.engine import active_backend
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, GenerationReport
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
-from eldr_serve.engine.protocol import EngineRequest, Prefilled, Send
+from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt, Send
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts, unpack_counts
 from eldr_serve.scheduling.types import PolicyError
@@ -67,7 +67,7 @@ def test_the_environment_selects_the_kind_of_engine(monkeypatch: pytest.MonkeyPa
 
 
 class CountsOneTokenTooMany(FakeEngine):
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         prefilled = await super().prefill(request)
         counts = unpack_counts(prefilled.kv_transfer_params[EXPERT_COUNTS_KEY])
         counts[:, 0] += TOP_K
@@ -76,7 +76,7 @@ class CountsOneTokenTooMany(FakeEngine):
 
 
 class ReturnsNoBlocks(FakeEngine):
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         prefilled = await super().prefill(request)
         counts = prefilled.kv_transfer_params[EXPERT_COUNTS_KEY]
         return replace(prefilled, kv_transfer_params={EXPERT_COUNTS_KEY: counts})
@@ -112,7 +112,7 @@ class IgnoresGeneratedTokens(FakeEngine):
 
 
 class PrefillsRefusedRequests(FakeEngine):
-    async def prefill(self, request: EngineRequest) -> Prefilled:
+    async def prefill(self, request: EngineRequest) -> PrefilledPrompt:
         return await super().prefill(structs.replace(request, body=b"{}"))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks.lib.ep.ranks import on_ranks
+from benchmarks.lib.ep.ranks import run_on_ranks
 from eldr_serve.engine.vllm.ep.exchange import RankBatches
 
 HIDDEN, TOP_K = 8, 3
@@ -45,7 +45,7 @@ def exchange(rank: int, steps: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("steps", [SIZES, [[0, 3, 1], [2, 0, 0], [4, 4, 4]]])
 def test_every_rank_gets_the_tokens_of_all_ranks_and_the_sums_of_its_own(steps: list[list[int]]) -> None:
-    on_ranks(len(steps[0]), exchange, steps)
+    run_on_ranks(len(steps[0]), exchange, steps)
 
 
 def test_idle_ranks_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def ranks_on_gpus(ranks: int, gpus: float | None, **arguments: Any) -> dict[str,
 def test_data_parallel_ranks_on_gpus_run_in_their_replica(arguments: dict[str, Any]) -> None:
     spec = BACKEND.spec("decode", ranks_on_gpus(4, 4, **arguments), kv_lease_s=30.0)
     assert (spec.device, spec.ranks, spec.ports(3)) == ("gpu", 4, [22000, 22004, 22008])
-    (bundle,), _ = spec.placement()
+    (bundle,), _ = spec.placement_group()
     assert (bundle["GPU"], bundle["decode"]) == (4, 4)
     engine = spec.config.get_engine_config()
     assert engine.num_devices == 4

@@ -26,17 +26,17 @@ def tracked_request(*, routes: bool = False) -> TrackedRequest:
     return TrackedRequest(request, routes, RouteCounts(PROMPT, keep=routes), prompt_counts)
 
 
-def add(one: TrackedRequest, first: int, end: int) -> None:
+def add(tracked: TrackedRequest, first: int, end: int) -> None:
     """Add the routes of steps `first` to `end`, which ran together."""
-    one.decode.add(PROMPT + first, ROUTES[first:end], EXPERTS)
+    tracked.decode.add(PROMPT + first, ROUTES[first:end], EXPERTS)
 
 
 @pytest.mark.parametrize("routes", [False, True])
 def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
-    one = tracked_request(routes=routes)
+    tracked = tracked_request(routes=routes)
     for step in range(STEPS):
-        add(one, step, step + 1)
-    fields = one.describe_decode(prefilled_here=True)
+        add(tracked, step, step + 1)
+    fields = tracked.describe_decode(prefilled_here=True)
     np.testing.assert_array_equal(unpack_counts(fields["eldr_decode"]), COUNTS)
     np.testing.assert_array_equal(unpack_counts(fields["eldr_prefill"]), np.ones((LAYERS, EXPERTS)))
     assert fields["eldr_decode_steps"] == STEPS
@@ -48,13 +48,13 @@ def test_a_span_of_steps_equals_their_sum(routes: bool) -> None:
 
 @pytest.mark.parametrize("again", [0, 7, 30])
 def test_steps_that_a_preempted_request_computes_again_count_once(again: int) -> None:
-    one = tracked_request()
+    tracked = tracked_request()
     for step in range(30):
-        add(one, step, step + 1)
-    add(one, again, 40)  # in one chunk with new tokens
+        add(tracked, step, step + 1)
+    add(tracked, again, 40)  # in one chunk with new tokens
     for step in range(40, STEPS):
-        add(one, step, step + 1)
-    fields = one.describe_decode(prefilled_here=False)
+        add(tracked, step, step + 1)
+    fields = tracked.describe_decode(prefilled_here=False)
     np.testing.assert_array_equal(unpack_counts(fields["eldr_decode"]), COUNTS)
 
 
@@ -73,16 +73,16 @@ def test_incomplete_counts_are_not_reported() -> None:
 
 
 def test_counts_beyond_the_answer_are_not_reported() -> None:
-    one = tracked_request()
-    add(one, 0, STEPS)
-    one.request.num_tokens -= 1
-    assert one.describe_decode(prefilled_here=True) == {}
+    tracked = tracked_request()
+    add(tracked, 0, STEPS)
+    tracked.request.num_tokens -= 1
+    assert tracked.describe_decode(prefilled_here=True) == {}
 
 
 def test_an_answer_of_one_token_has_no_decode_steps() -> None:
-    one = tracked_request(routes=True)
-    one.request.num_tokens = PROMPT + 1
-    fields = one.describe_decode(prefilled_here=True)
+    tracked = tracked_request(routes=True)
+    tracked.request.num_tokens = PROMPT + 1
+    fields = tracked.describe_decode(prefilled_here=True)
     assert fields["eldr_decode_steps"] == 0
     assert not unpack_counts(fields["eldr_decode"]).any()
     assert unpack_routes(fields["eldr_routes"]).shape[:2] == (0, LAYERS)

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, REQUEST_KEY
-from eldr_serve.engine.protocol import EngineRequest, Prefilled
+from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt
 from eldr_serve.engine.vllm.compat import serve_llm
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError, check_uses_attributes
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES
@@ -142,7 +142,7 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert (request_id, params.max_tokens, params.min_tokens, params.temperature) == ("id", 1, 0, 0.0)
     assert (params.seed, params.stop, params.logprobs, params.ignore_eos) == (None, [], None, True)
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"]
-    assert isinstance(prefilled, Prefilled)
+    assert isinstance(prefilled, PrefilledPrompt)
     assert (prefilled.token_ids.dtype, prefilled.token_ids.tolist()) == (np.uint32, [1, 2, 3])
     assert prefilled.kv_transfer_params == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST_KEY] == "id"
@@ -278,21 +278,31 @@ async def test_a_whole_answer_is_counted_by_its_usage_and_errors_keep_vllms_word
     assert answer_to(refused.value) == (404, error_body("no", 404))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "tokens"),
-    [
-        ('data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n', 0),
-        ('data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n', 1),
-        ('data: {"choices":[{"index":0,"delta":{"content":"\\"role\\":"}}]}\n\n', 1),
-        ('data: {"choices":[{"index":0,"text":""}]}\n\n', 1),
-        ('data: {"choices":[],"usage":{}}\n\n', 0),
-        ("data: [DONE]\n\n", 0),
-    ],
-)
-async def test_tokens_of_several_answers_are_counted_in_vllms_own_chunks(chunk: str, tokens: int) -> None:
-    assert await decode(Generating([chunk]), "completions", prompt="x", stream=True, n=2) == [
-        (chunk.encode(), tokens)
-    ]
+class Drafting(Generating):
+    """A serving object that streams the outputs of an engine which drafts tokens, of two answers."""
+
+    OUTPUTS = ([[1, 2, 3]], [[4]], [[5, 6], [7]], [[]])  # token ids of each answer in each output
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+        async def generate(*args: Any) -> AsyncIterator[Any]:
+            for output in self.OUTPUTS:
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids) for ids in output])
+
+        self.engine_client = SimpleNamespace(generate=generate)
+
+    async def _stream(self) -> AsyncIterator[str]:
+        async for _ in self.engine_client.generate([1], SamplingParams(n=2), "id"):
+            yield CHUNKS[0]
+        yield CHUNKS[1]
+
+
+@pytest.mark.parametrize(("method", "fields"), [("completions", {"prompt": "x"}), ("chat", CHAT)])
+async def test_each_token_of_several_answers_is_counted(method: str, fields: dict[str, Any]) -> None:
+    sent = await decode(Drafting(), method, stream=True, n=2, **fields)
+    assert [tokens for _, tokens in sent] == [3, 1, 3, 0, 0]
+    assert b"".join(payload for payload, _ in sent) == (4 * CHUNKS[0] + CHUNKS[1]).encode()
 
 
 # -- endpoints that generate nothing -------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
-from eldr_serve.experts.parallel.metro import LARGEST, UNIT, MetroPlan, route_metro
+from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MAX_PAIRS, MetroPlan, route_metro
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of
 from offline.expert_placement.eplb import activation_placement, eplb_placement
@@ -151,7 +151,7 @@ def test_the_plan_equals_greedy_choice_step_by_step(case: tuple[np.ndarray, np.n
             expected = load + np.maximum(plan.shares[layer, later], 0).sum(axis=0)
             choice = min(np.flatnonzero(hosts[layer, expert]), key=lambda g: (expected[g], g))
             assert rank[expert] == choice
-            load[choice] += UNIT
+            load[choice] += EXPERT_LOAD
 
 
 @given(case=cases())
@@ -186,7 +186,7 @@ def test_greedy_choice_is_within_three_percent_of_the_optimum_on_average() -> No
 
 def test_a_plan_too_large_for_its_integers_is_refused() -> None:
     with pytest.raises(ValueError, match="pairs"):
-        MetroPlan.from_hosts(np.ones((LARGEST // 2 + 1, 2), bool))
+        MetroPlan.from_hosts(np.ones((MAX_PAIRS // 2 + 1, 2), bool))
 
 
 @pytest.mark.parametrize(("what", "interpreter"), [("interpret", "1"), ("compile", "0")])

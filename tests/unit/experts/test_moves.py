@@ -37,8 +37,8 @@ def test_every_step_is_a_valid_placement_and_the_last_is_the_new_one(change: Cha
         before = placement.copy()
         for move in moves:
             assert move.expert < 0 or before[move.layer, move.source] == move.expert
-            assert before[move.layer, move.slot] != move.expert
-            placement[move.layer, move.slot] = move.expert
+            assert before[move.layer, move.target] != move.expert
+            placement[move.layer, move.target] = move.expert
         assert len(moves) <= most or all((np.bincount(row[row >= 0]) == 1).any() for row in before)
         for row in placement:
             assert set(row[row >= 0]) == set(range(int(new.max()) + 1))
@@ -62,7 +62,7 @@ def test_a_rank_does_not_receive_an_expert_that_it_holds(change: Change) -> None
     size = old.shape[1] // ranks
     for moves in slice_moves(old, keep_slots(old, new, ranks), ranks, 10**6):
         for move in moves:
-            rank = move.slot // size
+            rank = move.target // size
             if move.expert in old[move.layer, rank * size : (rank + 1) * size]:
                 assert move.source // size == rank
 
@@ -70,7 +70,7 @@ def test_a_rank_does_not_receive_an_expert_that_it_holds(change: Change) -> None
 def test_a_cycle_of_single_copies_moves_in_one_step() -> None:
     old, new = np.array([[0, 1, 2, 3]]), np.array([[3, 0, 1, 2]])
     (moves,) = slice_moves(old, new, 4, 1)
-    assert sorted((move.expert, move.source, move.slot) for move in moves) == [
+    assert sorted((move.expert, move.source, move.target) for move in moves) == [
         (0, 0, 1),
         (1, 1, 2),
         (2, 2, 3),
@@ -98,4 +98,4 @@ def test_empty_slots_are_filled_with_the_next_ranks_experts() -> None:
     few = [0, -1, -1, 1, -1, -1]  # fewer experts than slots
     assert fill_with_replicas(few, 2).tolist() == [0, 1, 1, 1, 0, 0]
     moves = [move for part in slice_moves([row], filled[None], 2, 3) for move in part]
-    assert sorted(move.slot for move in moves) == [3, 4, 8, 9]
+    assert sorted(move.target for move in moves) == [3, 4, 8, 9]

@@ -24,7 +24,7 @@ def prompts(number: int, seed: int, low: int = 0, high: int = V) -> list[np.ndar
 
 def linear(p: SignaturePredictor, ids: np.ndarray) -> np.ndarray:
     """Return counts without clipping, which least squares can recover."""
-    return (p.mean + np.tensordot(p.hidden(ids), p.expert_factors, axes=1)) * len(ids)
+    return (p.mean + np.tensordot(p.mean_factors(ids), p.expert_factors, axes=1)) * len(ids)
 
 
 def test_the_predictor_learns_from_prefills() -> None:
@@ -47,8 +47,8 @@ def test_the_predictor_learns_from_prefills() -> None:
 def test_directions_turn_towards_the_error_and_stay_orthonormal(monkeypatch: pytest.MonkeyPatch) -> None:
     start = replace(predictor(4, scale=0.2), variance=np.full(V, 1e3, np.float32))
     gains = []
-    for rate in (online_predictor._RATE, 0):
-        monkeypatch.setattr(online_predictor, "_RATE", rate)
+    for rate in (online_predictor._LEARNING_RATE, 0):
+        monkeypatch.setattr(online_predictor, "_LEARNING_RATE", rate)
         online = OnlinePredictor(start)
         for ids in prompts(1000, 5):
             online.observe(ids, linear(TRUTH, ids))

@@ -6,16 +6,18 @@ import numpy as np
 
 from eldr_serve.experts.fitting.refit import keep_positions, split_halves
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.fitting.table_guard import judge
+from eldr_serve.experts.fitting.table_guard import compare_with_random_groups
 from tests.support.traces import synthetic_trace
 
 
 def test_a_table_fitted_to_the_traffic_is_better_than_load() -> None:
     trace = synthetic_trace(120)
     seen, unseen = split_halves(120)
-    verdict = judge(fit_table(trace.subset_without_routes(seen), 3)[0], trace.subset_without_routes(unseen))
-    assert verdict.is_better
-    assert verdict.by_table < verdict.random_best < verdict.random_mean
+    comparison = compare_with_random_groups(
+        fit_table(trace.subset_without_routes(seen), 3)[0], trace.subset_without_routes(unseen)
+    )
+    assert comparison.is_better
+    assert comparison.by_table < comparison.random_best < comparison.random_mean
 
 
 def test_a_table_of_noise_is_not_better_than_load() -> None:
@@ -33,7 +35,7 @@ def test_a_table_of_noise_is_not_better_than_load() -> None:
             vocabulary=0,
         )
         seen, unseen = split_halves(120)
-        refused += not judge(
+        refused += not compare_with_random_groups(
             fit_table(trace.subset_without_routes(seen), 3)[0], trace.subset_without_routes(unseen)
         ).is_better
     assert refused >= 8
@@ -41,7 +43,7 @@ def test_a_table_of_noise_is_not_better_than_load() -> None:
 
 def test_a_table_with_one_centroid_is_not_better() -> None:
     trace = synthetic_trace(60)
-    assert not judge(fit_table(trace, 1)[0], trace).is_better
+    assert not compare_with_random_groups(fit_table(trace, 1)[0], trace).is_better
 
 
 def test_a_full_fit_keeps_the_worker_order_of_the_live_table() -> None:

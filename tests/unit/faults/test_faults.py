@@ -12,7 +12,7 @@ import pytest
 
 from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.limits.tenants import Tenants
-from eldr_serve.pipeline.split_prefill import SplitPrefill
+from eldr_serve.pipeline.prefill.split_prefill import SplitPrefill
 from eldr_serve.router.leases import Leases
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Placer
@@ -37,9 +37,9 @@ def abandoned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect the ids of requests that end while they wait in the decode queue."""
     finish, request_ids = Placer.finish, []
 
-    def finished(placer: Placer, request_id: str) -> None:
-        request_ids.extend({request_id} & placer.queue.keys())
-        finish(placer, request_id)
+    def finished(placer: Placer, request_id: str, *, is_complete: bool = True) -> None:
+        request_ids.extend({request_id} & placer.queue.leases.keys())
+        finish(placer, request_id, is_complete=is_complete)
 
     monkeypatch.setattr(Placer, "finish", finished)
     return request_ids

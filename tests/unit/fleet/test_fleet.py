@@ -48,3 +48,39 @@ async def test_a_replica_that_refuses_connections_is_logged_once_and_tried_less_
     channel.count_calls = {SLOT_METHODS: 3}.get
     assert [fleet.slot_calls_of(name) for name in ("r0", "unknown")] == [3, 0]
     await fleet.stop()
+
+
+@pytest.mark.parametrize("is_connecting", [True, False])
+async def test_a_replica_that_leaves_and_returns_has_one_channel(
+    monkeypatch: pytest.MonkeyPatch, is_connecting: bool
+) -> None:
+    channels: list[Any] = []
+    accepts = asyncio.Event()
+
+    async def connect(address: Address, changed: Any) -> Any:
+        channels.append(Mock(is_open=True, closed=asyncio.get_running_loop().create_future()))
+        await accepts.wait()
+        return channels[-1]
+
+    monkeypatch.setattr(Address, "connect", connect)
+    if not is_connecting:
+        accepts.set()
+    directory = ReplicaDirectory()
+    known = {"r0": {ADDRESS: {"host": "h", "port": 1, "secret": "s"}}}
+    fleet = Fleet(directory)
+    fleet.start()
+    for replicas in (known, {}, known):
+        directory.publish(replicas)
+        await asyncio.sleep(0.01)
+        assert fleet.live_names == (() if is_connecting else tuple(replicas))
+    accepts.set()
+    await wait_until(lambda: fleet.live_names == ("r0",))
+    assert len(channels) == 1
+    channels[0].closed.set_result("it is lost")
+    await wait_until(lambda: len(channels) == 2 and fleet.live_names)
+    directory.publish({})
+    channels[1].closed.set_result("the replica has ended")
+    await wait_until(lambda: not fleet.is_connected("r0"))
+    directory.publish(known)
+    await wait_until(lambda: len(channels) == 3 and fleet.live_names)
+    await fleet.stop()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from eldr_serve.channel import Call, CallFailedError, CallTimeoutError
 from eldr_serve.fleet.outliers import OutlierDetector
-from eldr_serve.pipeline import kv_release
+from eldr_serve.pipeline.prefill import kv_release
 from tests.support.clock import Clock
 from tests.support.fake_fleet import answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until

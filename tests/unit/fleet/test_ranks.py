@@ -23,7 +23,7 @@ from eldr_serve.fleet.drain import LastReplicaError, drain
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import FAILURES, OutlierDetector
 from eldr_serve.queues.reports import QueueReport
-from eldr_serve.replicas import servers, step_reporter
+from eldr_serve.replicas import decode_reporter, servers
 from eldr_serve.scheduling import PrefixCacheSize, StepAnswer, StepSums
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from tests.support.engine_server import serving
@@ -163,22 +163,22 @@ def test_the_router_leases_and_loses_ranks() -> None:
 
 
 async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_reporter, "_REPORT_PERIOD_S", 0.001)
+    monkeypatch.setattr(decode_reporter, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
-    monkeypatch.setattr(step_reporter.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(decode_reporter.serve, "get_replica_context", lambda: context)
     observe = AsyncMock(return_value=StepAnswer(3.0, True))
-    monkeypatch.setattr(step_reporter, "find_actor", lambda name: Mock(observe_steps=Mock(remote=observe)))
+    monkeypatch.setattr(decode_reporter, "find_actor", lambda name: Mock(observe_steps=Mock(remote=observe)))
     engine: Any = SimpleNamespace(
         ranks=lambda: 2,
         take_steps=lambda rank: StepSums(steps=rank),
         prefix_cache=lambda: PrefixCacheSize(32, 960),
         take_prefix_changes=lambda *, full: None,
     )
-    reporter = step_reporter.StepReporter(engine, "r", lambda: 0)
+    reporter = decode_reporter.DecodeReporter(engine, "r", lambda: 0)
     task = asyncio.create_task(reporter.run())
     await wait_until(lambda: observe.await_count >= 2)
     task.cancel()
-    steps, *cache = observe.await_args_list[0].args
+    steps, *cache, _ = observe.await_args_list[0].args
     assert {name: sums.steps for name, sums in steps.items()} == {"a/0": 0, "a/1": 1}
     assert cache == [(32, 960), None]
     assert reporter.queued == 3.0  # of both ranks, for the autoscaler

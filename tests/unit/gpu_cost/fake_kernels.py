@@ -106,10 +106,10 @@ class EngineHandle:
         return [(n["name"], 1.0, 0.0, "empirical" if quant == "fp8" else "silicon") for n in operators]
 
     def predict_decode_latency(self, requests: int, context: int) -> float:
-        one = self.layers[0]
+        layer = self.layers[0]
         number = sum(layers["scale_factor"] for layers in self.layers)
-        shape = Shape(one["num_experts"], one["topk"], number, one["moe_ep_size"], 1.2, "")
-        routing = "even" if one["workload_distribution"] == "balanced" else "skewed"
+        shape = Shape(layer["num_experts"], layer["topk"], number, layer["moe_ep_size"], 1.2, "")
+        routing = "even" if layer["workload_distribution"] == "balanced" else "skewed"
         active = number * active_experts(requests, routing, shape)
         return 1e3 * float(TERMS.seconds(requests, requests * context, active))
 

@@ -132,12 +132,12 @@ def test_independent_requests_activate_the_expected_number() -> None:
 
 def test_the_bound_of_placement_is_the_step_in_which_all_requests_share_their_experts() -> None:
     cost = fit(QWEN).cost
-    one, eight, many = expected_steps(cost, SHAPE)
-    assert (one.requests, eight.requests, many.requests) == (1, 8, 32)
-    assert one.most_saved == pytest.approx(0)
+    batch_1, batch_8, batch_32 = expected_steps(cost, SHAPE)
+    assert (batch_1.requests, batch_8.requests, batch_32.requests) == (1, 8, 32)
+    assert batch_1.most_saved == pytest.approx(0)
     together = cost.seconds(8, 8 * 1024, 48 * 8)
-    assert eight.seconds * (1 - eight.most_saved) == pytest.approx(together)
-    assert 0 < eight.most_saved < eight.experts_share < many.experts_share < 1
+    assert batch_8.seconds * (1 - batch_8.most_saved) == pytest.approx(together)
+    assert 0 < batch_8.most_saved < batch_8.experts_share < batch_32.experts_share < 1
 
 
 def test_the_check_prints_one_line_about_the_expected_step() -> None:

@@ -28,11 +28,11 @@ def engines(role: str = "decode", model: str = "acme/Moe", **arguments: Any) -> 
 
 @pytest.mark.usefixtures("kernels")
 def test_an_engines_own_config_is_priced_with_its_parallel_sizes() -> None:
-    one = step_times(engines(model="store/of-our-own"), H100)
-    assert [step.requests for step in one.steps] == [1, 8, 32]
+    alone = step_times(engines(model="store/of-our-own"), H100)
+    assert [step.requests for step in alone.steps] == [1, 8, 32]
     spread = step_times(engines(tensor_parallel_size=4, enable_expert_parallel=True), H100)
-    assert spread.steps[2].seconds < one.steps[2].seconds  # the slowest of four ranks has fewer experts
-    assert "placement saves at most" in one.describe("decode")
+    assert spread.steps[2].seconds < alone.steps[2].seconds  # the slowest of four ranks has fewer experts
+    assert "placement saves at most" in alone.describe("decode")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.request import Request, RequestFields, prompt_key
 from tests.support.fake_router import FakeActor
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, running_app
@@ -46,9 +46,9 @@ def context(adapter: str, salt: str | None = None) -> RequestContext:
 
 def test_prompts_of_different_adapters_share_nothing() -> None:
     ids = np.arange(9, dtype=np.uint32)
-    blocks = [context(*of).blocks(ids, 4) for of in (("",), ("a",), ("b",), ("a", "salt"), ("", "a"))]
-    assert len({tuple(of.hashes.tolist()) for of in blocks}) == len(blocks)
-    assert [of.exact for of in blocks] == [True, False, False, False, True]
+    blocks = [context(*names).blocks(ids, 4) for names in (("",), ("a",), ("b",), ("a", "salt"), ("", "a"))]
+    assert len({tuple(prompt.hashes.tolist()) for prompt in blocks}) == len(blocks)
+    assert [prompt.exact for prompt in blocks] == [True, False, False, False, True]
     assert len({prompt_key(RequestFields(prompt="hi"), name) for name in ("", "a", "b")}) == 3
 
 

@@ -38,9 +38,10 @@ async def test_a_stream_ends_with_its_stop_event() -> None:
 async def test_a_stream_whose_engine_is_lost_ends_with_an_error_event() -> None:
     start = b"event: message_start\ndata: {}\n\n"
     async with running_app(decode=answer_with(start, ChannelLostError("dead"))) as app:
-        answer = (await app.post(PATH, HI | {"stream": True})).content
-    message = "the decode engine was lost while generating this answer; send the request again"
-    assert answer == start + error_event("engine_lost", message, "messages")
+        answer = await app.post(PATH, HI | {"stream": True})
+    why = f"decode worker {answer.headers['x-eldr-decode-worker']} failed: dead"
+    message = f"this answer is incomplete: {why}; send the request again"
+    assert answer.content == start + error_event("engine_lost", message, "messages")
 
 
 @pytest.mark.parametrize(

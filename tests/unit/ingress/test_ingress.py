@@ -21,6 +21,7 @@ from eldr_serve.pipeline.path_options import PathOptions
 from tests.support.fake_fleet import answer_with, refusal
 from tests.support.fake_router import FakeActor, wait_until
 from tests.support.ingress_app import COMPLETIONS, HELLO, KEY, TOKEN, running_app, stream_answer
+from tests.support.tables import unit_table
 
 HUGE_SLOTS = {"name": "balance-route", "parameters": {"slots": 2**62}}
 
@@ -78,6 +79,13 @@ async def test_endpoints_of_operators_check_the_admin_key_themselves() -> None:
             with pytest.raises(RequestRefusedError) as refused:
                 await route.endpoint(request)
             assert refused.value.status == 401
+
+
+async def test_a_table_that_is_not_live_is_not_found() -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    for table, status in ((None, 404), (unit_table(2).to_bytes(), 200)):
+        async with running_app(actor=FakeActor(table=table)) as app:
+            assert (await app.client.get("/eldr/table", headers=headers)).status_code == status
 
 
 async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from eldr_serve.channel import ChannelLostError
 from eldr_serve.errors import OverloadedError
+from eldr_serve.ingress.request_log import RequestLog
 from tests.support.fake_fleet import answer_with, in_turn, refusal
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
@@ -73,6 +74,14 @@ async def test_lines_reach_stderr_though_no_logger_above_has_a_handler_as_in_a_r
                 assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("request ")]
     assert [json.loads(line.removeprefix("request "))["status"] for line in lines] == [200, 200]
+
+
+def test_a_log_itself_changes_no_logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    monkeypatch.setattr(LOGGER, "level", logging.NOTSET)
+    RequestLog(every=True)
+    assert (LOGGER.handlers, LOGGER.level) == ([], logging.NOTSET)
 
 
 async def test_a_retried_request_is_logged_with_its_failures(log: Any) -> None:

@@ -35,9 +35,10 @@ async def test_what_needs_stored_responses_reaches_no_decode_engine(field: str) 
 
 async def test_a_lost_stream_ends_with_an_error_event_unless_it_is_complete() -> None:
     async with running_app(decode=answer_with(CREATED, ChannelLostError("dead"))) as app:
-        message = "the decode engine was lost while generating this answer; send the request again"
-        lost = CREATED + error_event("engine_lost", message, "responses")
-        assert (await app.post(PATH, HI | {"stream": True})).content == lost
+        answer = await app.post(PATH, HI | {"stream": True})
+        why = f"decode worker {answer.headers['x-eldr-decode-worker']} failed: dead"
+        message = f"this answer is incomplete: {why}; send the request again"
+        assert answer.content == CREATED + error_event("engine_lost", message, "responses")
     async with running_app(decode=answer_with(CREATED, COMPLETED, ChannelLostError("late"))) as app:
         assert (await app.post(PATH, HI | {"stream": True})).content == CREATED + COMPLETED
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray._private.telemetry.open_telemetry_metric_recorder import OpenTelemetryMetricRecorder
 
-from eldr_serve.ingress.metrics import IngressMetrics
+from eldr_serve.ingress.metrics_export import IngressMetrics
 from eldr_serve.metrics import (
     COUNTER,
     COUNTERS,
@@ -36,7 +36,7 @@ from eldr_serve.monitoring import ray_metrics
 from eldr_serve.monitoring.loop_watch import LoopMetrics
 from eldr_serve.replicas.engine_watch import ReplicaMetrics
 from eldr_serve.router.actor import actor_name
-from eldr_serve.router.metrics import RouterMetrics
+from eldr_serve.router.metrics_export import RouterMetrics
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import IngressReport, NamedPolicy, StreamLatencies
 from tests.support.fake_router import place, request, router_state
@@ -165,7 +165,7 @@ def test_the_router_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric])
         "live_ms": 9.0,
         "measured_ms": 10.0,
     }
-    with patch("eldr_serve.router.metrics.router_status", lambda state: status):
+    with patch("eldr_serve.router.metrics_export.router_status", lambda state: status):
         metrics.export(state, {"samples": 9, "share": 0.5})
     assert {name for name, metric in fake_metrics.items() if metric.samples} == set(ROUTER)
     assert fake_metrics["eldr_tpot_seconds"].samples == {(("policy", "shortest-queue"),): [0.1]}

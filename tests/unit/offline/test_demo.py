@@ -121,7 +121,7 @@ def test_a_round_in_which_no_answer_ends_is_reported(
     def load(service: object, plan: object, step: ScheduledTrial, *_: object, **__: object) -> Trial:
         return Trial(step.policy, step.round, next(ended))
 
-    monkeypatch.setattr(demo, "_load", load)
+    monkeypatch.setattr(demo, "_run_load", load)
     measured_trials = demo._measure_rounds(None, plan(tmp_path, 1))  # type: ignore[arg-type]
     assert [len(trial.requests) for trial in measured_trials] == [5, 0, 5]
     output = " ".join(capsys.readouterr().out.split())
@@ -187,12 +187,12 @@ class _Service:
     table = trace
 
 
-@pytest.mark.parametrize(("refusals", "loads"), [(0, 1), (2, 3), (100, demo._STRETCHES)])
+@pytest.mark.parametrize(("refusals", "loads"), [(0, 1), (2, 3), (100, demo._MAX_TABLE_LOADS)])
 def test_load_continues_until_the_service_has_a_routing_table(
     refusals: int, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = _Service(refusals)
-    monkeypatch.setattr(demo, "_load", lambda *_, **__: setattr(service, "loads", service.loads + 1))
+    monkeypatch.setattr(demo, "_run_load", lambda *_, **__: setattr(service, "loads", service.loads + 1))
     if refusals < loads:
         demo._make_table(service, plan(tmp_path))
     else:

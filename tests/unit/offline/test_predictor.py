@@ -57,10 +57,15 @@ def test_a_predictor_of_full_rank_equals_ridge_regression() -> None:
         * token_weights(shares)[None, :]
     )
     expected = y.mean(axis=0) + csr_array(new).toarray() @ features.T @ dual
-    hidden = np.array(
-        [predictor.hidden(prompt.astype(np.int64)) for prompt in TRACE.subset_without_routes(TEST).prompts]
+    mean_factors = np.array(
+        [
+            predictor.mean_factors(prompt.astype(np.int64))
+            for prompt in TRACE.subset_without_routes(TEST).prompts
+        ]
     )
-    computed = predictor.mean.reshape(-1) + hidden @ predictor.expert_factors.reshape(report["rank"], -1)
+    computed = predictor.mean.reshape(-1) + mean_factors @ predictor.expert_factors.reshape(
+        report["rank"], -1
+    )
     np.testing.assert_allclose(computed, expected, atol=1e-4)
     # The remaining variance of each token's row if it were learnt alone.
     noise = 0.3 * np.trace(kernel) / len(kernel)

@@ -12,7 +12,7 @@ from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.scenario import ScenarioInputs, read_scenario
 from offline.simulate import one_run, scale_workers
-from offline.simulation.calibration import fit_steps, from_status
+from offline.simulation.calibration import cost_from_status, fit_step_cost
 from offline.simulation.requests import SimulationError
 from tests.support.in_process import command, sentence
 from tests.support.traces import route_file, route_records
@@ -180,7 +180,7 @@ def test_a_cost_is_fitted_from_steps_and_used(tmp_path: Path) -> None:
             seconds = float(true.seconds(b, kv, e)) * rng.uniform(0.98, 1.02)
             record = {"requests": b, "kv_tokens": kv, "experts": e, "seconds": seconds}
             file.write(json.dumps(record) + "\n")
-    fitted = fit_steps(steps)
+    fitted = fit_step_cost(steps)
     assert fitted.cost.per_expert_s == pytest.approx(5e-5, rel=0.05)
     assert fitted.rms_relative_error < 0.02
     out = tmp_path / "cost.json"
@@ -195,11 +195,11 @@ def test_a_cost_is_fitted_from_steps_and_used(tmp_path: Path) -> None:
 
 def test_a_running_service_says_what_its_steps_cost() -> None:
     status = {"step_cost": {"steps": 812.3, "relative_error": 0.05} | StepCost().as_dict()}
-    fitted = from_status(status, "http://x/eldr/status")
+    fitted = cost_from_status(status, "http://x/eldr/status")
     assert fitted.cost == StepCost()
     assert (fitted.steps, fitted.rms_relative_error) == (812, 0.05)
     with pytest.raises(SimulationError, match="has fitted no step cost yet"):
-        from_status({"step_cost": {"steps": 3}}, "it")
+        cost_from_status({"step_cost": {"steps": 3}}, "it")
 
 
 @pytest.mark.parametrize(
@@ -242,4 +242,4 @@ def test_bad_steps_are_refused(tmp_path: Path) -> None:
     ):
         path.write_text(content)
         with pytest.raises(SimulationError, match=message):
-            fit_steps(path)
+            fit_step_cost(path)

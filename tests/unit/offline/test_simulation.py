@@ -232,10 +232,10 @@ def test_prefixes_are_cached_on_the_workers_of_their_prompts() -> None:
         return simulate(requests, make_policy("random"), cluster)
 
     # Block 3, the last of its prompt, had to make room for block 9. A prompt's last token is always computed.
-    assert outcome(3).hit_tokens.tolist() == [0, 1024, 0, 1023]
-    assert outcome(2).hit_tokens.tolist() == [0, 1024, 0, 512]
+    assert outcome(3).cached_tokens.tolist() == [0, 1024, 0, 1023]
+    assert outcome(2).cached_tokens.tolist() == [0, 1024, 0, 512]
     roomy = outcome(9)
-    assert roomy.hit_tokens.tolist() == [0, 1024, 0, 1023]
+    assert roomy.cached_tokens.tolist() == [0, 1024, 0, 1023]
     assert roomy.prefilled_s - requests.arrival_s == pytest.approx([1.024, 0.476, 0.4, 0.001])
 
 
@@ -289,7 +289,7 @@ def test_a_whole_replica_equals_a_simulation_by_hand(seed: int, n: int, step_tok
                     running.remove(j)
     assert outcome.first_s == pytest.approx([first[j] for j in range(n)])
     assert outcome.last_s == pytest.approx([last[j] for j in range(n)])
-    assert outcome.hit_tokens.tolist() == hits
+    assert outcome.cached_tokens.tolist() == hits
 
 
 @pytest.mark.parametrize(
@@ -344,8 +344,8 @@ def test_good_requests_meet_both_objectives() -> None:
     # Steps end at 1 (the first alone), 2.5, 4 (both), 5 (the second alone), and 91.
     assert outcome.ttft_s.tolist() == pytest.approx([1, 2.4, 1])
     assert outcome.tpot_s[:2].tolist() == pytest.approx([1.5, 1.25])
-    assert outcome.good(LatencyObjective(2000, 1500)).tolist() == [True, False, True]
-    assert outcome.good(LatencyObjective(3000, 1400)).tolist() == [False, True, True]
+    assert outcome.meets(LatencyObjective(2000, 1500)).tolist() == [True, False, True]
+    assert outcome.meets(LatencyObjective(3000, 1400)).tolist() == [False, True, True]
     row = outcome.summary(LatencyObjective(3000, 1400))
     assert (row["good_pct"], row["goodput_per_s"]) == pytest.approx((200 / 3, 2 / 91))
     assert "good_pct" not in outcome.summary()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import at_scale as module
-from benchmarks.papers.at_scale import at_scale, divide_among_routers, smallest_that_meets
+from benchmarks.papers.at_scale import at_scale, divide_among_routers, find_smallest
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.simulation.requests import Requests
@@ -24,7 +24,9 @@ def options(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         ("code", "math", "fr"), each=20, num_layers=3, num_experts=16, steps=12, others=0.02
     )
     rng = np.random.default_rng(0)
-    lines = (f"{at:.3f},{rng.integers(20, 90)},{rng.integers(2, 30)}" for at in np.cumsum(rng.random(300)))
+    lines = (
+        f"{time_s:.3f},{rng.integers(20, 90)},{rng.integers(2, 30)}" for time_s in np.cumsum(rng.random(300))
+    )
     arrivals = tmp_path / "azure.csv"
     arrivals.write_text("\n".join(["timestamp_s,prompt_tokens,output_tokens", *lines]))
     cost = tmp_path / "cost.json"
@@ -146,7 +148,7 @@ def test_the_fewest_workers_are_found_with_few_runs(goal: int) -> None:
         return count >= goal
 
     found: Callable[[], int | None] = lambda: next((c for c in counts if c >= goal), None)  # noqa: E731
-    assert smallest_that_meets(counts, meets) == found()
+    assert find_smallest(counts, meets) == found()
     assert len(measured) <= 3
 
 

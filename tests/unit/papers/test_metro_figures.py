@@ -27,7 +27,7 @@ def test_the_example_equals_the_papers() -> None:
 
 
 def test_every_routing_serves_every_token_on_a_host_of_its_expert(options: Options) -> None:
-    half = metro.Source.read(options.traces[0], 0)
+    half = metro.HalvedTrace.read(options.traces[0], 0)
     # Held-out requests have no influence on the placement.
     assert sorted([*half.fit, *half.test]) == list(range(N))
     plan = half.plan(1.5)
@@ -63,7 +63,7 @@ def test_intensity_is_the_tokens_of_an_active_expert(options: Options) -> None:
 
 
 def test_a_layers_cost_follows_the_models_bytes_and_flops(options: Options) -> None:
-    cost = metro.layer_cost(metro.Source.read(options.traces[0], 0).trace)
+    cost = metro.layer_cost(metro.HalvedTrace.read(options.traces[0], 0).trace)
     all_of_a_layer = LayerWork(*(np.array([float(x)]) for x in (E, TOP_K, 0, 0)))
     weights = 3 * 2048 * 768
     expected = 2 * weights * 128 / metro.BYTES_PER_S + 2 * weights * 8 / metro.FLOP_PER_S

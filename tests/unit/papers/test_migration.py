@@ -50,7 +50,7 @@ def test_a_plan_gives_the_new_placement_and_reads_before_it_overwrites(
     rng = np.random.default_rng(seed)
     size = 2 + spare
     old, wanted = (placement(rng, 3, 2 * ranks, size * ranks) for _ in range(2))
-    new = minimise_moves(old, wanted, ranks, alike=alike)
+    new = minimise_moves(old, wanted, ranks, ranks_alike=alike)
     topology = Topology(ranks=ranks, nodes=nodes)
     plan = plan_migration(old, new, topology=topology, links=LINKS, windows_s=WINDOWS)
     assert np.array_equal(execute(old, plan), new)
@@ -74,7 +74,7 @@ def test_alignment_moves_as_few_experts_as_the_best_permutation() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         old, new = placement(rng, 1, 6, 9), placement(rng, 1, 6, 9)
-        moved = (old != minimise_moves(old, new, 3, alike=True)).sum()
+        moved = (old != minimise_moves(old, new, 3, ranks_alike=True)).sum()
         rows = new.reshape(3, 3)
         fewest = min(
             sum(

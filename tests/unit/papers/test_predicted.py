@@ -82,7 +82,7 @@ def test_the_previous_turn_is_another_prompt_of_the_domain() -> None:
     prompts = signature_methods.Prompts.from_trace(favourites_trace(("a", "b"), **shape))
     alone = np.array([0, 1, 2, 4])
     test = prompts[alone if len(set(np.array(prompts.trace.domains)[alone])) == 2 else alone + 1]
-    predictions = signature_methods.last_turn(prompts, test)
+    predictions = signature_methods.previous_turn(prompts, test)
     domains = np.array(test.trace.domains)
     for number, domain in enumerate(domains):
         mates = test.frequencies[(domains == domain) & (np.arange(len(domains)) != number)]

@@ -278,10 +278,15 @@ def test_a_placement_that_knows_the_batch_beats_a_static_one(small: Options) -> 
 def test_rounded_placements_are_above_their_bounds(small: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     def synthetic(
         seed: int, ranks: int
-    ) -> tuple[dict[str, object], shifting.Cluster, list[np.ndarray], np.ndarray]:
+    ) -> tuple[dict[str, object], shifting.GpuCluster, list[np.ndarray], np.ndarray]:
         rng = np.random.default_rng(seed)
         work = [rng.poisson(rng.lognormal(3, 1, (L, 1, E)), (L, 4, E)).astype(float)]
-        return {"workload": "random", "layers": L}, shifting.Cluster.from_name("H200", 4, E), work, np.ones(1)
+        return (
+            {"workload": "random", "layers": L},
+            shifting.GpuCluster.from_name("H200", 4, E),
+            work,
+            np.ones(1),
+        )
 
     monkeypatch.setattr(director, "_synthetic", synthetic)
     rows = director.FIGURES["fig11"].run(small)

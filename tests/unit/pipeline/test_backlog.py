@@ -15,10 +15,10 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER, SLOTS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.kv_usage import KvUsage
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.pipeline.services import Services
 from eldr_serve.request import Request, RequestFields
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eldr_serve.engine.report_fields import BLOCK_TOKENS, QUEUE
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepTimeModel, WorkerLoads
 from tests.support.fake_fleet import Sent, refusal
 from tests.support.request_path import Pipeline, good_decode, request_context

@@ -11,7 +11,7 @@ import pytest
 from eldr_serve.channel import ChannelLostError, Chunk
 from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
-from eldr_serve.pipeline.move_limiter import MAX_MOVES, MoveLimiter
+from eldr_serve.pipeline.decode.move_limiter import MAX_MOVES, MoveLimiter
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with
 from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
 
@@ -29,10 +29,10 @@ def engines(
     calls = iter(range(100))
 
     async def answer(sent: Sent) -> AsyncIterator[Any]:
-        number, at = next(calls), len(sent.header["generated"]) // 4
+        number, generated = next(calls), len(sent.header["generated"]) // 4
         leaves = leave_after[number] if number < len(leave_after) else None
-        assert sent.header["generated"] == pack_ids(*range(at))
-        for done, token in enumerate(range(at, TOKENS)):
+        assert sent.header["generated"] == pack_ids(*range(generated))
+        for done, token in enumerate(range(generated, TOKENS)):
             if number == lost and done == 2:
                 raise ChannelLostError("it is dead")
             sent.is_leaving |= leaves is not None and done >= leaves

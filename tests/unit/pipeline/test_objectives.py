@@ -15,11 +15,11 @@ import pytest
 from eldr_serve.engine.report_fields import BLOCK_TOKENS, QUEUE, SLOTS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.objective import Objective
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
 from eldr_serve.scheduling import DecodeLoads, StepCost, StepTimeModel, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result

@@ -18,9 +18,9 @@ from eldr_serve.errors import EnginesLostError, OverloadedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.kv_usage import KvUsage
-from eldr_serve.pipeline import kv_release
+from eldr_serve.pipeline.context.stage_latencies import WINDOW, StageLatencies
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.stage_latencies import WINDOW, StageLatencies
+from eldr_serve.pipeline.prefill import kv_release
 from eldr_serve.request import RequestFields, needs_whole_replica, num_sequences, prompt_head, prompt_key
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
@@ -205,12 +205,21 @@ async def test_only_engines_that_end_with_the_request_count_as_lost_by_it() -> N
     assert [request.exclude for request, _ in pipeline.router.placements] == [(), ("d0",), ("d0", "d1")]
 
 
-@pytest.mark.parametrize("error", [ChannelLostError("gone"), refusal(500)])
-async def test_a_lost_stream_ends_with_an_error_event(error: Exception) -> None:
-    pipeline = Pipeline(decode=answer_with(b"a", error))
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (ChannelLostError("gone"), b"decode worker d0 failed: gone; send the request again"),
+        (refusal(500, "out of memory"), b"decode worker d0 failed: out of memory; send"),
+        (asyncio.Event(), b"decode worker d0 failed: the engine sent nothing more for 0.1 s; send"),
+    ],
+    ids=["lost", "fails", "late"],
+)
+async def test_a_lost_stream_ends_with_an_error_event_that_says_why(end: Any, why: bytes) -> None:
+    pipeline = Pipeline(decode=answer_with(b"a", end), next_token_timeout_s=0.1)
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"adata: ")
     assert b'"engine_lost"' in answer
+    assert why in answer
     assert answer.endswith(b"data: [DONE]\n\n")
     assert pipeline.counters.events[-1] == "streams_lost"
 
@@ -226,6 +235,17 @@ async def test_a_client_that_does_not_read_loses_its_stream() -> None:
     with pytest.raises(SlowReaderError):
         await anext(stream)
     assert not pipeline.router.leases
+
+
+async def test_the_release_says_whether_the_answer_is_complete() -> None:
+    pipeline = Pipeline(decode=on("d0", DEAD))
+    assert await pipeline.run() == b"abc"
+    assert pipeline.router.releases == [False, True]
+    pipeline = Pipeline(decode=answer_with(b"a", asyncio.Event()))
+    stream = pipeline.path.generate(request_context(stream=True))
+    assert await anext(stream) == b"a"
+    await stream.aclose()  # as after the client has gone
+    assert pipeline.router.releases == [False]
 
 
 async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:

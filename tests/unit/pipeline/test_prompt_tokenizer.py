@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
-from eldr_serve.pipeline import prompt_tokenizer
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill import prompt_tokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.request import RequestFields
 from tests.support.shipped import ROOT
 

@@ -160,6 +160,7 @@ async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9))
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
+    assert b"failed: no; send the request again" in answer
 
 
 async def test_engines_that_refuse_resumed_answers_are_not_ejected() -> None:
@@ -208,6 +209,13 @@ async def test_a_whole_answer_that_cannot_resume_in_time_is_refused(failure: Exc
     pipeline.services.retries._permits = asyncio.Semaphore(0)
     with pytest.raises(OverloadedError, match=message):
         await pipeline.run(stream=False)
+
+
+async def test_a_stream_that_cannot_resume_in_time_says_so() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST)), retry_wait_s=0.0)
+    pipeline.services.retries._permits = asyncio.Semaphore(0)
+    answer = await pipeline.run(stream=True)
+    assert b"could not continue on another engine: too many requests have lost their engine" in answer
 
 
 def take(rate: CallRateLimiter) -> bool:

@@ -12,9 +12,10 @@ import pytest
 
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
-from eldr_serve.pipeline import kv_release, warmup
+from eldr_serve.pipeline import warmup
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path_options import PrefillRouterOptions
+from eldr_serve.pipeline.prefill import kv_release
 from eldr_serve.pipeline.warmup import Warmup
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
 from tests.support.fake_router import wait_until

@@ -19,7 +19,7 @@ from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
 from eldr_serve.fleet.outliers import FAILURES
 from eldr_serve.pipeline.path import RequestPath
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.throughput import DEFAULT_RATE
 from eldr_serve.request import RequestFields, has_exact_ids
 from eldr_serve.scheduling import prompt_blocks

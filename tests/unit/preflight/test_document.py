@@ -18,8 +18,8 @@ from tests.support.processes import python
 from tests.support.shipped import ROOT
 from tests.unit.preflight.document_edits import MISSING, edit
 
-HERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24, is_this_machine=True)]
-ELSEWHERE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]
+THIS_MACHINE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24, is_this_machine=True)]
+OTHER_MACHINE = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]
 SHIPPED: dict[str, Any] = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
 
 
@@ -37,7 +37,7 @@ def content() -> dict[str, Any]:
     return dict(document)
 
 
-def check(folder: Path, text_or_document: Any, pools: Any = HERE) -> CheckOutcome:
+def check(folder: Path, text_or_document: Any, pools: Any = THIS_MACHINE) -> CheckOutcome:
     path = folder / "made.yaml"
     path.write_text(
         text_or_document if isinstance(text_or_document, str) else yaml.safe_dump(text_or_document)
@@ -70,7 +70,7 @@ def test_invalid_yaml_is_reported_with_its_location(text: str, words: str, tmp_p
 
 def test_a_binary_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "made.yaml").write_bytes(b"\xff\xfe\x00")
-    (outcome,) = checking.check_deployments([tmp_path / "made.yaml"], lambda path, device: HERE)
+    (outcome,) = checking.check_deployments([tmp_path / "made.yaml"], lambda path, device: THIS_MACHINE)
     assert "is not text" in sentences(outcome)[0]
 
 
@@ -132,6 +132,27 @@ def test_a_key_that_serve_ignores_is_a_warning(tmp_path: Path) -> None:
     assert overridden.startswith("applications.0.deployments.0 overrides options of EldrIngress")
 
 
+@pytest.mark.parametrize("roles_on_gpus", [[], ["prefill"], ["decode"], ["prefill", "decode"]])
+def test_nodes_have_gpus_if_any_engine_needs_one(roles_on_gpus: list[str], tmp_path: Path) -> None:
+    document = content()
+    for role in roles_on_gpus:
+        engines = document["applications"][0]["args"][f"{role}_config"]
+        engines |= {
+            "accelerator_config": {"kind": "gpu"},
+            "placement_group_config": {"bundles": [{"GPU": 1}]},
+        }
+        engines["engine_kwargs"]["block_size"] = 32  # as on CPUs
+    (tmp_path / "made.yaml").write_text(yaml.safe_dump(document))
+    devices: list[str] = []
+
+    def find_node_pools(path: Path, device: str) -> list[NodePool]:
+        devices.append(device)
+        return THIS_MACHINE
+
+    checking.check_deployments([tmp_path / "made.yaml"], find_node_pools)
+    assert devices == ["gpu" if roles_on_gpus else "cpu"]
+
+
 @pytest.mark.parametrize("where", ["ingress", "http_options"])
 def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> None:
     document = content()
@@ -147,7 +168,7 @@ def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> No
             f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
             "or set another port"
         ]
-        assert check(tmp_path, document, ELSEWHERE).can_start
+        assert check(tmp_path, document, OTHER_MACHINE).can_start
     assert check(tmp_path, document).can_start
 
 
@@ -175,7 +196,7 @@ def test_a_missing_or_invalid_key_file_is_reported(tmp_path: Path) -> None:
     document["applications"][0]["args"]["ingress"]["keys_file"] = str(keys)
     (sentence,) = sentences(check(tmp_path, document))
     assert sentence.startswith(f"ingress.keys_file: {keys} cannot be read")
-    away = check(tmp_path, document, ELSEWHERE)
+    away = check(tmp_path, document, OTHER_MACHINE)
     assert away.can_start
     assert sentences(away, "warning") == [
         f"ingress.keys_file {keys} is not on this machine: each node of the ingress must have it"

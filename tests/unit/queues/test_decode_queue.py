@@ -130,6 +130,7 @@ def test_requests_of_a_lost_ingress_are_dropped_and_counted() -> None:
     assert state.ingresses.ids == {"d"}
     assert state.placer.running.keys() == {"x"}
     assert not state.leases.queue_size
+    assert policy(state).aborted == ["a"]
 
 
 def test_the_policy_gets_all_progress_before_the_end() -> None:
@@ -149,6 +150,7 @@ def test_running_requests_survive_a_change_of_workers_and_of_policy() -> None:
     state.ingresses.set_reachable_workers("c", ["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 has the position of r0
     assert policy(state).lengths == [0]  # of "a", whose worker is gone
+    assert policy(state).aborted == ["a"]
     state.live_settings.set_policy(SLOTS, {"slots": 3})
     assert policy(state).running == {"b": 1}
     assert policy(state).generated == {"b": 4}
@@ -264,7 +266,7 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def each_request_waits_or_runs(self) -> None:
-        running, queue = set(self.state.placer.running), set(self.state.placer.queue)
+        running, queue = set(self.state.placer.running), set(self.state.placer.queue.leases)
         assert not running & queue
         assert running | queue == self.leases.keys() | self.waits.keys()
         assert self.leases.keys() <= running
@@ -284,7 +286,7 @@ class Conservation(RuleBasedStateMachine):
     def no_slot_is_free_while_a_request_waits(self) -> None:
         status = router_status(self.state)
         assert not self.state.leases.queue_size or not self.workers or status["policy"] == SLOTS
-        for ingress in {lease.ingress for lease in self.state.placer.queue.values()}:
+        for ingress in {lease.ingress for lease in self.state.placer.queue.leases.values()}:
             for worker in status["workers"]:
                 if worker["worker"] in self.reachable(ingress):
                     assert worker["in_flight"] >= status["parameters"]["slots"]
@@ -360,7 +362,7 @@ def test_urgent_requests_starve_no_other(patience_s: float) -> None:
     """A request without an objective is served within `patience_s` and the turns that were due before."""
     clock = Clock()
     state = router(workers=1, clock=clock)
-    state.placer.patience_s = patience_s
+    state.placer.queue.patience_s = patience_s
     place(state, "first", "plain")
     running, number = "first", 0
     while running != "plain":

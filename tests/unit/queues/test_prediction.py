@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from eldr_serve.queues.prediction import WINDOW_S, Concurrency, PredictionAccuracy
+from eldr_serve.queues.prediction import WINDOW_S, ConcurrencyMeter, PredictionAccuracy
 from tests.support.clock import Clock
 
 
@@ -76,7 +76,7 @@ def test_after_a_burst_an_idle_service_admits_again() -> None:
 
 
 def test_mean_concurrency_over_the_time_of_a_request() -> None:
-    concurrency = Concurrency(clock := Clock())
+    concurrency = ConcurrencyMeter(clock := Clock())
     first = concurrency.add(1)
     clock.now += 2.0
     second = concurrency.add(1)

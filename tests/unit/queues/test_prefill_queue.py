@@ -17,7 +17,7 @@ from eldr_serve.queues.prompt_sizes import PromptSizes
 from eldr_serve.queues.reports import PromptMeter, QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
-from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefill import choose_prefill_replica
 from tests.support.clock import Clock
 
 BOUND_S = 30.0
@@ -306,7 +306,7 @@ class PrefillCluster:
         return {worker: self.calls[ingress][worker] + others[worker] for worker in self.workers}
 
     def send(self, ingress: int, head: bytes) -> str:
-        worker = choose_prefill(head, self.estimate(ingress))
+        worker = choose_prefill_replica(head, self.estimate(ingress))
         self.enter(ingress, worker)
         return worker
 
@@ -324,7 +324,7 @@ def test_two_ingresses_that_alternate_keep_the_bound_on_load_together(
 ) -> None:
     """A single ingress exceeds the bound only at the least loaded worker; both exceed it by one call more."""
     cluster = PrefillCluster(initial_calls)
-    hashed = choose_prefill(head, dict.fromkeys(cluster.workers, 0))
+    hashed = choose_prefill_replica(head, dict.fromkeys(cluster.workers, 0))
     chosen = [cluster.send(ingress, head) for _ in range(rounds) for ingress in (0, 1)]
     loads = cluster.loads()
     mean = sum(loads.values()) / len(loads)
@@ -334,7 +334,7 @@ def test_two_ingresses_that_alternate_keep_the_bound_on_load_together(
 def test_the_free_room_of_the_hashed_worker_is_used_once() -> None:
     """If each ingress assumed that the other sends nothing, all 24 prompts would go to the idle worker."""
     head = b"head"
-    hashed = int(choose_prefill(head, {f"p{n}": 0 for n in range(4)})[1:])
+    hashed = int(choose_prefill_replica(head, {f"p{n}": 0 for n in range(4)})[1:])
     busy = [0 if worker == hashed else 6 for worker in range(4)]
     cluster = PrefillCluster([busy, busy])
     for _ in range(12):
@@ -350,7 +350,7 @@ def test_with_a_report_after_each_call_ingresses_choose_as_a_single_one(
 ) -> None:
     cluster = PrefillCluster(initial_calls)
     for ingress, head in prompts:
-        expected = choose_prefill(head, cluster.loads())
+        expected = choose_prefill_replica(head, cluster.loads())
         assert cluster.send(ingress, head) == expected
         cluster.report()
 
@@ -364,7 +364,7 @@ def test_a_single_ingress_counts_its_own_calls_alone(
     for worker in cluster.workers:
         cluster.reports[worker] = QueueReport(number=9, num_ingresses=1, calls=50)
     for _, head in prompts:
-        expected = choose_prefill(head, cluster.loads())
+        expected = choose_prefill_replica(head, cluster.loads())
         assert cluster.send(0, head) == expected
         assert cluster.estimate(0) == cluster.loads()
 
@@ -447,6 +447,19 @@ def test_a_refused_request_has_reserved_room_at_its_retry_time() -> None:
     times.claim(1)
     times.claim(1)
     assert (times.tokens, times.due_tokens) == (700.0, 0.0)
+
+
+def test_a_request_that_retries_too_early_keeps_one_reservation() -> None:
+    clock = Clock()
+    times = RetryTimes(clock=clock)
+    for now_s in (0.0, 1.0, 2.0):
+        clock.now = now_s
+        assert not times.is_due(1)
+        times.reserve(1, 500.0, 10.0)
+        assert times.tokens == 500.0
+    clock.now = 12.0
+    times.claim(1)
+    assert (times.tokens, times.due_tokens) == (0.0, 0.0)
 
 
 def test_reservations_expire_and_are_bounded() -> None:

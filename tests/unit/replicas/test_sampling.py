@@ -16,8 +16,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, WARM_UP_ID_PREFIX
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts
-from eldr_serve.replicas import pool_client, sampling, servers
-from eldr_serve.replicas.pool_client import PoolClient
+from eldr_serve.replicas import sample_sender, sampling, servers
+from eldr_serve.replicas.sample_sender import SampleSender
 from eldr_serve.replicas.sampling import MAX_SAMPLED, Sampler
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
@@ -100,7 +100,7 @@ async def test_samples_are_divided_among_the_actors_by_request_id() -> None:
     names = [f"signature-pool:eldr:{index}" for index in range(3)]
     pool = Pool(*names)
     pool.shares = dict(zip(names, (0.2, 0.4, 0.6), strict=True))
-    client = PoolClient("eldr", 3, pool.find)
+    client = SampleSender("eldr", 3, pool.find)
     ids = [f"r{number}" for number in range(60)]
     assert await client.add(samples(*ids)) == pytest.approx(0.4)
     assert sorted(pool.ids) == sorted(ids)
@@ -114,14 +114,14 @@ async def test_samples_are_divided_among_the_actors_by_request_id() -> None:
 
 async def test_each_actor_is_asked_for_its_share_without_samples() -> None:
     pool = Pool("signature-pool:eldr:0", "signature-pool:eldr:1", share=0.25)
-    assert await PoolClient("eldr", 2, pool.find).add([]) == 0.25
+    assert await SampleSender("eldr", 2, pool.find).add([]) == 0.25
     assert [batch for _, batch in pool.batches] == [[], []]
 
 
 async def test_samples_for_a_lost_actor_are_dropped_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, pool_client.__name__)
+    caplog.set_level(logging.INFO, sample_sender.__name__)
     pool = Pool()
-    client = PoolClient("eldr", 1, pool.find)
+    client = SampleSender("eldr", 1, pool.find)
     assert [await client.add(samples("a", "b")) for _ in range(3)] == [1.0] * 3
     assert (client.sent, client.dropped) == (0, 6)
     pool.shares["signature-pool:eldr:0"] = 0.5
@@ -135,7 +135,7 @@ async def test_samples_for_a_lost_actor_are_dropped_with_one_line(caplog: pytest
 
 async def test_an_actor_is_looked_up_again_only_after_it_died() -> None:
     pool = Pool("signature-pool:eldr:0")
-    client = PoolClient("eldr", 1, pool.find)
+    client = SampleSender("eldr", 1, pool.find)
     pool.errors = [ActorUnavailableError("test", None)]
     await client.add(samples("a"))
     await client.add(samples("b"))
@@ -147,9 +147,9 @@ async def test_an_actor_is_looked_up_again_only_after_it_died() -> None:
 
 
 async def test_a_call_to_an_actor_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_client, "_CALL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(sample_sender, "_CALL_TIMEOUT_S", 0.01)
     never = SimpleNamespace(add=SimpleNamespace(remote=lambda batch: asyncio.Event().wait()))
-    client = PoolClient("eldr", 1, lambda name: never)
+    client = SampleSender("eldr", 1, lambda name: never)
     assert await client.add(samples("a")) == 1.0
     assert client.dropped == 1
 
@@ -163,7 +163,7 @@ async def run(channel: Any, name: str, **header: Any) -> None:
 @asynccontextmanager
 async def sampling_replica(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> AsyncIterator[tuple[Any, Any]]:
     """Run a decode replica with this pool, and yield it and a channel to it."""
-    monkeypatch.setattr(pool_client.PoolClient.__init__, "__defaults__", (pool.find,))
+    monkeypatch.setattr(sample_sender.SampleSender.__init__, "__defaults__", (pool.find,))
     monkeypatch.setattr(sampling, "_PERIOD_S", 0.001)
     kwargs = {"router_name": "router", "application": "mine", "num_pool_actors": 1}
     async with serving(servers.DecodeServer, **kwargs) as served:

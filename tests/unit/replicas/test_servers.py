@@ -17,8 +17,8 @@ from eldr_serve.engine.calls import expert_counts_of
 from eldr_serve.engine.methods import SLOT_METHODS, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
-from eldr_serve.pipeline.split_prefill import read_prefill_reply
-from eldr_serve.replicas import servers, step_reporter
+from eldr_serve.pipeline.prefill.split_prefill import read_prefill_reply
+from eldr_serve.replicas import decode_reporter, servers
 from eldr_serve.scheduling import BlockChanges, PrefixCacheSize, StepAnswer, StepSums
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
@@ -36,9 +36,9 @@ def router(*answers: Exception | StepAnswer) -> Any:
 @pytest.fixture
 def reporting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Report steps as replica r0, without Serve and in short periods."""
-    monkeypatch.setattr(step_reporter, "_REPORT_PERIOD_S", 0.001)
+    monkeypatch.setattr(decode_reporter, "_REPORT_PERIOD_S", 0.001)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r0"))
-    monkeypatch.setattr(step_reporter.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(decode_reporter.serve, "get_replica_context", lambda: context)
     return monkeypatch
 
 
@@ -46,14 +46,14 @@ async def report(
     reporting: pytest.MonkeyPatch, find: Any, until: Any, steps: float = 1.0, in_flight: int = 0
 ) -> None:
     """Report steps to the router that `find` returns until the condition holds."""
-    reporting.setattr(step_reporter, "find_actor", find)
+    reporting.setattr(decode_reporter, "find_actor", find)
     engine: Any = SimpleNamespace(
         ranks=lambda: 1,
         take_steps=lambda rank: StepSums(steps=steps),
         prefix_cache=lambda: PrefixCacheSize(32, 960),
         take_prefix_changes=lambda *, full: BlockChanges(full=full),
     )
-    reporter = step_reporter.StepReporter(engine, "router", lambda: in_flight)
+    reporter = decode_reporter.DecodeReporter(engine, "router", lambda: in_flight)
     task = asyncio.create_task(reporter.run())
     await wait_until(until)
     task.cancel()
@@ -90,12 +90,19 @@ async def test_the_router_is_looked_up_again_only_after_it_died(reporting: pytes
     assert look_ups == [0, 0, 3]
 
 
-async def test_steps_of_a_failed_report_are_in_the_next_one(reporting: pytest.MonkeyPatch) -> None:
+async def test_a_report_is_repeated_until_it_is_confirmed(reporting: pytest.MonkeyPatch) -> None:
+    """The router may have applied a report whose answer was lost, so its steps must not change."""
     actor = router(*[ActorUnavailableError("test", None)] * 2)
     await report(reporting, lambda name: actor, lambda: actor.reports() >= 5)
-    reports = [call.args[0] for call in actor.observe_steps.remote.await_args_list]
-    assert [list(steps) for steps in reports[:5]] == [["r0"]] * 5
-    assert [steps["r0"].steps for steps in reports[:5]] == [1, 2, 3, 1, 1]
+    reports = [call.args for call in actor.observe_steps.remote.await_args_list[:5]]
+    assert [list(steps) for steps, *_ in reports] == [["r0"]] * 5
+    assert [(number, steps["r0"].steps) for steps, _, _, number in reports] == [
+        (1, 1),
+        (1, 1),
+        (1, 1),
+        (2, 3),  # also those since the first try
+        (3, 1),
+    ]
     assert actor.observe_steps.remote.await_args.args[1] == (32, 960)
 
 
@@ -113,7 +120,7 @@ async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
     reporting: pytest.MonkeyPatch, steps: StepSums
 ) -> None:
     actor = Mock(observe_steps=Mock(remote=AsyncMock(return_value=StepAnswer(2.5, True))))
-    reporting.setattr(step_reporter, "find_actor", lambda name: actor)
+    reporting.setattr(decode_reporter, "find_actor", lambda name: actor)
     async with serving(servers.DecodeServer, router_name="router") as (server, _):
         reporting.setattr(server._engine, "take_steps", lambda rank: steps)
 

@@ -13,12 +13,11 @@ from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.metrics import IngressEvent
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router import settings_check
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
-from eldr_serve.router_protocol.messages import IngressReport, Restore
+from eldr_serve.router_protocol.messages import IngressReport, Restore, StreamLatencies
 from eldr_serve.scheduling import MarginalCost, prompt_blocks
 from eldr_serve.scheduling.activation import levels_of
 from tests.support.fake_router import (
@@ -195,8 +194,8 @@ def test_a_configured_table_of_another_shape_is_dropped_with_the_predictor(resto
 
 async def test_a_client_rejects_a_predictor_of_another_shape(caplog: pytest.LogCaptureFixture) -> None:
     async with router_and_client("r0", policy="marginal-cost", table=None) as (actor, client):
-        await client.expect_counts(L, E)
-        actor.state._check.shape = None  # as after a restart of the router
+        await client.place(request("first"), None)  # the client has connected
+        client.scorer.shape = (L, E)  # which the router does not know yet
         actor.state.live_settings.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
         assert client.scorer.predictor is None
@@ -211,7 +210,7 @@ def test_a_policy_keeps_its_state_when_only_the_predictor_is_swapped() -> None:
     policy = marginal_cost(state)
     state.live_settings.swap_predictor(FILE, "t")
     assert state.placer.policy is policy
-    assert policy.profiles.profile.any()
+    assert policy.profiles.vectors.any()
 
 
 async def test_predictions_replace_missing_counts_and_measured_counts_train_the_predictor() -> None:
@@ -309,14 +308,14 @@ async def test_the_router_and_its_restart_know_which_prefixes_workers_have() -> 
         client.set_measured_counts("a", IDS, counts(5, 41), 41)
         await wait_until(lambda: actor.state.counters["counts_measured"] == 1)
         assert actor.messages[-1].request.blocks is None  # the blocks are sent once
-        assert actor.state.placer.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
+        assert actor.state.placer.workers.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
         actor.alive = False
         client.release("gone")
-        client._counters.count(IngressEvent.SLOW_CLIENTS)
+        client.record_stream(StreamLatencies(0.5, None))
         await wait_until(lambda: client.router_unreachable)
         actor.restart()
         await wait_until(lambda: not client.router_unreachable and "a" in actor.running)
-        assert actor.state.placer.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
+        assert actor.state.placer.workers.prefixes.cached_tokens([first.worker], prompt).tolist() == [36]
 
 
 async def test_measured_counts_go_to_the_waiting_call() -> None:
@@ -328,7 +327,7 @@ async def test_measured_counts_go_to_the_waiting_call() -> None:
         MEASUREMENTS.deliver_counts, {"a": (9, "packed"), "b": (1, "late"), "c": (1, "unexpected")}
     )
     assert await waiting == (9, "packed")
-    assert not MEASUREMENTS._awaited
+    assert not any(MEASUREMENTS.awaits_counts(name) for name in "abc")
 
 
 async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +335,7 @@ async def test_an_ingress_loads_the_tokenizer_for_a_predictor(monkeypatch: pytes
     monkeypatch.setattr(PromptTokenizer, "fingerprint", AsyncMock(return_value="t"))
     actor = FakeActor(policy="marginal-cost", table=None)
     async with running_app(actor=actor) as app:
-        client = app.ingress._router
+        client = app.router_client
         assert client.scorer.tokenizer is None
         actor.state.live_settings.swap_predictor(FILE, "t")
         assert (await app.post(COMPLETIONS, HELLO)).status_code == 200
@@ -352,7 +351,7 @@ async def test_a_swap_drops_a_predictor_of_another_tokenizer(monkeypatch: pytest
     """The router refuses the new predictor too, which is of the same other tokenizer."""
     monkeypatch.setattr(PromptTokenizer, "fingerprint", AsyncMock(return_value="another"))
     async with running_app() as app:
-        scorer = app.ingress._router.scorer
+        scorer = app.router_client.scorer
         scorer.predictor = OnlinePredictor(predictor())
         assert (await app.put("/eldr/predictor", KEY, content=FILE)).status_code == 400
         assert (scorer.tokenizer, scorer.predictor) == ("another", None)

@@ -76,10 +76,10 @@ async def test_a_deployment_changes_the_time_to_connect_again() -> None:
 
 async def test_a_deployment_changes_the_patience_of_the_queue_and_keeps_an_operators_policy() -> None:
     router = DecodeRouter(FIRST.model_copy(update={"queue_timeout_s": 8.0}))
-    assert router._state.placer.patience_s == 4.0
+    assert router._state.placer.queue.patience_s == 4.0
     put = await router.set_policy("random", {})
     await router.configure(FIRST.model_copy(update={"queue_timeout_s": 20.0}))
-    assert router._state.placer.patience_s == 10.0
+    assert router._state.placer.queue.patience_s == 10.0
     assert await router.settings() == put
 
 

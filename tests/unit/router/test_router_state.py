@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from eldr_serve.errors import SwapRefusedError
+from eldr_serve.router import state as state_module
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
@@ -94,6 +95,19 @@ def test_the_steps_of_lost_replicas_are_not_kept() -> None:
     state.observe_steps(steps, "r0")  # a late report
     state.observe_steps(StepSums.from_prompts([2], [90], [500], [0.1]), "r1")
     assert {name: len(reports) for name, reports in state.view._reports.items()} == {"r1": 1}
+
+
+def test_the_steps_of_a_repeated_report_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = router_state()
+    state.expect_counts(2, 8)
+    steps = StepSums.from_steps([1], [1], [4], [0.1])
+    for worker, number in (("r0", 1), ("r0", 1), ("r1", 1), ("r0", 2), ("r0", 1), ("r1", 1)):
+        state.observe_steps(steps, worker, number=number)
+    assert router_status(state)["decode_totals"]["steps"] == 3
+    monkeypatch.setattr(state_module, "_MAX_REPORTERS", 2)
+    for worker in ("r2", "r2", "r1", "r0"):  # r2 replaces r0, which has not reported for longest
+        state.observe_steps(steps, worker, number=1)
+    assert router_status(state)["decode_totals"]["steps"] == 5
 
 
 def test_a_table_for_fewer_or_more_workers_can_be_used() -> None:
@@ -285,8 +299,8 @@ def test_pending_counts_are_of_the_requests_that_decode_or_wait() -> None:
         counts = None if number == 1 else np.full((2, 8), number, np.uint16)
         place(state, request(f"r{number}", expert_counts=counts, may_wait=True))
     placer = state.placer
-    assert placer.queue
-    order = [*placer.running, *placer.queue]
+    assert placer.queue.leases
+    order = [*placer.running, *placer.queue.leases]
     known = [int(name[1:]) for name in order if name != "r1"]
     assert [int(counts[0, 0]) for counts in placer.pending_counts()] == known
     ended = next(name for name in placer.running if name != "r1")

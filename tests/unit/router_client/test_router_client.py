@@ -194,6 +194,18 @@ async def test_a_queued_request_gets_its_lease_when_a_slot_is_free() -> None:
         assert actor.state.placer.policy.lengths == [0, 17, 0]  # all progress arrives before the release
 
 
+async def test_the_policy_knows_which_answers_are_complete() -> None:
+    async with router_and_client("r0", "r1", "r2", policy=SLOTS) as (actor, client):
+        for name in "abc":
+            await client.place(request(name), None)
+            client.set_generated_tokens(name, 5)
+        client.release("a", is_complete=False)
+        client.release("b")
+        await client.place(request("c"), None)  # another attempt
+        await wait_until(lambda: actor.running.keys() == {"c"})
+        assert actor.state.placer.policy.aborted == ["a", "c"]
+
+
 async def test_a_request_that_waits_too_long_is_refused() -> None:
     async with router_and_client("r0", policy=SLOTS) as (actor, client):
         await client.place(request("a"), None)
@@ -240,8 +252,8 @@ async def test_queued_requests_are_scored_again_after_a_swap() -> None:
         await client.place(request("a"), None, wait_s=30.0)
         task = await start_waiting(client, actor, "b", counts_for(0))
         version = actor.state.live_settings.swap_table(unit_table(3).to_bytes()).table_version
-        await wait_until(lambda: actor.state.placer.queue["b"].request.table_version == version)
-        assert actor.state.placer.queue["b"].request.similarity.shape == (3,)
+        await wait_until(lambda: actor.state.placer.queue.leases["b"].request.table_version == version)
+        assert actor.state.placer.queue.leases["b"].request.similarity.shape == (3,)
         assert actor.state.counters["queued"] == 1
         client.release("a")
         assert (await task).is_most_similar

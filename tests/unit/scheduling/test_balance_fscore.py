@@ -57,8 +57,10 @@ def test_scores_equal_the_definition(case: tuple[FScore, np.ndarray], data: st.D
     score, margins = case
     added = np.array(data.draw(st.lists(requests(len(margins)), min_size=1, max_size=8)))
     assert score(added, margins) == pytest.approx([slow_score(score, x, margins) for x in added])
-    many = np.stack([margins, margins + 7])
-    assert score(added[0], many) == pytest.approx([slow_score(score, added[0], m) for m in many])
+    rows_of_margins = np.stack([margins, margins + 7])
+    assert score(added[0], rows_of_margins) == pytest.approx(
+        [slow_score(score, added[0], m) for m in rows_of_margins]
+    )
 
 
 @given(scores(), st.integers(1, 8), st.data())

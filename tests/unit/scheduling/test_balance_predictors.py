@@ -217,6 +217,18 @@ def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
     assert policy.predictor_failures > 0
 
 
+@pytest.mark.parametrize("name", ["balance-route-horizon", "balance-band"])
+def test_the_lengths_of_incomplete_answers_are_not_learnt(name: str) -> None:
+    policy: Any = make_policy(name)
+    policy.length_predictor = predictor = Mock(wraps=Constant(0.0, 1.0), spec=["learn", "predict"])
+    for request_id, tokens, end in (("cut", 2, policy.on_aborted), ("whole", 3, policy.on_finished)):
+        policy.on_assigned(request(request_id, 10, 999), 0)
+        policy.on_progress({request_id: tokens})
+        end(request_id)
+    policy.on_progress({})
+    predictor.learn.assert_called_once_with(None, 10, 3)
+
+
 def test_the_oracle_knows_only_its_own_requests() -> None:
     assert predict(Oracle({"r": 3}), [1], ["nobody"])[0] == [0.0]
 

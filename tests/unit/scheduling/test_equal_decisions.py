@@ -148,8 +148,8 @@ class Traffic:
                 del self.waiting[ingress][name]
                 released.append(name)
             progress = {name: int(self.rng.integers(1, 60)) for name in sorted(leases)[:3]}
-            many = int(self.rng.integers(0, 4))
-            requests = tuple(self.request(f"{ingress}{step}-{n}") for n in range(many))
+            num_requests = int(self.rng.integers(0, 4))
+            requests = tuple(self.request(f"{ingress}{step}-{n}") for n in range(num_requests))
             restored = ()
             if leases and self.rng.random() < 0.05:
                 name = sorted(leases)[0]

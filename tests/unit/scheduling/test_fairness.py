@@ -47,8 +47,8 @@ def test_the_decode_queue_serves_the_tenant_with_the_smallest_share(waiting: lis
         placement.become(LeaseState.SENT)
         placer.submit([placement])
     rng = np.random.default_rng(0)
-    while placer.queue:
-        queue = list(placer.queue.values())
+    while placer.queue.leases:
+        queue = list(placer.queue.leases.values())
         ended = str(rng.choice(list(placer.running)))
         placer.finish(ended)
         leases_by_tenant = Counter(p.request.tenant for p in placer.running.values())

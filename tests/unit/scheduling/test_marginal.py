@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from eldr_serve.scheduling import Loads, MarginalCost, PlacementRequest, StepCost, StepSums, make_policy
-from eldr_serve.scheduling.activation import probability as probability_of
+from eldr_serve.scheduling.activation import activation_of
 from eldr_serve.scheduling.cost import solve_non_negative
 
 L, E, TOP_K = 3, 16, 2
@@ -166,6 +166,9 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         policy.on_assigned(ended, 0)
         policy.on_progress({ended.request_id: tokens})
         policy.on_finished(ended.request_id)
+    policy.on_assigned(request_like("aborted", 0), 0)
+    policy.on_progress({"aborted": 70})  # not the length of an answer
+    policy.on_aborted("aborted")
     rng = np.random.default_rng(seed)
     running = [request_like(f"r{i}", seed + i) for i in range(requests)]
     positions = rng.integers(workers, size=requests).tolist()
@@ -212,7 +215,7 @@ def test_without_a_tail_power_the_price_is_exactly_the_added_seconds(
     newcomer, load = request_like("new", seed + 999), loads(by_worker(running, positions, 4))
     loads_now = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
     added = policy.added_cost(newcomer, loads_now)
-    more = policy.activation.p_idle[:4] @ probability_of(policy.activation.estimate_levels(newcomer))
+    more = policy.activation.p_idle[:4] @ activation_of(policy.activation.estimate_levels(newcomer))
     active, tokens = policy.activation.expected_active[:4], newcomer.prompt_tokens
     decode, _ = cost.added_seconds(
         load.in_flight, load.kv_tokens, active, more_tokens=tokens, more_experts=more
@@ -374,12 +377,12 @@ def test_profiles_learn_each_request_once_and_only_from_its_own_counts() -> None
     policy: Any = make_policy("marginal-cost")
     running, positions = [request_like(f"r{i}", i % 7) for i in range(90)], [i % 3 for i in range(90)]
     assign(policy, running, positions)
-    profiles_before = policy.profiles.profile.copy()
+    profiles_before = policy.profiles.vectors.copy()
     assert profiles_before == pytest.approx(profiles(running, positions, 3), abs=0.01)
     policy.on_assigned(running[-1], 2)  # a repetition, as after a change of workers
     for odd in (None, np.ones((L, E + 1), np.uint32), np.ones(4, np.float32)):
         policy.on_assigned(PlacementRequest("odd", 10, 5, expert_counts=odd), 1)
-    assert np.array_equal(policy.profiles.profile, profiles_before)
+    assert np.array_equal(policy.profiles.vectors, profiles_before)
 
 
 def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
@@ -397,7 +400,7 @@ def test_measured_counts_replace_predicted_ones_in_everything_learnt() -> None:
                 for late in waiting[-1:] + waiting[:-1]:
                     policy.on_assigned(*late)
                 waiting = []
-        states.append((policy.activation.mean, policy.profiles.profile))
+        states.append((policy.activation.mean, policy.profiles.vectors))
     assert states[1][0] == pytest.approx(states[0][0], abs=1e-5)
     # The mean at the time of a deviation includes predictions.
     assert states[1][1] == pytest.approx(states[0][1], abs=0.02)

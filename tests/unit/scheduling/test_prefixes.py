@@ -101,12 +101,12 @@ def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
 
 
 def test_a_hash_covers_the_salt_and_all_tokens_up_to_the_end_of_its_block() -> None:
-    one = blocks(*range(13)).hashes
-    assert (one.dtype, len(one), len(set(one.tolist()))) == (np.uint64, 3, 3)
-    assert blocks(*range(12)).hashes.tolist() == one[:2].tolist()  # the last token is always computed
-    assert blocks(*range(9), 99, *range(10, 13)).hashes.tolist()[:2] == one[:2].tolist()
-    assert not set(blocks(99, *range(1, 13)).hashes.tolist()) & set(one.tolist())
-    assert not set(blocks(*range(13), salt="x").hashes.tolist()) & set(one.tolist())
+    hashes = blocks(*range(13)).hashes
+    assert (hashes.dtype, len(hashes), len(set(hashes.tolist()))) == (np.uint64, 3, 3)
+    assert blocks(*range(12)).hashes.tolist() == hashes[:2].tolist()  # the last token is always computed
+    assert blocks(*range(9), 99, *range(10, 13)).hashes.tolist()[:2] == hashes[:2].tolist()
+    assert not set(blocks(99, *range(1, 13)).hashes.tolist()) & set(hashes.tolist())
+    assert not set(blocks(*range(13), salt="x").hashes.tolist()) & set(hashes.tolist())
     assert not len(blocks(1, 2, 3, 4).hashes)
     assert not len(blocks().hashes)
 
@@ -215,7 +215,7 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer.adopt_lease(held)  # an ingress's own choice counts too
     lost = Lease(request("lost", blocks=blocks(*other)), LeaseState.GRANTED, worker="gone")
     placer.adopt_lease(lost)
-    assert len(placer.prefixes) == 2
+    assert len(placer.workers.prefixes) == 2
 
     def place(name: str, *ids: int) -> Lease:
         (lease,) = placer.submit([Lease(request(name, blocks=blocks(*ids)), LeaseState.SENT)])
@@ -260,7 +260,7 @@ def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() 
     prompt = blocks(*range(17))
 
     def lacks() -> int:
-        return int(state.placer.loads().prefill_tokens[0])
+        return int(state.placer.workers.loads().prefill_tokens[0])
 
     place(state, *(request(name, 17, blocks=prompt) for name in "abcd"), request("split", 17))
     assert lacks() == 17 + 3 * 1
@@ -283,7 +283,7 @@ def test_the_whole_prompt_is_computed_where_prefixes_are_not_shared() -> None:
     for name in "ab":
         (lease,) = place(state, request(name, 99, blocks=none))
         assert lease.cached_tokens == 0
-    assert state.placer.loads().prefill_tokens.tolist() == [198]
+    assert state.placer.workers.loads().prefill_tokens.tolist() == [198]
 
 
 @pytest.mark.parametrize("fields", [{}, {"blocks": blocks()}])
@@ -291,4 +291,4 @@ def test_prompts_without_blocks_are_not_remembered(fields: dict[str, PromptBlock
     state = router_state(workers=2, table=None, policy="marginal-cost")
     (lease,) = place(state, request("a", **fields))
     assert lease.cached_tokens == 0
-    assert not len(state.placer.prefixes)
+    assert not len(state.placer.workers.prefixes)

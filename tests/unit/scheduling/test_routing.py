@@ -62,7 +62,7 @@ def test_domain_goes_to_the_clusters_of_its_name() -> None:
 def test_domain_divides_the_workers_in_proportion_to_the_mix() -> None:
     policy = make_policy("domain", mix={"code": 50, "law": 25, "maths": 25})
     chosen = {
-        name: {policy.select(request(domain=name), loads(*at), RNG).position for at in permuted}
+        name: {policy.select(request(domain=name), loads(*in_flight), RNG).position for in_flight in permuted}
         for permuted in [[tuple(int(w != n) for w in range(8)) for n in range(8)]]
         for name in ("code", "law", "maths")
     }

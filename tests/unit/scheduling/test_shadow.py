@@ -21,7 +21,7 @@ from eldr_serve.scheduling import (
     StepSums,
     make_policy,
 )
-from eldr_serve.scheduling.activation import levels_of, probability
+from eldr_serve.scheduling.activation import activation_of, levels_of
 from tests.support.tables import fail
 
 L, E = 2, 6
@@ -58,7 +58,7 @@ def step_seconds(requests: list[PlacementRequest], generated: dict[str, int]) ->
     """Return the step time of a worker that holds these requests, from their counts alone."""
     idle = np.ones((L, E))
     for request in requests:
-        idle *= 1 - probability(levels_of(request.expert_counts / request.prompt_tokens)).astype(float)
+        idle *= 1 - activation_of(levels_of(request.expert_counts / request.prompt_tokens)).astype(float)
     tokens = sum(r.prompt_tokens + generated[r.request_id] for r in requests)
     return float(COST.seconds(len(requests), tokens, (1 - idle).sum()))
 
@@ -119,14 +119,14 @@ def test_a_policy_saves_nothing_against_itself(name: str) -> None:
         if number > 8:
             placer.finish(next(iter(placer.running)))
     shadow.catch_up()
-    before = shadow.saving()
+    before = shadow.compare()
     assert before.measured_ms is None
     shadow.observe_steps(StepSums.from_steps([2, 4], [9, 9], [3, 5], [0.01, 0.03]))
     shadow.catch_up()
-    saving = shadow.saving()
-    assert saving.measured_ms == pytest.approx(1e3 * (2 * 0.01 + 4 * 0.03) / 6)
-    assert saving.change_pct == pytest.approx(0, abs=1e-3)
-    assert saving.live_ms == pytest.approx(saving.shadow_ms) != 0
+    comparison = shadow.compare()
+    assert comparison.measured_ms == pytest.approx(1e3 * (2 * 0.01 + 4 * 0.03) / 6)
+    assert comparison.change_pct == pytest.approx(0, abs=1e-3)
+    assert comparison.live_ms == pytest.approx(comparison.shadow_ms) != 0
 
 
 @pytest.mark.parametrize("name", ["marginal-cost", "least-tokens"])
@@ -144,9 +144,9 @@ def test_measured_counts_replace_predicted_ones_in_both_placements(name: str) ->
         if number > 8:
             placer.finish(next(iter(placer.running)))
     shadow.catch_up()
-    saving = shadow.saving()
-    assert saving is not None
-    assert saving.live_ms == pytest.approx(saving.shadow_ms, rel=1e-5)
+    comparison = shadow.compare()
+    assert comparison is not None
+    assert comparison.live_ms == pytest.approx(comparison.shadow_ms, rel=1e-5)
 
 
 class OneWorker(Policy):
@@ -159,17 +159,17 @@ def test_the_saving_is_positive_if_the_live_policy_is_faster_and_has_an_interval
     shadow = Shadow(OneWorker(), clock=lambda: now[0])
     placer = shadowed_placer("shortest-queue", shadow, "a", "b")
     rng = np.random.default_rng(3)
-    assert shadow.saving() is None
+    assert shadow.compare() is None
     for number in range(6):
         placer.submit([Lease(a_request(f"r{number}", rng), LeaseState.SENT)])
         placer.set_generated_tokens({f"r{number}": 5})
         shadow.catch_up()
         now[0] += 11
-        saving = shadow.saving()
-        assert (saving.low_pct is None) == (number < 2)
-    assert saving.tokens == 30
-    assert saving.change_pct < 0  # two workers step faster than one with all requests
-    assert saving.low_pct < saving.change_pct < saving.high_pct
+        comparison = shadow.compare()
+        assert (comparison.low_pct is None) == (number < 2)
+    assert comparison.tokens == 30
+    assert comparison.change_pct < 0  # two workers step faster than one with all requests
+    assert comparison.low_pct < comparison.change_pct < comparison.high_pct
 
 
 def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.signatures.sample_share import SampleShare
-from eldr_serve.signatures.window import SampleWindow, trace_of
+from eldr_serve.signatures.window import SampleWindow, trace_of_samples
 from tests.support.clock import Clock
 from tests.support.samples import EXPERTS, LAYERS, TOP_K, sample, traffic
 
@@ -61,9 +61,9 @@ def test_an_invalid_sample_is_refused_and_counted(
 
 
 def test_counts_that_differ_between_layers_are_refused() -> None:
-    window, one = SampleWindow(8), sample("a")
-    one.prefill_counts[0, 0] += TOP_K
-    assert window.add([one]) == 0
+    window, odd = SampleWindow(8), sample("a")
+    odd.prefill_counts[0, 0] += TOP_K
+    assert window.add([odd]) == 0
     assert window.refused == {"layers_differ": 1}
 
 
@@ -72,10 +72,10 @@ def test_refused_samples_of_different_totals_share_a_reason_and_a_log_line(
 ) -> None:
     window = SampleWindow(8)
     window.add(replace(sample(f"r{steps}"), decode_steps=steps) for steps in (7, 11, 13))
-    odd = [sample("a", prompt=21), sample("b", prompt=23)]
-    for one in odd:
-        one.decode_counts[:, 0] += 1
-    window.add(odd)
+    odd_samples = [sample("a", prompt=21), sample("b", prompt=23)]
+    for odd_sample in odd_samples:
+        odd_sample.decode_counts[:, 0] += 1
+    window.add(odd_samples)
     assert window.refused == {"odd_total": 5}
     assert len(caplog.records) == 1
 
@@ -85,7 +85,7 @@ def test_samples_become_a_trace_that_can_be_saved() -> None:
     cut = sample("cut")
     cut = replace(cut, token_ids=np.append(cut.token_ids, np.uint32(7)))  # the last token was decoded
     window.add([sample("a"), cut])
-    trace = trace_of(window.samples, "m", tokenizer="t", vocabulary=50)
+    trace = trace_of_samples(window.samples, "m", tokenizer="t", vocabulary=50)
     again = CalibrationTrace.from_bytes(trace.to_bytes())
     assert again.ids == ["a", "cut"]
     assert (again.top_k, again.prefill_counts.shape) == (TOP_K, (2, LAYERS, EXPERTS))
@@ -95,22 +95,22 @@ def test_samples_become_a_trace_that_can_be_saved() -> None:
 
 
 def test_a_request_without_a_decode_step_is_kept() -> None:
-    window, one = SampleWindow(8), sample("a")
-    window.add([replace(one, decode_steps=0, decode_counts=np.zeros_like(one.decode_counts))])
+    window, complete = SampleWindow(8), sample("a")
+    window.add([replace(complete, decode_steps=0, decode_counts=np.zeros_like(complete.decode_counts))])
     assert [entry.top_k for entry in window.samples] == [TOP_K]
 
 
 def test_token_ids_can_be_left_out() -> None:
     window = SampleWindow(8, keep_token_ids=False)
     window.add(traffic([0], 2))
-    trace = trace_of(window.samples, "m", tokenizer="t", vocabulary=50)
+    trace = trace_of_samples(window.samples, "m", tokenizer="t", vocabulary=50)
     assert trace.token_ids is None
     assert trace.prompt_tokens.tolist() == [20, 20]
 
 
 def test_an_empty_window_makes_no_trace() -> None:
     with pytest.raises(ValueError, match="has no sample"):
-        trace_of([], "m")
+        trace_of_samples([], "m")
 
 
 def test_the_share_follows_the_rate_of_requests() -> None:

@@ -18,7 +18,7 @@ from eldr_serve.router_protocol.messages import Restore
 from eldr_serve.signatures import pool
 from eldr_serve.signatures.coordinator import Coordinator, RouterView
 from eldr_serve.signatures.settings import PoolSettings, SignatureOptions
-from eldr_serve.signatures.window import SampleWindow, trace_of
+from eldr_serve.signatures.window import SampleWindow, trace_of_samples
 from tests.support.clock import Clock
 from tests.support.samples import EXPERTS, sample, traffic
 from tests.support.tables import unit_table
@@ -58,7 +58,7 @@ class LocalPool:
     async def _trace(self) -> CalibrationTrace:
         if self.during_fit is not None:
             self.during_fit()
-        return trace_of(self.window.samples, "m")
+        return trace_of_samples(self.window.samples, "m")
 
     async def report_status(self, status: dict[str, Any]) -> RouterView:
         return await self.router.report_pool(status | {"samples": len(self.window), "share": 1.0})

@@ -18,9 +18,8 @@ def cell_dtype(block_size: int) -> torch.dtype:
 class BlockExpertCounts:
     """[B,L,E] of `cell_dtype`: number of tokens of block b that chose expert e in layer l.
 
-    Rows follow the life cycle of their KV blocks. Writing a block at offset 0 begins a new block, so its
-    row is reset. A block that a request finds in the prefix cache keeps the row of the request that computed
-    it.
+    A row lives as long as its KV block. When the block's first token is written, the block is new, so its row
+    is reset. A block that a request finds in the prefix cache keeps the row of the request that computed it.
 
     Args:
         num_blocks: number of KV blocks of the engine.

@@ -1,7 +1,7 @@
 """Capture of the experts that tokens choose: hooks on the routers, and counts after each forward.
 
-It runs in vLLM's workers. This module assembles the counts that the scheduler requests. `on_device` counts
-with tensors on the device, and `on_host` in host memory.
+This module, which runs in vLLM's workers, assembles the counts that the scheduler requests; `on_device`
+counts with tensors on the device, and `on_host` in host memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Capture of experts with tensors on the model's device: a GPU, or the CPU of a compiled model.
 
-It runs in vLLM's workers. No step waits for it, because the host knows all sizes, and results are copied to
-the host asynchronously.
+This module runs in vLLM's workers. No step waits for it, because the host knows all sizes, and because the
+results are copied to the host asynchronously.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from eldr_serve.engine.vllm.capture.host_copy import HostCopy
 class HostCapture(ExpertCapture):
     """Capture in host memory.
 
-    The hooks keep the routers' own tensors. This is exact because a model that is not compiled overwrites no
+    The hooks keep the routers' own tensors, which is exact because a model that is not compiled overwrites no
     router's tensor after its hook has run.
 
     Args:

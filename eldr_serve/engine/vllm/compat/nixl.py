@@ -35,6 +35,7 @@ __all__ = [
     "WithoutTransfers",
     "check_side_channel",
     "check_vllm_names",
+    "copy_transfers",
     "disable_progress_thread",
     "expire_send_leases",
     "get_kv_transfer_group",
@@ -103,6 +104,11 @@ class SideChannel:
             self.open(self._metadata)
         except UnsupportedEngineError:  # the next request tries again
             logger.exception("NIXL's side channel does not start")
+
+
+def copy_transfers(source: Any, target: NixlConnectorMetadata) -> None:
+    """Copy a step's transfers, which are all attributes of NIXL's metadata, to metadata of a subclass."""
+    target.__dict__.update(source.__dict__)
 
 
 def expire_send_leases(worker: Any, engine_ids: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
 from eldr_serve.experts.parallel.moves import Move, fill_with_replicas, keep_slots, slice_moves
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_fits
+from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_placement_fits
 
 
 def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: Any) -> int:
@@ -38,14 +38,14 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
         if move.expert < 0:  # the slot becomes empty
             continue
         layer = layers[move.layer]
-        source, rank = move.source // layer.slots_per_rank, move.slot // layer.slots_per_rank
+        source, rank = move.source // layer.slots_per_rank, move.target // layer.slots_per_rank
         for part, weight in enumerate(layer.weights):
             number = tag * len(layer.weights) + part
             if rank == layer.rank:
                 content, request = _receive(
                     weight, move.source % layer.slots_per_rank, source, layer.rank, group, number
                 )
-                receives.append((weight, move.slot % layer.slots_per_rank, content, request))
+                receives.append((weight, move.target % layer.slots_per_rank, content, request))
                 received_bytes += 0 if request is None else content.numel() * content.element_size()
             elif source == layer.rank:
                 content = weight[move.source % layer.slots_per_rank].contiguous()
@@ -62,7 +62,7 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
         row = layers[number].row.copy()
         for move in moves:
             if move.layer == number:
-                row[move.slot] = move.expert
+                row[move.target] = move.expert
         layers[number].set_placement(row)
     return received_bytes
 
@@ -148,7 +148,7 @@ def _configured_placement(
     if placement is not None:
         if placement.ranks != ranks:
             raise ValueError(f"the placement is for {placement.ranks} ranks, the engine has {ranks}")
-        check_fits(
+        check_placement_fits(
             placement.physical_to_logical,
             layers=num_layers,
             slots=slots,

@@ -25,6 +25,7 @@ from eldr_serve.engine.vllm.compat.nixl import (
     NixlPullConnector,
     SideChannel,
     WithoutTransfers,
+    copy_transfers,
     disable_progress_thread,
     expire_send_leases,
     restore_affinity,
@@ -99,7 +100,7 @@ class EldrConnector(NixlPullConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = EldrConnectorMetadata()
-        meta.__dict__.update(super().build_connector_meta(scheduler_output).__dict__)
+        copy_transfers(super().build_connector_meta(scheduler_output), meta)
         meta.plan = self.scheduler_side.plan_step(scheduler_output)
         meta.held_prompts = self.scheduler_side.take_held_prompts()
         return meta

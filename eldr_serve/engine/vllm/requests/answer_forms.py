@@ -36,12 +36,12 @@ _FORMS = {
     "count_tokens": AnswerForm({"exclude_none": True}),
     "responses": AnswerForm({"by_alias": True}, renders_text_alone=True, has_random_ids=True, is_lazy=True),
 }
-_USUAL = AnswerForm()
+_DEFAULT_FORM = AnswerForm()
 
 
 def answer_form(method: str) -> AnswerForm:
     """Return the properties of a method's answers."""
-    return _FORMS.get(method, _USUAL)
+    return _FORMS.get(method, _DEFAULT_FORM)
 
 
 def to_events(method: str, serving: Any, answer: Any) -> AsyncGenerator[str, None]:

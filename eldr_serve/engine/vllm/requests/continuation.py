@@ -1,10 +1,10 @@
 """The continuation of an answer on another engine than the one that began it.
 
-It runs in the replica. The ingress receives the ids of generated tokens with the bytes made from them. If the
-engine is lost, another engine receives the ids, and computes prompt and ids as one prompt. There vLLM's
-output processor first replays the ids, and then processes the new tokens. The output of the replay was
-already sent, so it is dropped. In this way buffered text, stop strings, log-probabilities, usage and finish
-reasons equal those of a single engine.
+This module runs in the replica. The ingress receives the ids of generated tokens with the bytes made from
+them, so that, if the engine is lost, another engine can compute the prompt and these ids as one prompt. There
+vLLM's output processor first replays the ids, whose output is dropped because it was already sent, and then
+processes the new tokens. In this way buffered text, stop strings, log-probabilities, usage and finish reasons
+equal those of a single engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 )
 
 _CREATED = re.compile(rb'"created":\d+')  # in generated text the quotes are escaped
-_FINISHES = {str(reason): reason for reason in FinishReason}
+_FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 _TOKENS_PER_FRAME = 8  # in an answer that is not streamed, all of whose bytes are in the last frame
 _REPLAY_BATCH = 32  # tokens to replay before yielding to the event loop
 
@@ -229,7 +229,7 @@ def _core_output(output: Any, request_id: str, params: SamplingParams) -> Engine
     """Rebuild the engine core's output from vLLM's output without text."""
     core = EngineCoreOutput(request_id, list(output.token_ids), stop_reason=output.stop_reason)
     if output.finish_reason is not None:
-        core.finish_reason = _FINISHES[output.finish_reason]
+        core.finish_reason = _FINISH_REASONS[output.finish_reason]
     if output.logprobs:
         rows = [_logprob_row(logprobs, params.logprobs or 0) for logprobs in output.logprobs]
         core.new_logprobs = LogprobsLists(

@@ -160,14 +160,14 @@ class BalanceRoute(QueuedPolicy):
             waiting: requests that can be selected.
             overdue: number of leading requests that go before the others.
         """
-        p = self.parameters
+        parameters = self.parameters
         return dispatch(
             self._project_waiting(waiting),
             FreeSlots(free, self._project(loads)[positions]),
             self._score(len(positions)),
-            threshold=len(positions) if p.threshold is None else p.threshold,
-            candidates=p.candidates,
-            lookahead=p.lookahead,
+            threshold=len(positions) if parameters.threshold is None else parameters.threshold,
+            candidates=parameters.candidates,
+            lookahead=parameters.lookahead,
             overdue=overdue,
         )
 
@@ -222,10 +222,16 @@ class BalanceRouteHorizon(BalanceRoute):
 
     def __init__(self, **parameters: Any) -> None:
         super().__init__(**parameters)
-        p = self.parameters
-        self._horizon_score = FScore.build_horizon(p.horizon, p.gamma, p.alpha, p.beta)
+        checked = self.parameters
+        self._horizon_score = FScore.build_horizon(
+            checked.horizon, checked.gamma, checked.alpha, checked.beta
+        )
         self._forecast = Forecast(
-            p.horizon, p.predictor, p.refresh, p.gate, count_down=p.count_down_from_horizon
+            checked.horizon,
+            checked.predictor,
+            checked.refresh,
+            checked.gate,
+            count_down=checked.count_down_from_horizon,
         )
 
     @property
@@ -247,6 +253,10 @@ class BalanceRouteHorizon(BalanceRoute):
     def on_finished(self, request_id: str) -> None:
         super().on_finished(request_id)
         self._forecast.on_finished(request_id)
+
+    def on_aborted(self, request_id: str) -> None:
+        self._forecast.on_aborted(request_id)
+        super().on_aborted(request_id)
 
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._forecast.on_progress(generated_tokens)

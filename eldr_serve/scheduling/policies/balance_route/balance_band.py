@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eldr_serve.scheduling.activation import ExpectedActivation, probability
+from eldr_serve.scheduling.activation import ExpectedActivation, activation_of
 from eldr_serve.scheduling.cost import StepCost
 from eldr_serve.scheduling.parameters import Count
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRouteHorizon, Overtakes, prompt_tokens
@@ -106,7 +106,7 @@ class BalanceBand(BalanceRouteHorizon):
         for request in waiting:
             p = self._p.get(request.request_id)
             if p is None and (levels := self._activation.estimate_levels(request)) is not None:
-                p = probability(levels)
+                p = activation_of(levels)
             if p is not None:
                 probabilities[request.request_id] = p
         self._p = probabilities

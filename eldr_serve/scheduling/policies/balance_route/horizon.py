@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,12 @@ class Forecast:
         if finished is not None:
             self._finished[request_id] = finished
 
+    def on_aborted(self, request_id: str) -> None:
+        """Process the end of a request whose answer is not complete; its length is not learnt."""
+        aborted = self._running.remove(request_id)
+        if aborted is not None:
+            self._finished[request_id] = replace(aborted, is_complete=False)
+
     def on_progress(self, generated_tokens: Mapping[str, int]) -> None:
         self._running.set_generated_tokens(generated_tokens)
         self._predict()
@@ -104,7 +111,7 @@ class Forecast:
         """Learn from finished requests, and predict again for requests that are due."""
         running, by_request = self._running, self._guard.keyed_by_request
         for request, finished in self._finished.items():
-            if finished.generated_tokens:  # else it never ran
+            if finished.is_complete and finished.generated_tokens:  # without tokens it never ran
                 key = request if by_request else finished.key
                 self._guard.learn(key, finished.prompt_tokens, finished.generated_tokens)
         self._finished.clear()

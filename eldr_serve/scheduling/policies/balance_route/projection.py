@@ -14,11 +14,16 @@ _NEVER = np.iinfo(np.int32).max  # larger than any age
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A request that no longer runs, for the predictor."""
+    """A request that no longer runs, for the predictor.
+
+    Attributes:
+        is_complete: whether its answer has ended, so that `generated_tokens` is its length.
+    """
 
     key: str | None
     prompt_tokens: int
     generated_tokens: int
+    is_complete: bool = True
 
 
 class RunningRequests:

@@ -15,21 +15,21 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
-from eldr_serve.pipeline.failures import PrefillFailedError
+from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
+from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.context.failures import PrefillFailedError
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.kv_release import KvRelease
-from eldr_serve.pipeline.latency_admission import AdmissionResult
-from eldr_serve.pipeline.local_prefill import LocalPrefill
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt import HeldPrompt, Prompt, UncomputedPrompt
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
-from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.pipeline.prefill.kv_release import KvRelease
+from eldr_serve.pipeline.prefill.local_prefill import LocalPrefill
+from eldr_serve.pipeline.prefill.prompt import HeldPrompt, Prompt, UncomputedPrompt
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
 from eldr_serve.request import needs_whole_replica, prompt_head
-from eldr_serve.scheduling.prefill import choose_prefill
+from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
 async def read_prefill_reply(call: Call) -> PrefillReply:
@@ -127,7 +127,7 @@ class SplitPrefill:
             return UncomputedPrompt()
         replicas = [name for name in replicas if name not in admission.late_replicas] or replicas
         open_calls, other_calls = self._fleet.open_calls, self._queues.other_calls(replicas)
-        replica = choose_prefill(
+        replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),
             {name: open_calls[name] + other_calls[name] for name in replicas},
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
@@ -247,4 +247,4 @@ class SplitPrefill:
         return self._admission.make_refusal(why, list(self._fleet.live_names), num_tokens, context.retry_key)
 
     def _replicas_with_room(self) -> list[str]:
-        return self._fleet.replicas_with_room(self._outliers.usable_names)
+        return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_names)

@@ -13,9 +13,9 @@ from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prompt import Prompt
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.prefill.prompt import Prompt
 from eldr_serve.request import make_placement_request, prompt_key
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease
@@ -79,7 +79,7 @@ class PlacementStep:
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
         blocks = None
         if prompt.ids_to_compute is not None:
-            blocks = context.blocks(prompt.ids_to_compute, self._fleet.block_tokens)
+            blocks = context.blocks(prompt.ids_to_compute, self._fleet.directory.block_tokens)
         request = replace(
             make_placement_request(
                 context.request_id,
@@ -109,7 +109,7 @@ class PlacementStep:
 
     def release(self, context: RequestContext) -> None:
         """End the request's lease, if it has one."""
-        self._router_client.release(context.request_id)
+        self._router_client.release(context.request_id, is_complete=context.answer.is_complete)
 
     def _workers_to_avoid(self, context: RequestContext, prompt: Prompt) -> tuple[str, ...]:
         """Return the workers to avoid.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from eldr_serve.errors import OverloadedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.admission.latency_predictor import LatencyPredictor, WorkerLatencies, late_names
+from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
+from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.admission.request_decode_loads import request_decode_loads
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.latency_predictor import LatencyPredictor, WorkerLatencies, late_names
-from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.request_decode_loads import request_decode_loads
 from eldr_serve.queues.prediction import WINDOW_S, LatencyPrediction
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.router_client.client import RouterClient
@@ -76,8 +76,7 @@ class LatencyAdmission:
         """
         if not context.request.objective or context.is_retry:
             return AdmissionResult()
-        block_tokens = self._fleets.decode.block_tokens
-        loads = await request_decode_loads(self._router_client, context, block_tokens)
+        loads = await request_decode_loads(self._router_client, context, self._fleets.decode)
         # While there is room, nothing is awaited from here until the prompt is in a queue. So the prediction
         # includes the requests that were admitted just before.
         num_tokens = self._prefill_admission.estimate_tokens(context)

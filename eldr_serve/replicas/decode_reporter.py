@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 _REPORT_PERIOD_S = 1.0
 
 
-class StepReporter:
+class DecodeReporter:
     """Reports an engine's steps and the changes of its prefix caches.
 
     Args:
@@ -35,31 +36,43 @@ class StepReporter:
         self._engine = engine
         self._router_name = router_name
         self._count_calls = count_calls
+        self._numbers = itertools.count(1)
         self.queued = 0.0
 
     async def run(self) -> None:
-        """Report once per period while the engine has calls or has made steps."""
+        """Report once per period while the engine has calls or has made steps.
+
+        Send a report of steps again, with its number, until the router confirms it.
+        """
         router: Any = None  # an actor's handle
-        sums = [StepSums()] * self._engine.ranks()  # of each rank, not reported yet
+        sums = [StepSums()] * self._engine.ranks()  # of each rank, in no report yet
+        steps: dict[str, StepSums] = {}  # of each worker, in a report that is not confirmed
+        number = 0  # of that report
         cache_is_known = False  # the router knows the prefix caches as of the last report
+        is_silent = False  # the last report failed, which is logged once
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = [unreported + self._engine.take_steps(rank) for rank, unreported in enumerate(sums)]
-            if not (self._count_calls() or any(rank.steps or rank.prompts.any() for rank in sums)):
+            if not (steps or self._count_calls() or any(rank.steps or rank.prompts.any() for rank in sums)):
                 self.queued = 0.0  # requests only wait if engines are busy
                 continue
+            if not steps:
+                replica = serve.get_replica_context().replica_id.unique_id
+                steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
+                sums, number = [StepSums()] * len(sums), next(self._numbers)
+            changes = self._engine.take_prefix_changes(full=not cache_is_known)
+            cache = self._engine.prefix_cache()
             try:
                 if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
                     router = await asyncio.to_thread(find_actor, self._router_name)
-                replica = serve.get_replica_context().replica_id.unique_id
-                steps = dict(zip(worker_names(replica, len(sums)), sums, strict=True))
-                changes = self._engine.take_prefix_changes(full=not cache_is_known)
-                cache = self._engine.prefix_cache()
-                answer: StepAnswer = await router.observe_steps.remote(steps, cache, changes)
-                self.queued, cache_is_known = answer.queued, answer.has_all_blocks
-                sums = [StepSums()] * len(sums)
+                answer: StepAnswer = await router.observe_steps.remote(steps, cache, changes, number)
             except (ValueError, RayError) as error:  # the router is unavailable
                 self.queued, cache_is_known = 0.0, False
                 if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
                     router = None
-                logger.info("step costs not reported: %r", error)
+                if not is_silent:
+                    logger.info("step costs not reported: %r", error)
+                is_silent = True
+                continue
+            steps, is_silent = {}, False
+            self.queued, cache_is_known = answer.queued, answer.has_all_blocks

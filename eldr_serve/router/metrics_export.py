@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eldr_serve.metrics import COUNTERS, COUNTERS_BY_NAME, ROUTER
+from eldr_serve.metrics import COUNTERS, COUNTERS_BY_NAME, GAUGE, ROUTER
 from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling import Lease
+
+_SCALES = {"ms": 1000.0, "pct": 100.0}  # units of the status by which a metric's value is smaller
 
 
 class RouterMetrics:
@@ -46,37 +48,27 @@ class RouterMetrics:
                 self._ray_metrics["eldr_tpot_seconds"].observe(stream.tpot_s, tags)
 
     def export(self, state: RouterState, signatures: Mapping[str, Any] | None = None) -> None:
-        """Export the current status as metrics.
+        """Export the current status as metrics; each gauge of ROUTER names its place in the status.
 
         Args:
             signatures: the `signatures` entry of the status.
         """
-        status, policy = router_status(state), state.settings.policy
-        self._count(status["counters"], policy)
-        tags = {"policy": policy}
-        self._set("eldr_leases", status["leases"], tags)
-        self._set("eldr_ingresses", status["ingresses"], tags)
-        self._set("eldr_decode_queue_size", status["decode_queue"]["size"], tags)
-        self._set("eldr_decode_queue_oldest_wait_seconds", status["decode_queue"]["oldest_wait_s"], tags)
-        self._set("eldr_table_version", state.settings.table_version, tags)
-        if status["table"] is not None:
-            self._set("eldr_refit_advised", status["table"]["refit_advised"], tags)
-        if "relative_error" in status["step_cost"]:
-            self._set("eldr_step_cost_error_ratio", status["step_cost"]["relative_error"], tags)
-        for name, value in (status["predictor"] or {}).items():
-            if f"eldr_predictor_{name}" in self._ray_metrics:
-                self._set(f"eldr_predictor_{name}", value)
-        if signatures is not None and "samples" in signatures:
-            self._set("eldr_signature_samples", signatures["samples"])
-            self._set("eldr_signature_share_ratio", signatures["share"])
-        self._compare(status["comparison"]["now"])
-        for worker in status["workers"]:
-            tags = {"worker": worker["worker"], "policy": policy}
-            self._set("eldr_decode_in_flight", worker["in_flight"], tags)
-            self._set("eldr_decode_kv_tokens", worker["kv_tokens"], tags)
-
-    def _set(self, name: str, value: float, tags: dict[str, str] | None = None) -> None:
-        self._ray_metrics[name].set(float(value), tags)
+        status, settings = router_status(state) | {"signatures": signatures}, state.settings
+        status["table"] = status["table"] or {"version": settings.table_version}
+        self._count(status["counters"], settings.policy)
+        now = status["comparison"]["now"] or {"shadow": {"name": ""}}
+        labels = {"policy": settings.policy, "shadow": now["shadow"]["name"]}
+        for metric in ROUTER.values():
+            if metric.kind == GAUGE:
+                *path, key = metric.status.split(".")
+                part: Any = status
+                for name in path:
+                    part = part[name] or {}
+                for entry in part if isinstance(part, list) else [part]:
+                    if (value := entry.get(key)) is not None:
+                        tags = {label: (entry | labels)[label] for label in metric.labels}
+                        scaled = float(value) / _SCALES.get(key.rpartition("_")[2], 1.0)
+                        self._ray_metrics[metric.name].set(scaled, tags)
 
     def _count(self, counters: Mapping[str, int], policy: str) -> None:
         if policy not in self._policies:
@@ -93,14 +85,3 @@ class RouterMetrics:
                 self._ray_metrics[COUNTERS_BY_NAME[kind].name].inc(increase, {"policy": policy, label: name})
             elif key in COUNTERS:  # unknown counters come from newer ingresses during a rollout
                 self._ray_metrics[COUNTERS[key].name].inc(increase, {"policy": policy})
-
-    def _compare(self, comparison: dict[str, Any] | None) -> None:
-        if comparison is None:
-            return
-        tags = {"policy": comparison["live"]["name"], "shadow": comparison["shadow"]["name"]}
-        for key, name in (("change_pct", ""), ("low_pct", "_low"), ("high_pct", "_high")):
-            if comparison.get(key) is not None:
-                self._set(f"eldr_shadow_change{name}_ratio", comparison[key] / 100, tags)
-        for name in ("live", "measured"):
-            if comparison.get(f"{name}_ms") is not None:
-                self._set(f"eldr_shadow_{name}_seconds", comparison[f"{name}_ms"] / 1000, tags)

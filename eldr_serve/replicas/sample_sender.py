@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 10.0
 
 
-class PoolClient:
+class SampleSender:
     """Sends samples to the actors of an application's signature pool.
 
     Samples for an unreachable actor are dropped, since new requests provide new samples.

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.prediction_recorder import PredictionRecorder
 from eldr_serve.queues.prefill_queue import PrefillQueues
 from eldr_serve.scheduling import DecodeLoads
 

@@ -6,14 +6,14 @@ import math
 
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.pipeline.admission.latency_predictor import LatencyPredictor
+from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.admission.request_decode_loads import request_decode_loads
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.latency_predictor import LatencyPredictor
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt import TicketedPrompt
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
-from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.request_decode_loads import request_decode_loads
-from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.pipeline.prefill.prompt import TicketedPrompt
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.router_client.client import RouterClient
 
 _MARGIN = 0.2  # the cost at the decode engine counts as larger by this share
@@ -89,7 +89,7 @@ class LocalPrefill:
 
     async def _choose_first(self, context: RequestContext) -> tuple[str, ...]:
         """Record the choice for a first attempt; return the workers at which local prefill is not sooner."""
-        loads = await request_decode_loads(self._router_client, context, self._fleets.decode.block_tokens)
+        loads = await request_decode_loads(self._router_client, context, self._fleets.decode)
         handover_s = self._stage_latencies.median_s("first_token")
         num_tokens = self._admission.estimate_tokens(context)
         # If requests wait in the decode queue, the loads will have changed when this one gets a worker.

@@ -11,7 +11,7 @@ from eldr_serve.errors import OverloadedError, SwapRefusedError, one_line_messag
 from eldr_serve.signatures.pool import find_pool
 
 
-class PoolControl:
+class CoordinatorClient:
     """Client of the coordinating actor, which is looked up for each call since calls are rare.
 
     Both methods raise SwapRefusedError if the pool refuses, or OverloadedError if it does not answer.

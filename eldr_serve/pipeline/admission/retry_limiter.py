@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from eldr_serve.errors import OverloadedError
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.request_context import RequestContext
 from eldr_serve.queues.wait_estimate import WaitEstimator
 
 

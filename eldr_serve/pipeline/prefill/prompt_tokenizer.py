@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from eldr_serve.experts.signature_predictor import tokenizer_fingerprint
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.request import RequestFields, conversation, has_several_prompts
 
 logger = logging.getLogger(__name__)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from eldr_serve.fleet.outliers import OutlierDetector
-from eldr_serve.pipeline.latency_admission import AdmissionResult
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
-from eldr_serve.pipeline.prompt import Prompt, TicketedPrompt
-from eldr_serve.pipeline.prompt_tokenizer import PromptTokenizer
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
+from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.prefill.prompt import Prompt, TicketedPrompt
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.request import needs_whole_replica
 
 

@@ -11,9 +11,9 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.measured_counts import MeasuredCounts
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prompt import Prompt
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.prefill.prompt import Prompt
 from eldr_serve.queues.call_start import WaitingCall
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease

@@ -14,15 +14,15 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
-from eldr_serve.pipeline.decode_call import DecodeCall
-from eldr_serve.pipeline.failures import DecodeFailedError
+from eldr_serve.pipeline.context.failures import DecodeFailedError
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.context.stage import DecodeStages, Stage
+from eldr_serve.pipeline.context.stage_latencies import StageLatencies
+from eldr_serve.pipeline.decode.decode_call import DecodeCall
+from eldr_serve.pipeline.decode.move_limiter import MoveLimiter
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.pipeline.move_limiter import MoveLimiter
 from eldr_serve.pipeline.path_options import PathOptions
-from eldr_serve.pipeline.prompt import Prompt
-from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.pipeline.stage import DecodeStages, Stage
-from eldr_serve.pipeline.stage_latencies import StageLatencies
+from eldr_serve.pipeline.prefill.prompt import Prompt
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import Lease
 

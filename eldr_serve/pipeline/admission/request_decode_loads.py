@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling import DecodeLoads
 
@@ -13,18 +14,14 @@ _ROUTER_TIMEOUT_S = 0.1  # without the router's answer in this time, nothing is 
 
 
 async def request_decode_loads(
-    router_client: RouterClient, context: RequestContext, block_tokens: int
+    router_client: RouterClient, context: RequestContext, decode: Fleet
 ) -> DecodeLoads | None:
-    """Return the loads of the decode workers from the router; None if it does not answer in time.
-
-    Args:
-        block_tokens: tokens in a block of the decode engines' prefix caches; 0 if they have none.
-    """
+    """Return the loads of the decode workers from the router; None if it does not answer in time."""
     if router_client.router_unreachable:
         return None
     blocks = None
     if context.prompt_ids is not None:
-        blocks = context.blocks(context.prompt_ids, block_tokens)
+        blocks = context.blocks(context.prompt_ids, decode.directory.block_tokens)
     try:
         async with asyncio.timeout(_ROUTER_TIMEOUT_S):
             return await router_client.decode_loads(blocks)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from eldr_serve.pipeline.request_context import RequestContext
-from eldr_serve.queues.prediction import Concurrency, PredictionAccuracy
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.queues.prediction import ConcurrencyMeter, PredictionAccuracy
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.request import needs_whole_replica
 
@@ -27,7 +27,7 @@ class PredictionRecorder:
         self._clock = clock
         self._ttft, self._tpot = PredictionAccuracy(clock), PredictionAccuracy(clock)
         self._ends = WaitEstimator(clock=clock)  # ends of requests that held a decode worker
-        self._concurrency = Concurrency(clock)
+        self._concurrency = ConcurrencyMeter(clock)
 
     @property
     def num_running(self) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.fleet.fleet import Fleet
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 
 MAX_MOVES = 3  # moves of one answer, which then stays at its engine until it ends
 

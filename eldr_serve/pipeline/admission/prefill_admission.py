@@ -9,7 +9,7 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 from eldr_serve.queues.prompt_sizes import PromptSizes
 from eldr_serve.request import conversation

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from eldr_serve.errors import one_line_message
-from eldr_serve.pipeline.stage import DecodeStages, Stage
+from eldr_serve.pipeline.context.stage import DecodeStages, Stage
 from eldr_serve.queues.prediction import LatencyPrediction
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from eldr_serve.pipeline.latency_admission import AdmissionResult
-from eldr_serve.pipeline.prompt import Prompt
-from eldr_serve.pipeline.request_context import RequestContext
+from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
+from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.pipeline.prefill.prompt import Prompt
 
 
 class PrefillStep(Protocol):

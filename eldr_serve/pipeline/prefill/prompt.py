@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from eldr_serve.channel import Call
 from eldr_serve.engine.calls import expert_counts_of
-from eldr_serve.pipeline.kv_release import KvRelease
-from eldr_serve.pipeline.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.prefill.kv_release import KvRelease
 from eldr_serve.queues.prefill_queue import Ticket
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.pipeline.failures import Failures
-from eldr_serve.pipeline.partial_answer import PartialAnswer
-from eldr_serve.pipeline.request_record import RequestRecord
+from eldr_serve.pipeline.context.failures import Failures
+from eldr_serve.pipeline.context.partial_answer import PartialAnswer
+from eldr_serve.pipeline.context.request_record import RequestRecord
 from eldr_serve.request import Request, has_exact_ids
 from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
 
