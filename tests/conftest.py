@@ -3,6 +3,8 @@
 import os
 import runpy
 
+import pytest
+
 from tests.support import cpu_features
 
 _best = os.environ.get(cpu_features.CPU_ENV)
@@ -15,3 +17,24 @@ if _best is not None and str(cpu_features.MASK) not in os.environ.get("PYTHONPAT
 def pytest_report_header() -> str:
     """Report the CPU features that the tests see."""
     return cpu_features.description()
+
+
+class ImmediateFailures:
+    """Print each failure when it happens, so that a run that is stopped early has named it."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print the report of a failure in the set-up, the call or the tear-down of a test."""
+        if report.failed:
+            self._terminal.write_line(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal is there
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the output of failures in the process that prints; a worker of pytest-xdist does not."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        config.pluginmanager.register(ImmediateFailures(terminal))

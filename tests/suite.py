@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out" / "suite"
 PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, in the given order
+# With "loadfile", pytest-xdist waits without end for a worker that replaces a dead one.
+PARALLEL += ["--max-worker-restart", "0"]
 # Files that need no application of other tests. Half of their time they wait, and engine tests compute then.
 ALONE = ["tests/e2e/test_own_model.py"]
 # The longest files first, so that both cores end together.
@@ -24,7 +26,7 @@ _LONG = ["aborted_reads", "samples", "replay_engine", "ep", "families", "dp", "s
 _ENGINE = [f"tests/engine/test_{name}.py" for name in _LONG]
 _OTHERS = {f"tests/engine/{file.name}" for file in (ROOT / "tests/engine").glob("test_*.py")} - {*_ENGINE}
 PARTS = {
-    "unit": [*PARALLEL, "tests/unit"],
+    "unit": [*PARALLEL, "--timeout", "300", "tests/unit"],
     "engine": [*PARALLEL, *ALONE, *_ENGINE, *sorted(_OTHERS)],
     "end-to-end": ["tests/e2e", *(f"--ignore={file}" for file in ALONE)],
 }
