@@ -128,7 +128,6 @@ TEST_BY_COMMAND = {
     "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
 }
 REASON_WITHOUT_TEST = {
-    "git clone": "the reader enters the address",
     "make setup": "it installs the environment of the tests",
     "make demo": "it calls `eldr demo`, which is tested",
     "make test": "it is this test suite",
