@@ -154,7 +154,7 @@ class PrefillQueues:
         self._reports = reports
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
-        self._retries = RetryTimes(clock=clock)
+        self._retries = RetryTimes(clock=clock)  # its amounts are numbers of tokens
         self._call_starts = CallStartEstimator(clock=clock)
         self._unplaced = 0.0  # tokens of prompts for which no worker has been chosen yet
         self.num_unplaced = 0  # number of these prompts
@@ -228,7 +228,7 @@ class PrefillQueues:
             key: identifies the request, to recognise the retry of a refused request.
         """
         is_due = self._retries.is_due(key)
-        reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_tokens)
+        reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_amount)
         bound_s = self._bound_s * (_RETRY_BOUND_FACTOR if is_due else 1.0)
         queues = zip(workers, self._refresh(workers), strict=True)
         return [name for name, queue in queues if queue.has_room(reserved_tokens / len(workers), bound_s)]
@@ -247,7 +247,7 @@ class PrefillQueues:
         known_tokens = self._unplaced + sum(queue.tokens for queue in queues)
         waiting_tokens = max(known_tokens, min(num_ingresses * own_tokens, self._bound_s * rate))
         excess_tokens = max(0.0, waiting_tokens - _RETRY_ROOM * self._bound_s * rate)
-        after_s = (excess_tokens + num_ingresses * (self._retries.tokens + num_tokens)) / rate
+        after_s = (excess_tokens + num_ingresses * (self._retries.amount + num_tokens)) / rate
         measured_s = max((queue.measured_s for queue in queues), default=0.0)
         max_s = min(MAX_RETRY_AFTER_S, _TRUST_S + _TRUST_FACTOR * measured_s)
         return max(1, math.ceil(self._retries.reserve(key, num_tokens, after_s, max_s)))

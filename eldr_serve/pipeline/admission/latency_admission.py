@@ -65,7 +65,7 @@ class LatencyAdmission:
         self._predictor = predictor
         self._recorder = recorder
         self._clock = clock
-        self._retries = RetryTimes(clock=clock)  # one unit for each request
+        self._retries = RetryTimes(clock=clock)  # its amounts are numbers of requests
         self._trial_at_s = -math.inf  # time of the newest trial, or of the first refusal
 
     async def admit(self, context: RequestContext) -> AdmissionResult:
@@ -110,7 +110,7 @@ class LatencyAdmission:
         self, context: RequestContext, latencies: WorkerLatencies, prediction: LatencyPrediction
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the delays after which the objective's TTFT and TPOT could be met, by worker, s."""
-        objective, num_returning = context.request.objective, self._retries.tokens
+        objective, num_returning = context.request.objective, self._retries.amount
         ttft_delays: dict[str, float] = {}
         tpot_delays: dict[str, float] = {}
         if objective.ttft_s is not None:

@@ -438,15 +438,15 @@ def test_a_refused_request_has_reserved_room_at_its_retry_time() -> None:
     times = RetryTimes(clock=clock)
     assert times.reserve(1, 500.0, 10.0) == 10.0
     assert times.reserve(2, 700.0, 20.0) == 20.0
-    assert (times.tokens, times.due_tokens) == (1200.0, 0.0)
+    assert (times.amount, times.due_amount) == (1200.0, 0.0)
     assert not times.is_due(1)  # it is too early
     clock.now = 10.0
     assert times.is_due(1)
     assert not times.is_due(2)
-    assert times.due_tokens == 500.0
+    assert times.due_amount == 500.0
     times.claim(1)
     times.claim(1)
-    assert (times.tokens, times.due_tokens) == (700.0, 0.0)
+    assert (times.amount, times.due_amount) == (700.0, 0.0)
 
 
 def test_a_request_that_retries_too_early_keeps_one_reservation() -> None:
@@ -456,10 +456,10 @@ def test_a_request_that_retries_too_early_keeps_one_reservation() -> None:
         clock.now = now_s
         assert not times.is_due(1)
         times.reserve(1, 500.0, 10.0)
-        assert times.tokens == 500.0
+        assert times.amount == 500.0
     clock.now = 12.0
     times.claim(1)
-    assert (times.tokens, times.due_tokens) == (0.0, 0.0)
+    assert (times.amount, times.due_amount) == (0.0, 0.0)
 
 
 def test_reservations_expire_and_are_bounded() -> None:
@@ -467,10 +467,10 @@ def test_reservations_expire_and_are_bounded() -> None:
     times = RetryTimes(clock=clock)
     assert MAX_RETRY_AFTER_S / 2 <= times.reserve(1, 1.0, 10 * MAX_RETRY_AFTER_S) <= MAX_RETRY_AFTER_S
     assert 5.0 <= times.reserve(1, 1.0, 20.0, max_s=10.0) <= 10.0
-    assert times.tokens == 0.0
+    assert times.amount == 0.0
     for key in range(10_000):
         times.reserve(key, 1.0, 1.0 + key / 1000)
     assert times.reserve(10_001, 1.0, 1.0) == pytest.approx(10.999)
-    assert times.tokens == 10_000
+    assert times.amount == 10_000
     clock.now = 100.0
-    assert times.tokens == times.due_tokens == 0.0
+    assert times.amount == times.due_amount == 0.0
