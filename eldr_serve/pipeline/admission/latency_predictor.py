@@ -141,7 +141,7 @@ class LatencyPredictor:
         """Return a worker's step time for a batch of this size, s; the mean KV length counts this request."""
         assert loads is not None
         workers, row = loads.workers, loads.workers.rows[worker]
-        batch = min(batch, self._decode_starts.slots(worker) or math.inf)
+        batch = min(batch, self._decode_starts.num_slots(worker) or math.inf)
         kv_tokens = (int(workers.kv_tokens[row]) + num_tokens) / (int(workers.in_flight[row]) + 1) * batch
         return loads.step.seconds(batch, kv_tokens)
 

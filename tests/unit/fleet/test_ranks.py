@@ -149,7 +149,7 @@ def test_slots_are_those_of_a_rank() -> None:
     fleet.directory.publish({"a": {RANKS: 2, SLOTS: 3}})
     fleet.directory.update_reports({"a": {RANKS: [{QUEUE: {"calls": calls}} for calls in (1, 4)]}})
     starts = DecodeStartEstimator(fleet)
-    assert [starts.free_slots(worker) for worker in fleet.live_names] == [2, 0]
+    assert [starts.num_free_slots(worker) for worker in fleet.live_names] == [2, 0]
 
 
 def test_the_router_leases_and_loses_ranks() -> None:
