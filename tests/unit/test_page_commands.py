@@ -85,7 +85,7 @@ TEST_BY_COMMAND = {
     "eldr simulate --config scenario.yaml --cost": (
         "tests/e2e/test_foreign_application.py::test_parallel_simulations_give_the_results_of_sequential_ones"
     ),
-    "haproxy": "tests/unit/ingress/test_front.py::test_requests_wait_while_no_ingress_listens",
+    "haproxy": "tests/unit/ingress/test_haproxy.py::test_requests_wait_while_no_ingress_listens",
     "locust": (
         "tests/unit/loadgen/test_locust.py::test_an_open_loop_sends_by_the_clock_and_records_every_request"
     ),

