@@ -19,7 +19,7 @@ class DecodeStartEstimator:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._call_starts = CallStartEstimator(clock=_now_s)
-        self._waits: dict[str, WaitEstimator] = {}  # only workers with more calls than slots
+        self._waits: dict[str, WaitEstimator] = {}  # estimators of workers with more calls than slots
 
     def enter(self, worker: str, expected_s: float = 0.0) -> WaitingCall:
         """Add a call whose prompt is expected to be computed after `expected_s` seconds."""

@@ -233,7 +233,7 @@ async def _cancel_if_disconnected(
         await asyncio.wait([answering, disconnection], return_when=asyncio.FIRST_COMPLETED)
     finally:
         disconnection.cancel()
-        answering.cancel()  # does nothing if it is done
+        answering.cancel()  # this has no effect on a task that is done
         with suppress(asyncio.CancelledError):
             await answering
 

@@ -17,8 +17,8 @@ from starlette.types import Receive
 from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError
 
 MIB = 2**20
-_PART_BYTES = 256 * 1024  # of a gzip body, in one step
-_MAX_MEMBERS = 64  # of a gzip body: clients send one, and concatenated files have a few
+_PART_BYTES = 256 * 1024  # bytes that one step reads from a gzip body
+_MAX_MEMBERS = 64  # maximum members of a gzip body: clients send one, and concatenated files have a few
 # Finds digits or an exponent that may exceed 64 bits, even in a string. Only then is each number checked.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 

@@ -263,7 +263,7 @@ def _fleets(application: str, options: PrefillRouterOptions, *, whole: bool) -> 
 def _tracing(options: TracingOptions | None) -> Tracing | None:
     if options is None:
         return None
-    from eldr_serve.ingress.tracing import Tracing  # slow: imports OpenTelemetry
+    from eldr_serve.ingress.tracing import Tracing  # this imports OpenTelemetry, which is slow
 
     return Tracing(options)
 

@@ -30,7 +30,7 @@ class RetryTimes:
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queue: list[_Reservation] = []  # sorted by due_at_s
+        self._queue: list[_Reservation] = []  # reservations, sorted by due_at_s
         self._amount = 0.0
 
     @property

@@ -89,7 +89,7 @@ async def test_calls_are_counted_on_their_rank() -> None:
         assert [fleet.slot_calls_of(worker) for worker in ("a/0", "a/1", "b/0")] == [1, 2, 0]
         by_rank = running["a"].report()[RANKS]
         assert [QueueReport.parse(report[QUEUE]).calls for report in by_rank] == [1, 2]
-        assert (await running["a"].record_autoscaling_stats())["in_flight"] == 3.0  # of the replica
+        assert (await running["a"].record_autoscaling_stats())["in_flight"] == 3.0  # calls of all ranks
         for call in calls:
             call.cancel()
             await call.wait_until_ended()
@@ -181,4 +181,4 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     steps, *cache, _ = observe.await_args_list[0].args
     assert {name: sums.steps for name, sums in steps.items()} == {"a/0": 0, "a/1": 1}
     assert cache == [(32, 960), None]
-    assert reporter.queued == 3.0  # of both ranks, for the autoscaler
+    assert reporter.queued == 3.0  # calls of both ranks, for the autoscaler

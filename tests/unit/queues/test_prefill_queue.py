@@ -111,7 +111,7 @@ def test_predicted_waits_are_accurate(rate: float, load: list[tuple[int, float]]
     clock = Clock()
     server = Server(clock, rate)
     ingress = Ingress(server)
-    for _ in range(5):  # to measure the rate for so long that the assumed one has little weight
+    for _ in range(5):  # then the rate is measured for so long that the assumed one has little weight
         for key in range(30):
             ingress.send(2000, key)
         server.run(clock.now + 60_000 / rate + 2.0)
@@ -220,7 +220,7 @@ def test_cancelled_prompts_do_not_count_as_computed() -> None:
     first, second = queues.enter("p", 3000, 1), queues.enter("p", 3000, 2)
     clock.now = 1.0
     queues.leave(first)
-    queues.leave(first)  # has no effect
+    queues.leave(first)  # this has no effect
     assert queues.estimate_wait_s("p") == 3000 / DEFAULT_RATE
     queues.leave(second, 3000)
     assert queues.estimate_wait_s("p") == 0.0
@@ -387,7 +387,7 @@ def test_without_a_current_report_each_ingress_is_assumed_to_have_as_many_calls_
     cluster.clock.now += 11.0
     assert cluster.estimate(0) == {"p0": 6, "p1": 0}
     assert cluster.estimate(1) == {"p0": 12, "p1": 3}
-    del cluster.reports["p0"]  # as of a worker that has not reported yet
+    del cluster.reports["p0"]  # this worker has not reported yet
     cluster.reports["p1"] = QueueReport(number=9, num_ingresses=3, calls=1)
     assert cluster.estimate(1) == {"p0": 12, "p1": 1}
 
@@ -415,7 +415,7 @@ def test_a_call_is_expected_to_start_after_its_predicted_wait_and_earlier_answer
     clock = Clock()
     calls = CallStartEstimator(clock=clock)
     waiting: list[tuple[Any, float]] = []  # call and predicted start
-    answers: dict[int, float] = {}  # by number
+    answers: dict[int, float] = {}  # times of the calls' answers
     for what, index, value in steps:
         clock.now += value
         if what == "enter":
