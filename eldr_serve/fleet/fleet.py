@@ -118,8 +118,8 @@ class Fleet:
     async def _keep_connected(self, replica: str) -> None:
         """Connect, and reconnect after a loss, while Serve knows the replica.
 
-        The channel of a replica that has gone stays open for its streams, until the replica closes it. A
-        replica that returns before keeps its channel.
+        The channel of a replica that has gone stays open for its streams until the replica closes it, so that
+        a replica that returns before then keeps its channel.
         """
         retry_s = _RETRY_S
         while replica in self.directory.metadata:

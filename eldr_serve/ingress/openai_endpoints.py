@@ -221,7 +221,7 @@ def _placement_headers(context: RequestContext) -> dict[str, str]:
 
 
 class _SendingTask:
-    """The task that sends a stream, once it has begun. It is cancelled if the client reads too slowly."""
+    """The task that sends a stream once it has begun, cancelled if the client reads too slowly."""
 
     def __init__(self, counters: IngressCounters) -> None:
         self._counters = counters

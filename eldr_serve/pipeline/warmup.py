@@ -1,8 +1,8 @@
 """Warm-up requests for each prefill-decode pair, or each whole replica, before clients are served.
 
 Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
-samplers, which blocks a decode engine for seconds. There are samplers for log-probabilities, for one request
-and for several.
+samplers, which blocks a decode engine for seconds: samplers for log-probabilities, for one request and for
+several.
 """
 
 from __future__ import annotations

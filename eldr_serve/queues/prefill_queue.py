@@ -17,8 +17,8 @@ from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
 
 _STALE_S = 10.0  # the prompts in a report older than this are ignored; its rate is still used
-# Retries are scheduled for when the queue has shrunk to this share of the bound. The rest keeps the engine
-# busy if clients retry late, and leaves room for requests without a reservation: 6 s of the default 30 s.
+# Retries are scheduled for when the queue has shrunk to this share of the bound, since the rest keeps the
+# engine busy if clients retry late, and leaves room for requests without a reservation: 6 s by default.
 _RETRY_ROOM = 0.8
 # A retry at its promised time may exceed the bound by this factor, because the rate may have fallen to
 # _RETRY_ROOM of the promised one: 30 s of prompts at 1000 tokens/s take 37.5 s at 800 tokens/s.
@@ -102,8 +102,8 @@ class _Queue:
         """Estimate the number of open calls of the other ingresses, if there are `num_ingresses` ingresses.
 
         Since the report, the calls of every other ingress are assumed to have changed as much as those of
-        this one. One ingress may err, but the mean of all ingresses' estimates is the worker's true load. So
-        if each ingress keeps its estimate within a bound, the load stays within it too.
+        this one. One ingress may err, but because the mean of all ingresses' estimates is the worker's true
+        load, the load stays within a bound if each ingress keeps its estimate within it.
         """
         if num_ingresses <= 1:
             return 0
@@ -113,9 +113,9 @@ class _Queue:
     def has_room(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
 
-        Ingresses learn of each other's prompts once per second. Between two reports each ingress uses only
-        its share of the free room, so that together they do not exceed the bound. A report may not include
-        the newest prompts of this ingress, so tokens are counted since the last two reports.
+        Because ingresses learn of each other's prompts only once per second, each uses only its share of the
+        free room between two reports, so that together they do not exceed the bound. Since a report may not
+        include the newest prompts of this ingress, tokens are counted since the last two reports.
 
         Args:
             more: tokens of prompts that will join before this one. The tokens of this prompt do not count, so

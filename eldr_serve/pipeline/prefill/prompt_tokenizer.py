@@ -24,8 +24,8 @@ _MAX_CHARACTERS_IN_LOOP = 4096  # maximum characters of a prompt that is tokenis
 class PromptTokenizer:
     """The served model's tokenizer, loaded in the ingress.
 
-    The ids of a chat come from the texts of its messages, without the chat template. Predictions depend on
-    how often each token occurs, and the template's tokens occur in every prompt.
+    The ids of a chat come from the texts of its messages, without the chat template, because predictions
+    depend on how often each token occurs, and the template's tokens occur in every prompt.
 
     Args:
         source: folder with the model's tokenizer.json, or the model's name on the hub.
