@@ -40,7 +40,7 @@ _BENCHMARKS = {
     for folder in ("", "engine", "serving", "papers")
     for path in (_FOLDER / folder).glob("[!_]*.py")
 }
-MODULES = {  # by the benchmark's name, without `benchmarks.`
+MODULES = {  # each benchmark's module, without the prefix `benchmarks.`
     name: ".".join(path.relative_to(_FOLDER).with_suffix("").parts)
     for path, names in _BENCHMARKS.items()
     for name in names

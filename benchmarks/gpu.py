@@ -31,8 +31,8 @@ from eldr_serve.errors import UserInputError
 from loadgen.results import print_table, publish
 
 BENCHMARKS = {"gpu": "named"}
-_GRACE_S = 5.0  # from SIGTERM to SIGKILL
-_REPORT_EVERY_S = 20.0  # between messages about a running step
+_GRACE_S = 5.0  # time between SIGTERM and SIGKILL
+_REPORT_EVERY_S = 20.0  # time between messages about a running step
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux
 
 

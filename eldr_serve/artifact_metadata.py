@@ -26,7 +26,7 @@ class ArtifactMetadata(BaseModel):
 
     model: str
     package: str = Field(default_factory=lambda: _package_version())
-    fingerprint: str = ""  # of the data that the file was made from
+    fingerprint: str = ""  # fingerprint of the data that the file was made from
 
 
 def require(condition: bool, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_DATA = Path(__file__).with_name("data")  # exists in a wheel, with the structure of the repository
+_DATA = Path(__file__).with_name("data")  # only a wheel has it, with the structure of the repository
 ROOT = _DATA if _DATA.is_dir() else Path(__file__).parents[1]
 
 

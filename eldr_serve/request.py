@@ -100,7 +100,7 @@ class Request:
     headers: dict[str, str] = field(default_factory=dict)
     hints: PolicyHints = field(default_factory=PolicyHints)
     tenant: str = ""
-    priority: float = 1.0  # of the tenant
+    priority: float = 1.0  # weight of the tenant in fair shares
     cache_salt: str = ""  # see tenant_salt
     objective: Objective = field(default_factory=Objective)
 

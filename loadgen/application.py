@@ -17,7 +17,7 @@ from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 
 NAME = "eldr"
-CPUS, OBJECT_STORE_BYTES = 8, 400_000_000  # of the node that runs the engines
+CPUS, OBJECT_STORE_BYTES = 8, 400_000_000  # resources of the node that runs the engines
 _POLL_S = 3.0  # time between checks of the replicas; a check takes 0.3 s of a core on which engines start
 
 
@@ -67,7 +67,7 @@ def start(
         logging.getLogger(noisy).setLevel(logging.ERROR)
     service = OperatorClient(f"http://127.0.0.1:{port}", key)
     with ThreadPoolExecutor(1) as importing:
-        builder = importing.submit(_builder)  # while Ray starts
+        builder = importing.submit(_builder)  # the import runs while Ray starts
         log("starting a private Ray cluster")
         context = start_ray() if start_ray else _start_one_node(arguments, dashboard)
         serve.start(http_options={"host": "127.0.0.1", "port": port + 1})

@@ -21,7 +21,7 @@ class Arrival:
     """A request and its arrival time."""
 
     number: int  # index in the whole stream, from 0
-    due_s: float | None  # from the start of the load, s; None: as soon as a user is free
+    due_s: float | None  # time since the start of the load, s; None: as soon as a user is free
     prompt: WorkloadPrompt
     max_tokens: int  # output tokens, at most
 

@@ -205,7 +205,7 @@ def _restore_policy_at_end(service: OperatorClient, journal: Journal, names: lis
     policy = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        service.set_policy(**policy)  # fails here, before any change, if the key is refused
+        service.set_policy(**policy)  # this fails before any change if the key is refused
         try:
             for name in names:
                 service.set_policy(*parse_policy(name))

@@ -8,7 +8,7 @@ from eldr_serve.data_root import ROOT
 from eldr_serve.scheduling.cost_file import FittedCost
 
 COST = ROOT / "examples/costs/qwen3_30b_a3b_h100.json"
-LAYERS, EXPERTS = 48, 128  # of Qwen3-30B-A3B, whose tokens use a 16th of the experts, as the demo model's do
+LAYERS, EXPERTS = 48, 128  # Qwen3-30B-A3B, whose tokens use a 16th of the experts, as the demo model's do
 CONTEXT = 1024  # KV tokens of each request
 
 

@@ -38,7 +38,7 @@ from loadgen.load import Load, describe_run
 from loadgen.sse import StreamError, StreamTiming, read_stream
 
 _STREAM_STATS = ("late", "ttft", "tpot", "end", "handover")
-_TIMEOUT_S = 300  # without a byte
+_TIMEOUT_S = 300  # maximum time without a byte, s
 
 
 # Name, default, help. Each default has the option's type, since locust's page converts changed values to it.

@@ -21,7 +21,7 @@ _TITLES = {
 }
 ROLES = tuple(_TITLES)
 _MAX_EXIT_S = 5.0  # maximum time until a large process has ended
-_UNACCEPTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # of connections not yet accepted
+_UNACCEPTED = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)  # states of unaccepted connections
 
 
 def find_role(role: str) -> list[psutil.Process]:
@@ -47,7 +47,7 @@ def kill(process: psutil.Process) -> set[int]:
 
     Return after its death: until then its socket accepts connections, which die with it.
     """
-    stop(process)  # so that it accepts no more connections meanwhile
+    stop(process)  # a stopped process accepts no more connections
     ports = set()
     for connection in psutil.net_connections("tcp"):
         is_own = connection.pid == process.pid

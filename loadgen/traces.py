@@ -27,7 +27,7 @@ _CSV_HEADER = "timestamp_s,prompt_tokens,output_tokens"
 class RecordedArrival:
     """A request of an arrival trace: one line of its file."""
 
-    due_s: float  # from the first request, s
+    due_s: float  # time since the first request, s
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()  # ids of its prefix blocks, in order; empty if the trace has none
@@ -103,7 +103,7 @@ class _Text:
         self._choices = [prompt.domain for prompt in prompts]  # each domain as often as it has prompts
         self._chars_per_token = chars_per_token
         self._seed = seed
-        self._domains: dict[int, str] = {}  # by hash id
+        self._domains: dict[int, str] = {}  # domain of each hash id
 
     def prompt(self, number: int, request: RecordedArrival) -> WorkloadPrompt:
         length = max(1, round(request.prompt_tokens * self._chars_per_token))

@@ -22,7 +22,7 @@ from eldr_serve.scheduling import policy_names
 from loadgen.journal import Journal
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-JOURNAL = "journal.jsonl"  # in the folder of a comparison
+JOURNAL = "journal.jsonl"  # file name in the folder of a comparison
 RESTORE = "restore"  # journal key of the server's own policy; its value is None after the policy was restored
 
 
@@ -164,7 +164,7 @@ class StatusSample:
     """Values from the service's status at one time."""
 
     unix_s: float
-    in_flight: list[int]  # by worker
+    in_flight: list[int]  # requests of each worker
     totals: dict[str, float] | None  # OperatorClient.decode_totals
 
 
@@ -250,7 +250,7 @@ def _sample_status(service: OperatorClient) -> Iterator[list[StatusSample]]:
             try:
                 status = service.status()
             except ServiceError:
-                continue  # leaves a gap in a plot
+                continue  # this leaves a gap in a plot
             in_flight = [worker["in_flight"] for worker in status.get("workers", [])]
             samples.append(StatusSample(time.time(), in_flight, service.decode_totals(status)))
 

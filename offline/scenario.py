@@ -358,7 +358,7 @@ def read_calibration_trace(path: Path, kind: str | None = None) -> CalibrationTr
     return _read_routes(kind or routes_of(path).kind, path)
 
 
-@lru_cache(maxsize=2)  # of requests to simulate, and to fit to
+@lru_cache(maxsize=2)  # one trace to simulate, and one to fit to
 def _read_routes(kind: str, path: Path) -> CalibrationTrace:
     if kind == "trace":
         return CalibrationTrace.load(path)

@@ -32,7 +32,7 @@ class ImmediateFailures:
             self._terminal.write_line(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}")
 
 
-@pytest.hookimpl(trylast=True)  # after the terminal is there
+@pytest.hookimpl(trylast=True)  # the terminal must be there before
 def pytest_configure(config: pytest.Config) -> None:
     """Register the output of failures in the process that prints; a worker of pytest-xdist does not."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")

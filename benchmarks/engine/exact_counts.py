@@ -32,7 +32,7 @@ from loadgen.results import publish
 BENCHMARKS = {"exact_counts": "default"}
 _ENV = {
     "cuda": {
-        "TRITON_F32_DEFAULT": "ieee",  # not TF32, so that rounding changes no choice
+        "TRITON_F32_DEFAULT": "ieee",  # the rounding of TF32 would change choices
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     },
     "cpu": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
@@ -105,7 +105,7 @@ def _serve(runner: str, model: Path, out: Path, settings: EngineSettings) -> dic
     if settings.device == "cuda":
         environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     elif runner == "V2":
-        environment["TRITON_INTERPRET"] = "1"  # required by V2 on vLLM's CPU engine
+        environment["TRITON_INTERPRET"] = "1"  # V2 requires it on vLLM's CPU engine
     command: list[str | Path] = [sys.executable, "-m", "benchmarks.lib.exact_engine", model, out, *settings]
     subprocess.run(command, env=os.environ | environment, check=True, cwd=ROOT)
     report: dict[str, Any] = json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""The experts that the demo model uses for real prompts: the input of most benchmarks.
+"""Capture the experts that the demo model uses for real prompts, the input of most benchmarks.
 
     python -m benchmarks.lib.capture --prompts DIR
 

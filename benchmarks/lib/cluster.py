@@ -72,7 +72,7 @@ def wait_ready(url: str, seconds: float = 60.0) -> None:
     """Wait until every pair of engines of the application is warm. Raise TimeoutError after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with suppress(httpx.TransportError):  # not listening yet
+        with suppress(httpx.TransportError):  # it does not listen yet
             status = httpx.get(f"{url}/eldr/status", timeout=30)
             if status.status_code == 200 and status.json()["ingress"]["ready"]:
                 return

@@ -40,7 +40,7 @@ class CpuSpeed:
 
     def measure(self) -> float:
         """Measure the CPU time of four products, in seconds."""
-        self._multiply()  # brings it into the cache
+        self._multiply()  # this brings the matrices into the cache
         start = time.thread_time()
         for _ in range(4):
             self._multiply()

@@ -33,9 +33,9 @@ class ReplayEngines(Protocol):
 class EngineProcesses:
     """A context manager of engine processes. Its exit raises UserInputError if one of them has died."""
 
-    def __init__(self, processes: int, start: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, num_processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, context, initializer=start, initargs=arguments)
+        self._pool = ProcessPoolExecutor(num_processes, context, initializer=start, initargs=arguments)
 
     def __enter__(self) -> Self:
         return self

@@ -34,7 +34,7 @@ ENGINE_ENV = {
 }
 # Folders for PYTHONPATH: a backend with which Triton interprets kernels, and names that transformers imports.
 TRITON_CPU, TORCHVISION_CPU = (Path(__file__).with_name(name) for name in ("triton_cpu", "torchvision_cpu"))
-_NIXL_PORTS_BESIDE = {"prefill_config": 24000, "decode_config": 26000}  # of a second application
+_NIXL_PORTS_BESIDE = {"prefill_config": 24000, "decode_config": 26000}  # a second application's NIXL ports
 
 
 def check_device(device: str) -> None:
@@ -99,7 +99,7 @@ def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for role in ("prefill", "decode"):
         config = copy.deepcopy(arguments[f"{role}_config"])
         config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
-        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in eldr_serve
+        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # eldr_serve sets the same
         configs[f"{role}_config"] = config
     return configs
 

@@ -100,7 +100,7 @@ class ExactEngine:
             ),
             stat_loggers=[Recorder],
         )
-        self.core: Any = self._engine.engine_core.engine_core  # in this process
+        self.core: Any = self._engine.engine_core.engine_core  # the engine core runs in this process
         self._steps, self._graph_modes, self._prompt_counts = steps, graph_modes, prompt_counts
 
     def serve(self, batches: Sequence[Batch]) -> dict[str, Any]:

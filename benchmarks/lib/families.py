@@ -71,7 +71,7 @@ class Family:
 
     model: str  # prefix of its classes in transformers
     config: dict[str, Any]  # settings that differ from the common sizes
-    config_class: str = ""  # in transformers, if it does not have the model's prefix
+    config_class: str = ""  # name in transformers, if it does not have the model's prefix
     architecture: str = ""  # name in vLLM, if it differs from the class name in transformers
     exact: bool = True  # vLLM's CPU engine generates the same tokens as the Hugging Face model
     engine: dict[str, Any] = field(
@@ -93,7 +93,7 @@ class Family:
         config = getattr(transformers, self.config_class or f"{self.model}Config")(**self.settings)
         model = getattr(transformers, f"{self.model}ForCausalLM")(config)
         for name, parameter in model.named_parameters():
-            if _is_gate(name):  # far from ties, so that rounding changes no choice
+            if _is_gate(name):  # gates are far from ties, so that rounding changes no choice
                 torch.nn.init.normal_(parameter, std=1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -265,7 +265,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._choices: list[torch.Tensor] = []  # by layer
+        self._choices: list[torch.Tensor] = []  # choices of each layer
         self._scores: list[torch.Tensor] = []
         self._forced: NDArray[np.int64] | None = None
         self.scores = np.empty(0, np.float32)

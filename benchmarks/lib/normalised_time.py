@@ -15,7 +15,7 @@ from loadgen.trial import Trial
 
 NORMALISED = "normalised"  # value of `clock` in stored rows whose times are normalised
 _WINDOW_S = 5.0  # window in which speed is assumed constant
-_SPARE_TRIALS = 4  # beyond one per group, to fit a slope
+_SPARE_TRIALS = 4  # trials beyond one per group, to fit a slope
 
 
 class NormalisedTime:

@@ -1,4 +1,4 @@
-"""One prefill engine in its own process, driven by lines on standard input.
+"""Run one prefill engine in its own process, driven by lines on standard input.
 
 The command's argument is a JSON object with "model", "device" ("cpu" or "cuda"), "block_size" and
 "max_tokens". It may have further engine "arguments". On a GPU the engine is eager, since hooks captured in a

@@ -13,7 +13,7 @@ from eldr_serve.experts.signature import SignatureSpec
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
 VOCABULARY, HIDDEN, INTERMEDIATE = 151_936, 2048, 768
-KV_BYTES = 2 * 4 * 128 * 2  # per token and layer: keys and values of 4 heads of 128, bf16
+KV_BYTES = 2 * 4 * 128 * 2  # bytes of a token in a layer: keys and values of 4 heads of 128, bf16
 # Arguments of an engine with vLLM's dummy weights, whose prompts are token ids.
 DUMMY = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
 _PROMPT_TOKENS = 300
@@ -30,7 +30,7 @@ def write_config(folder: Path, *, layers: int, vocabulary: int, hidden: int, int
     """Write the model's config without weights, changed only by the arguments, and return the folder."""
     from transformers import Qwen3MoeConfig
 
-    head: dict[str, Any] = {"head_dim": 128}  # not a declared parameter
+    head: dict[str, Any] = {"head_dim": 128}  # transformers does not declare this parameter
     Qwen3MoeConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,

@@ -43,7 +43,7 @@ def make(folder: Path, seed: int = 0) -> Path:
     }
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
     for name, parameter in model.named_parameters():
-        if "gate.weight" in name:  # far from ties, so that rounding changes no choice
+        if "gate.weight" in name:  # gates are far from ties, so that rounding changes no choice
             torch.nn.init.normal_(parameter, std=1.0)
     model.save_pretrained(folder)
     return folder

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a Ray actor has the same settings
 
 import numpy as np
 import typer

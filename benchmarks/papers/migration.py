@@ -51,7 +51,7 @@ class MigrationPlan:
     """A schedule of moves. Layers whose moves would not pay keep their placement."""
 
     placement: Ints  # [L, P], after the plan
-    moves: list[ScheduledMove]  # ordered by start time, layer by layer
+    moves: list[ScheduledMove]  # moves in order of start time, layer by layer
     ready_s: Floats  # [L], idle time from which a layer runs with its new placement; 0 if nothing moves
     windows_s: Floats  # [W], compute windows of a step, which repeat
     cost_s: float  # time on the critical path, all layers

@@ -94,7 +94,7 @@ def shadow_simulated(
             sent_requests = _requests(experts, count * per_worker, output_tokens, number)
             pair = _pair(names, sent_requests, cluster, experts, count * in_flight, number)
             rows_of_loops["closed"].append(row(*pair))
-            rate = len(sent_requests) / float(np.ptp(pair[1].last_s))  # of the second policy
+            rate = len(sent_requests) / float(np.ptp(pair[1].last_s))  # rate of the second policy
             sent_requests = _rescale_to_rate(sent_requests, rate, number)
             rows_of_loops["open"].append(row(*_pair(names, sent_requests, cluster, experts, None, number)))
         for loop, rows_of_loop in rows_of_loops.items():

@@ -52,7 +52,7 @@ BENCHMARKS = {"objectives": "all"}
 COUNT, PREDICTION = "count", "prediction"
 _NEEDED_SHARE = 0.95  # share of requests within their objective
 _TTFT_SLACK, _TPOT_SLACK = 5, 3  # objectives over the median times of an idle service
-_REQUESTS_PER_CLIENT = 10  # of a closed loop
+_REQUESTS_PER_CLIENT = 10  # requests of each client in a closed loop
 _OVERLOAD = 1.5  # arrivals over the rate that fits
 _TIMEOUT_S = 120.0
 _REFUSED = ("HTTP 429", "HTTP 503")
@@ -210,13 +210,13 @@ def objectives(
         # Idle engines take CPU time too, so the load that fits is measured beside the other application.
         other: dict[str, Any] = {"arguments": change_nixl_ports(arguments), "port": port + 2, "name": COUNT}
         start_application(**other)
-        asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # warms up
+        asyncio.run(_send_closed_loop(client.url, requests, sizes[-1]))  # this warms up
         idle = summarise_answers(asyncio.run(_send_closed_loop(client.url, requests, 1)))
         objective = LatencyObjective(_TTFT_SLACK * idle["ttft_p50_ms"], _TPOT_SLACK * idle["tpot_p50_ms"])
         fitting = largest_fitting_load(_measure_load(client.url, requests, size, objective) for size in sizes)
         stop_application(COUNT)
         by_count = start_application(**other, max_in_flight=fitting.in_flight)
-        asyncio.run(_send_closed_loop(by_count.url, requests, fitting.in_flight))  # warms up
+        asyncio.run(_send_closed_loop(by_count.url, requests, fitting.in_flight))  # this warms up
         headers = {TTFT_HEADER: f"{objective.ttft_ms:.3f}", TPOT_HEADER: f"{objective.tpot_ms:.3f}"}
         services = {COUNT: (by_count.url, None), PREDICTION: (client.url, headers)}
         # The first margins come from these answers.

@@ -144,7 +144,7 @@ async def _trial(
     Requests that begin together would queue for prefill together.
     """
     rows = {}
-    cpu_marks: list[Counter[str]]  # at the start of the counted answers, and at their end
+    cpu_marks: list[Counter[str]]  # CPU times at the start and the end of the counted answers
 
     async def send_one(number: int, last: int) -> client.Answer:
         answer = await send(http, work[number % len(work)])

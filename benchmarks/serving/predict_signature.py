@@ -18,7 +18,7 @@ from itertools import product
 from time import perf_counter
 from typing import Annotated
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # like a Ray actor
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a Ray actor has the same settings
 
 import numpy as np
 import typer

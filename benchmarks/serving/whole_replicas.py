@@ -130,7 +130,7 @@ async def _trial(
     cpu = {part: s - before[part] for part, s in after.items()}
     tokens = row["tokens_per_s"] * (end_s - begin_s)
     row["engine_ms_per_token"] = 1000 * cpu.get("engines", 0.0) / max(tokens, 1.0)
-    row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # per request
+    row["cpu_ms"] = {part: 1000 * s / requests for part, s in cpu.items()}  # CPU time of a request
     unix_s = time.time() - time.perf_counter()
     row["span"] = [unix_s + begin_s, unix_s + last_end_s]
     return row | {"errors": count_failures(counted_answers)}

@@ -11,7 +11,7 @@ from eldr_serve.channel.errors import CallFailedError, CallTimeoutError, Channel
 from eldr_serve.channel.frames import Kind, frame
 from eldr_serve.channel.peer import Peer
 
-MAX_UNREAD_BYTES = 2**20  # limit per stream; protects against clients that do not read
+MAX_UNREAD_BYTES = 2**20  # limit per stream, which protects against clients that do not read
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Chunk:
     """The part of a reply received since the last read."""
 
     payload: bytes
-    num_tokens: int = 0  # generated tokens in it
+    num_tokens: int = 0  # generated tokens in the payload
     ids: bytes = b""  # uint32 ids of the tokens that were sent with ids
 
 

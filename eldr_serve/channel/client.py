@@ -34,7 +34,8 @@ class Channel(Peer):
         self._on_change = on_change
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call | OpenCall] = {}
-        self._num_calls: Counter[tuple[str, Hashable]] = Counter()  # by method and group; no OpenCall
+        # Number of calls of each method and group, without OpenCalls.
+        self._num_calls: Counter[tuple[str, Hashable]] = Counter()
         self.welcome: asyncio.Future[None] = self._loop.create_future()
         self.closed: asyncio.Future[str] = self._loop.create_future()
         self._silent = False

@@ -25,7 +25,7 @@ from enum import IntEnum
 VERSION = 5
 HEAD = struct.Struct("!IBII")
 MAX_HELLO_BYTES = 1024
-MAX_FRAME_BYTES = 64 * 2**20  # holds a request's body and its prefill result
+MAX_FRAME_BYTES = 64 * 2**20  # one frame holds a request's body and its prefill result
 PING_S = 1.0
 
 

@@ -132,7 +132,7 @@ class ChannelServer:
         self.is_suspended = self.is_leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._in_flight: Counter[str] = Counter()  # by method
+        self._in_flight: Counter[str] = Counter()  # calls of each method
 
     async def start(self, host: str) -> int:
         """Listen on a free port of `host` and return the port."""
@@ -186,7 +186,7 @@ class ChannelServer:
         """Close all connections, and refuse new ones until `resume`; peers treat this server as lost."""
         self.is_suspended = True
         for connection in list(self.connections):
-            connection.is_logged = True  # by the caller
+            connection.is_logged = True  # the caller logs it
             connection.close(reason)
 
     def resume(self) -> None:
@@ -307,7 +307,7 @@ class ServerConnection(Peer):
         if self._calls.pop(call, None) is None:
             return  # the connection is closed
         if task.cancelled():
-            self.send(frame(Kind.END, call))  # cancelled by the peer
+            self.send(frame(Kind.END, call))  # the peer has cancelled the call
         else:
             self.send(task.result())
 

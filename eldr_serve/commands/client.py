@@ -12,7 +12,7 @@ import httpx
 from eldr_serve.errors import UserInputError
 
 _SWAP_TIMEOUT_S = 600.0  # engines are swapped one after the other, in slices between decode steps
-_DRAIN_POLL_S = 0.5  # not shorter, since each request is a line of the audit log
+_DRAIN_POLL_S = 0.5  # a shorter period would fill the audit log, where each request is a line
 _STABLE_S = 3.0  # decode replicas report their steps every second
 
 

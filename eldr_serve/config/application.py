@@ -20,7 +20,7 @@ from eldr_serve.validation import first_problem
 CONFIG_OF_ROLE = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
 AUTOSCALING_POLICY = "eldr_serve.replicas.autoscaling:compute_desired_replicas"
-_MIN_CORES_FOR_TWO = 4  # on the building machine, so that two ingresses leave some to other processes
+_MIN_CORES_FOR_TWO = 4  # cores of the building machine from which two ingresses leave some to others
 
 
 def default_ingresses() -> int:

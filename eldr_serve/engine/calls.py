@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from eldr_serve.experts.signature import unpack_counts
 
 # Keys that EldrConnector reads or writes in `kv_transfer_params`.
-EXPERT_COUNTS_KEY = "eldr_expert_counts"  # in the reply to a prefill call: packed expert counts of the prompt
+EXPERT_COUNTS_KEY = "eldr_expert_counts"  # packed expert counts of the prompt, in the reply to a prefill call
 REQUEST_KEY = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
-CREATED_TOKENS_KEY = "eldr_created_cache_tokens"  # in a prefill reply: tokens added to the prefix cache
-CALIBRATE_KEY = "eldr_calibrate"  # request decode counts, and prefill counts if the engine prefills
-ROUTES_KEY = "eldr_routes"  # in a call with CALIBRATE_KEY: asks for routes too; in its answer: packed routes
+CREATED_TOKENS_KEY = "eldr_created_cache_tokens"  # tokens added to the prefix cache, in a prefill reply
+CALIBRATE_KEY = "eldr_calibrate"  # calls with it get decode counts, and prefill counts if the engine prefills
+ROUTES_KEY = "eldr_routes"  # calls with it and CALIBRATE_KEY get packed routes, too, under this key
 # Other keys of a calibration answer.
 PREFILL_COUNTS_KEY = "eldr_prefill"  # packed expert counts of the prompt
 DECODE_COUNTS_KEY = "eldr_decode"  # packed expert counts of the decode steps

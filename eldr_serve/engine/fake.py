@@ -106,7 +106,8 @@ class FakeEngine(InProcessEngine):
         self.running: set[str] = set()
         self._config = config
         self._packed_counts = itertools.cycle([pack_counts(counts) for counts in config.expert_counts])
-        self._answers_by_step: defaultdict[int, list[_Answer]] = defaultdict(list)  # by step
+        # The answers whose next token comes in a step, by the number of the step.
+        self._answers_by_step: defaultdict[int, list[_Answer]] = defaultdict(list)
         self._step_number = 0  # number of the newest step
         self._samples = SampleBuffer()
         self._step_task = asyncio.get_running_loop().create_task(self._step())

@@ -6,7 +6,7 @@ BLOCK_TOKENS = "eldr_block_tokens"  # tokens of a block of its prefix cache
 SLOTS = "eldr_slots"  # see protocol.Engine.slots
 
 # -- field of its metadata and of its report
-RANKS = "eldr_ranks"  # in the metadata: number of data-parallel ranks; in a report: a report of each rank
+RANKS = "eldr_ranks"  # number of data-parallel ranks in the metadata, a report of each rank in a report
 
 # -- fields of its report, which it sends with each ping
 KV_USAGE = "eldr_kv_usage"  # share of KV blocks in use, 0 to 1

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.experts.signature_predictor import Float32s, SignaturePredictor
 
-_TIME_CONSTANT = 64  # of the recent mean and of the accuracy, in prompts
+_TIME_CONSTANT = 64  # prompts over which the recent mean and the accuracy are taken
 _MIN_PROMPTS = 16  # number of prompts before the predictor may be switched off
 _MIN_GAIN_TO_ENABLE = 0.02  # gain above which it is switched on again
 _LEARNING_RATE = 0.1  # learning rate of the directions; 0.03 to 0.3 gave similar results

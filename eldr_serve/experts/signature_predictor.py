@@ -22,7 +22,7 @@ from eldr_serve.experts.artifact import Artifact, pack_file, unpack_file
 Float32s = NDArray[np.float32]
 _SUM_TOLERANCE = 1e-2
 _SKEW_TOLERANCE = 1e-2
-_MIN_FREQUENCY = 1e-6  # prevents rows of zeros
+_MIN_FREQUENCY = 1e-6  # smallest frequency, which prevents rows of zeros
 
 
 class _PredictorMetadata(ArtifactMetadata):

@@ -19,7 +19,7 @@ class DecodeStartEstimator:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._call_starts = CallStartEstimator(clock=_now_s)
-        self._waits: dict[str, WaitEstimator] = {}  # only workers with more calls than slots
+        self._waits: dict[str, WaitEstimator] = {}  # estimators of workers with more calls than slots
 
     def enter(self, worker: str, expected_s: float = 0.0) -> WaitingCall:
         """Add a call whose prompt is expected to be computed after `expected_s` seconds."""
@@ -60,27 +60,27 @@ class DecodeStartEstimator:
         whose tokens have a time limit. If no call has a token yet, only first tokens and ends of calls
         postpone the start.
         """
-        worker = call.worker
-        if self._has_waiting_calls(worker) and self._calls(worker) > self._call_starts.num_waiting(worker):
+        worker, num_waiting = call.worker, self._call_starts.num_waiting(call.worker)
+        if self._has_waiting_calls(worker) and self._num_calls(worker) > num_waiting:
             call.expected_start_at_s = _now_s()
         return call.expected_start_at_s
 
-    def free_slots(self, worker: str) -> float:
+    def num_free_slots(self, worker: str) -> float:
         """Return the number of further calls that a live worker could start on now; inf if unknown."""
-        slots = self.slots(worker)
-        return max(slots - self._calls(worker), 0) if slots else math.inf
+        num_slots = self.num_slots(worker)
+        return max(num_slots - self._num_calls(worker), 0) if num_slots else math.inf
 
-    def slots(self, worker: str) -> int:
+    def num_slots(self, worker: str) -> int:
         """Return the number of slots of a worker; 0 if unknown."""
-        slots: int = self._fleet.directory.metadata.get(replica_of(worker), {}).get(SLOTS, 0)
-        return slots
+        num_slots: int = self._fleet.directory.metadata.get(replica_of(worker), {}).get(SLOTS, 0)
+        return num_slots
 
-    def _calls(self, worker: str) -> int:
+    def _num_calls(self, worker: str) -> int:
         report = self._fleet.directory.reports.get(worker, QueueReport())
         return max(report.calls, self._fleet.slot_calls_of(worker))
 
     def _has_waiting_calls(self, worker: str) -> bool:
-        return 0 < self.slots(worker) < self._calls(worker)
+        return 0 < self.num_slots(worker) < self._num_calls(worker)
 
 
 def _now_s() -> float:

@@ -1,7 +1,7 @@
 """Replicas known to the request routers of one process, for the ingress in the same process.
 
-Ray Serve runs request routers in their own thread inside the process that holds the handle. They are
-the first to get the live replicas, and the ingress reads these here without a network call.
+Ray Serve runs request routers in their own thread inside the process that holds the handle. Since they are
+the first to get the live replicas, the ingress reads these here without a network call.
 """
 
 from __future__ import annotations

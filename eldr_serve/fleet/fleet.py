@@ -43,7 +43,8 @@ class Fleet:
         directory.kv_usage.max_usage = max_kv_usage
         self.waiters = Waiters()
         self._channels: dict[str, Channel] = {}
-        self._connection_tasks: dict[str, asyncio.Task[None]] = {}  # also those of replicas that have gone
+        # Tasks for all replicas, even for those that have gone.
+        self._connection_tasks: dict[str, asyncio.Task[None]] = {}
         self._live_names: tuple[str, ...] = ()
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._sample_timer: asyncio.TimerHandle | None = None
@@ -52,7 +53,7 @@ class Fleet:
         """Start to follow the directory."""
         loop = asyncio.get_running_loop()
 
-        def changed() -> None:  # called in any thread
+        def changed() -> None:  # any thread may call it
             loop.call_soon_threadsafe(self._follow_directory)
 
         self.directory.watch(changed)
@@ -117,8 +118,8 @@ class Fleet:
     async def _keep_connected(self, replica: str) -> None:
         """Connect, and reconnect after a loss, while Serve knows the replica.
 
-        The channel of a replica that has gone stays open for its streams, until the replica closes it. A
-        replica that returns before keeps its channel.
+        The channel of a replica that has gone stays open for its streams until the replica closes it, so that
+        a replica that returns before then keeps its channel.
         """
         retry_s = _RETRY_S
         while replica in self.directory.metadata:

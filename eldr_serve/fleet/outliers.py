@@ -17,15 +17,15 @@ from eldr_serve.scheduling.worker_names import replica_of
 logger = logging.getLogger(__name__)
 
 FAILURES = 3  # failures in a row, after which a replica is ejected
-_FIRST_EJECTION_S = 10.0  # doubled for each further ejection
+_FIRST_EJECTION_S = 10.0  # time of the first ejection, doubled for each further one
 _MAX_EJECTION_S = 120.0
 _RECORD_S = 600.0  # time after the last failure, after which a record is removed
 
 
 @dataclass
 class _Record:
-    failures: int = 0  # since the last success or ejection
-    ejections: int = 0  # since the last success
+    failures: int = 0  # failures since the last success or ejection
+    ejections: int = 0  # ejections since the last success
     failed_at_s: float = 0.0
     ejected_until_s: float = 0.0
 

@@ -14,7 +14,7 @@ class Waiters:
     """Wakes waiting requests in order of arrival; a request that waits again keeps its turn."""
 
     def __init__(self) -> None:
-        self._waiting: dict[object, asyncio.Future[None]] = {}  # in order of arrival
+        self._waiting: dict[object, asyncio.Future[None]] = {}  # waiting requests in order of arrival
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager

@@ -17,7 +17,7 @@ from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost import solve_non_negative
 from eldr_serve.scheduling.cost_file import FittedCost
 
-_LEAST_DIFFERENCE = 0.05  # of the experts, between the two routings at some batch
+_LEAST_DIFFERENCE = 0.05  # smallest difference in experts between the two routings at some batch
 
 
 @dataclass(frozen=True)

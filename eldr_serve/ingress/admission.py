@@ -131,7 +131,7 @@ class AdmittedState:
 class AdmissionMiddleware:
     """ASGI middleware around all endpoints. Refused requests do not reach the endpoints.
 
-    Every POST may reach an engine; it counts towards the concurrency limit until its answer has ended.
+    Every POST may reach an engine, so it counts towards the concurrency limit until its answer has ended.
     Requests that change the service (/eldr) need the admin key, which is checked before the body is read.
     They do not count towards the limit, so that a full service can still be operated, and they are written to
     the audit log. All other requests need a tenant's key, if keys are configured, and count towards the
@@ -233,7 +233,7 @@ async def _cancel_if_disconnected(
         await asyncio.wait([answering, disconnection], return_when=asyncio.FIRST_COMPLETED)
     finally:
         disconnection.cancel()
-        answering.cancel()  # does nothing if it is done
+        answering.cancel()  # this has no effect on a task that is done
         with suppress(asyncio.CancelledError):
             await answering
 

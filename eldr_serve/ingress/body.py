@@ -17,9 +17,9 @@ from starlette.types import Receive
 from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedError
 
 MIB = 2**20
-_PART_BYTES = 256 * 1024  # of a gzip body, in one step
-_MAX_MEMBERS = 64  # of a gzip body: clients send one, and concatenated files have a few
-# Finds digits or an exponent that may exceed 64 bits, even in a string. Only then is each number checked.
+_PART_BYTES = 256 * 1024  # bytes that one step reads from a gzip body
+_MAX_MEMBERS = 64  # maximum members of a gzip body: clients send one, and concatenated files have a few
+# Finds digits or an exponent that may exceed 64 bits, even in a string; only then numbers are checked.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 
@@ -161,8 +161,8 @@ def _decompressed_parts(body: bytes) -> Iterator[bytes]:
 def parse_json(body: bytes) -> Any:
     """Return the value of a JSON text that every engine and every answer can represent.
 
-    NaN and Infinity are not JSON, and a lone surrogate is not Unicode. Numbers must fit in 64 bits, and the
-    parser allows 200 levels of nesting.
+    It may contain neither NaN nor Infinity, which are not JSON, nor a lone surrogate, which is not Unicode.
+    Numbers must fit in 64 bits, and the parser allows 200 levels of nesting.
 
     Raises:
         BadRequestError: the body is not such JSON.

@@ -193,7 +193,7 @@ class EldrIngress:
         )
 
     def _start_tokenizer(self) -> None:
-        """Load the tokenizer once; a predictor may have been swapped in at another ingress."""
+        """Load the tokenizer once, because a predictor may have been swapped in at another ingress."""
         task = self._tokenizer_task
         if task is None or (task.done() and self._router.scorer.tokenizer is None):
             self._tokenizer_task = asyncio.get_running_loop().create_task(self._load_tokenizer())
@@ -263,7 +263,7 @@ def _fleets(application: str, options: PrefillRouterOptions, *, whole: bool) -> 
 def _tracing(options: TracingOptions | None) -> Tracing | None:
     if options is None:
         return None
-    from eldr_serve.ingress.tracing import Tracing  # slow: imports OpenTelemetry
+    from eldr_serve.ingress.tracing import Tracing  # this imports OpenTelemetry, which is slow
 
     return Tracing(options)
 

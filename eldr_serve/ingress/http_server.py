@@ -40,7 +40,7 @@ class _RequestIdEcho:
 
 
 class HttpServer:
-    """HTTP server on a port. The kernel spreads connections over the replicas that share the port.
+    """HTTP server on a port, whose connections the kernel spreads over the replicas that share it.
 
     Args:
         port: a bound port; by default, the port of `options` is bound.

@@ -42,7 +42,7 @@ class IngressMetrics:
         if metric.kind == GAUGE:
             self._ray_metrics[metric.name].set(float(value), labels)
             return
-        increase = value - self._seen.setdefault((latency, key), -SMALLEST)  # so that the series begins
+        increase = value - self._seen.setdefault((latency, key), -SMALLEST)  # this begins the series
         if increase > 0:
             self._seen[latency, key] = value
             self._ray_metrics[metric.name].inc(float(increase), labels)

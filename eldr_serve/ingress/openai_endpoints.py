@@ -45,7 +45,7 @@ _NOT_FOR_ENGINES = {
 } | STEERING_HEADERS
 _RANK_HEADER, _RANK_FIELD = "x-data-parallel-rank", "data_parallel_rank"
 _COMPUTED = ("embeddings", "score", "rerank")  # methods that generate nothing, but run the model
-_BYTES_PER_TOKEN = 4  # assumed for a body until the prompt's tokens are counted
+_BYTES_PER_TOKEN = 4  # assumed bytes of a body per token until the prompt's tokens are counted
 
 
 class OpenAIEndpoints:
@@ -221,7 +221,7 @@ def _placement_headers(context: RequestContext) -> dict[str, str]:
 
 
 class _SendingTask:
-    """The task that sends a stream, once it has begun. It is cancelled if the client reads too slowly."""
+    """The task that sends a stream once it has begun, cancelled if the client reads too slowly."""
 
     def __init__(self, counters: IngressCounters) -> None:
         self._counters = counters

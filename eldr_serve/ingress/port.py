@@ -104,7 +104,7 @@ def _lock_port(port: int, owner: str) -> int:
             "make it writable, or set TMPDIR to a writable folder",
         ) from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # succeeds if no process holds the port
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this succeeds if no process holds the port
         os.ftruncate(file, 0)
         os.pwrite(file, owner.encode(), 0)
     except BlockingIOError:

@@ -59,8 +59,8 @@ class RequestLog:
 def show_request_lines() -> None:
     """Write this logger's lines of level INFO to stderr, unless the process has configured logging itself.
 
-    An ingress calls this once, when it starts. Ray Serve adds handlers only to its own logger, whose level
-    deployments set to WARNING. Of loggers without handlers, Python shows only warnings.
+    An ingress calls this once, when it starts, because Ray Serve adds handlers only to its own logger, whose
+    level deployments set to WARNING, and Python shows only warnings of loggers without handlers.
     """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

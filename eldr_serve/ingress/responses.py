@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from eldr_serve.errors import EnginesLostError, RequestRefusedError, error_body
 
-_NO_RETRY = {"x-should-retry": "false"}  # for OpenAI's clients, which retry a request that got 500
+_NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would retry a request that got 500
 
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 

@@ -27,8 +27,8 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class Tracing:
     """The spans of one ingress replica's requests.
 
-    A thread of OpenTelemetry exports them in batches. If the collector is unavailable, spans are dropped and
-    requests do not wait.
+    Requests do not wait for the export, because a thread of OpenTelemetry exports the spans in batches and
+    drops them if the collector is unavailable.
     """
 
     def __init__(self, options: TracingOptions) -> None:

@@ -14,8 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from eldr_serve.ingress.options import IngressOptions
 
-_MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers, exceeded by one read at most
-_LAST_REQUEST_S = 1.0  # for one last request on an idle connection while draining: it may be on its way
+_MAX_HEAD_BYTES = 64 * 1024  # maximum size of a request's line and headers, exceeded by one read at most
+_LAST_REQUEST_S = 1.0  # time for a last request on an idle connection while draining; it may be on its way
 _CHECKED = "0.54.0"  # version of uvicorn
 # Names of uvicorn that an ingress extends, reads or sets: class, methods, attributes set by `__init__`.
 _UVICORN_NAMES: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (

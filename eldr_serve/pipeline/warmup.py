@@ -1,8 +1,8 @@
 """Warm-up requests for each prefill-decode pair, or each whole replica, before clients are served.
 
 Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
-samplers, which blocks a decode engine for seconds. There are samplers for log-probabilities, for one request
-and for several.
+samplers, which blocks a decode engine for seconds: samplers for log-probabilities, for one request and for
+several.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0
 _TIMEOUT_S = 60.0
-_FIRST_PERIOD_S = 0.2  # until the first pair is warm, since the service is starting
+_FIRST_PERIOD_S = 0.2  # period until the first pair is warm, since the service is starting
 
 
 class Warmup:
@@ -118,7 +118,7 @@ class Warmup:
             await _read(reader)
             holds_blocks = False
         finally:
-            call.cancel()  # has no effect on a call that has ended
+            call.cancel()  # this has no effect on a call that has ended
             if holds_blocks:
                 self._kv_release.release(request.id, prefill, reader=reader)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
@@ -157,4 +157,4 @@ async def _read(call: Call) -> None:
         while await call.read() is not None:
             pass
     finally:
-        call.cancel()  # has no effect on a call that has ended
+        call.cancel()  # this has no effect on a call that has ended

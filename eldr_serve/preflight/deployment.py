@@ -105,7 +105,7 @@ def build_deployment(path: Path, document: Document, model: Path | None = None) 
         UserInputError: the application cannot be built.
         OSError: a file cannot be read.
     """
-    from eldr_serve.app import build_parts  # imports vLLM
+    from eldr_serve.app import build_parts  # this imports vLLM
 
     application = build_parts(document.application.get("args") or {})
     ignored = (*document.ignored, *check_overrides(document, application.deployment_names))

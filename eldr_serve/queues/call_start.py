@@ -23,8 +23,8 @@ class WaitingCall:
 class CallStartEstimator:
     """Estimates when workers start to answer this process's calls, in order of arrival.
 
-    An answer to an earlier call shows that the worker makes progress. Later calls are then expected to start
-    at the time of that answer or later.
+    Since an answer to an earlier call shows that the worker makes progress, later calls are then expected to
+    start at the time of that answer or later.
     """
 
     def __init__(self, *, clock: Callable[[], float]) -> None:

@@ -37,9 +37,9 @@ class LatencyPrediction:
 class PredictionAccuracy:
     """Accuracy of the predictions of one latency, by the load at which they were made.
 
-    Predictions for a busy service err more. With a single margin, errors made under overload would cause
-    later requests to be refused even when the service is idle. So a margin is taken from requests at similar
-    loads, and errors at a higher load are reduced in proportion to it.
+    Since predictions for a busy service err more, a single margin would let errors made under overload cause
+    refusals even when the service is idle. So a margin is taken from requests at similar loads, and errors at
+    a higher load are reduced in proportion to it.
 
     Args:
         clock: returns the time, s.

@@ -17,8 +17,8 @@ from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
 
 _STALE_S = 10.0  # the prompts in a report older than this are ignored; its rate is still used
-# Retries are scheduled for when the queue has shrunk to this share of the bound. The rest keeps the engine
-# busy if clients retry late, and leaves room for requests without a reservation: 6 s of the default 30 s.
+# Retries are scheduled for when the queue has shrunk to this share of the bound, since the rest keeps the
+# engine busy if clients retry late, and leaves room for requests without a reservation: 6 s by default.
 _RETRY_ROOM = 0.8
 # A retry at its promised time may exceed the bound by this factor, because the rate may have fallen to
 # _RETRY_ROOM of the promised one: 30 s of prompts at 1000 tokens/s take 37.5 s at 800 tokens/s.
@@ -102,8 +102,8 @@ class _Queue:
         """Estimate the number of open calls of the other ingresses, if there are `num_ingresses` ingresses.
 
         Since the report, the calls of every other ingress are assumed to have changed as much as those of
-        this one. One ingress may err, but the mean of all ingresses' estimates is the worker's true load. So
-        if each ingress keeps its estimate within a bound, the load stays within it too.
+        this one. One ingress may err, but because the mean of all ingresses' estimates is the worker's true
+        load, the load stays within a bound if each ingress keeps its estimate within it.
         """
         if num_ingresses <= 1:
             return 0
@@ -113,9 +113,9 @@ class _Queue:
     def has_room(self, more: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
 
-        Ingresses learn of each other's prompts once per second. Between two reports each ingress uses only
-        its share of the free room, so that together they do not exceed the bound. A report may not include
-        the newest prompts of this ingress, so tokens are counted since the last two reports.
+        Because ingresses learn of each other's prompts only once per second, each uses only its share of the
+        free room between two reports, so that together they do not exceed the bound. Since a report may not
+        include the newest prompts of this ingress, tokens are counted since the last two reports.
 
         Args:
             more: tokens of prompts that will join before this one. The tokens of this prompt do not count, so
@@ -154,7 +154,7 @@ class PrefillQueues:
         self._reports = reports
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
-        self._retries = RetryTimes(clock=clock)
+        self._retries = RetryTimes(clock=clock)  # its amounts are numbers of tokens
         self._call_starts = CallStartEstimator(clock=clock)
         self._unplaced = 0.0  # tokens of prompts for which no worker has been chosen yet
         self.num_unplaced = 0  # number of these prompts
@@ -228,7 +228,7 @@ class PrefillQueues:
             key: identifies the request, to recognise the retry of a refused request.
         """
         is_due = self._retries.is_due(key)
-        reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_tokens)
+        reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_amount)
         bound_s = self._bound_s * (_RETRY_BOUND_FACTOR if is_due else 1.0)
         queues = zip(workers, self._refresh(workers), strict=True)
         return [name for name, queue in queues if queue.has_room(reserved_tokens / len(workers), bound_s)]
@@ -247,7 +247,7 @@ class PrefillQueues:
         known_tokens = self._unplaced + sum(queue.tokens for queue in queues)
         waiting_tokens = max(known_tokens, min(num_ingresses * own_tokens, self._bound_s * rate))
         excess_tokens = max(0.0, waiting_tokens - _RETRY_ROOM * self._bound_s * rate)
-        after_s = (excess_tokens + num_ingresses * (self._retries.tokens + num_tokens)) / rate
+        after_s = (excess_tokens + num_ingresses * (self._retries.amount + num_tokens)) / rate
         measured_s = max((queue.measured_s for queue in queues), default=0.0)
         max_s = min(MAX_RETRY_AFTER_S, _TRUST_S + _TRUST_FACTOR * measured_s)
         return max(1, math.ceil(self._retries.reserve(key, num_tokens, after_s, max_s)))

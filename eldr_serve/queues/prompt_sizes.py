@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_CHARACTERS_PER_TOKEN = 4.0  # until prompts have been counted
-_TIME_CONSTANT = 100  # of the mean, in prompts
+_CHARACTERS_PER_TOKEN = 4.0  # assumed ratio until prompts have been counted
+_TIME_CONSTANT = 100  # prompts over which the mean is taken
 
 
 class PromptSizes:

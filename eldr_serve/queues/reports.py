@@ -17,9 +17,9 @@ class QueueReport:
         number: sequence number of the report.
         tokens: number of tokens of all ingresses' prompts that the worker has not computed yet.
         rate: throughput, tokens/s; 0 if not known yet.
-        measured_s: busy time over which the rate was measured, s.
         num_ingresses: number of ingresses that have a channel to its replica.
         calls: number of open calls of all ingresses that need a slot.
+        measured_s: busy time over which the rate was measured, s.
     """
 
     number: int = -1

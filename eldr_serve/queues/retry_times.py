@@ -17,7 +17,7 @@ _MAX_RESERVATIONS = 10_000  # maximum number of reservations; further clients ge
 @dataclass(frozen=True)
 class _Reservation:
     due_at_s: float
-    tokens: float
+    amount: float
     key: Hashable
 
 
@@ -30,29 +30,29 @@ class RetryTimes:
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._queue: list[_Reservation] = []  # sorted by due_at_s
-        self._tokens = 0.0
+        self._queue: list[_Reservation] = []  # reservations, sorted by due_at_s
+        self._amount = 0.0
 
     @property
-    def tokens(self) -> float:
-        """Return the number of tokens of all reservations."""
+    def amount(self) -> float:
+        """Return the amount of all reservations: tokens or requests, as the caller counts."""
         self._expire()
-        return self._tokens
+        return self._amount
 
     @property
-    def due_tokens(self) -> float:
-        """Return the tokens of reservations that are due; their room is not given to other requests."""
+    def due_amount(self) -> float:
+        """Return the amount of the reservations that are due, whose room is not given to other requests."""
         self._expire()
-        return sum(reservation.tokens for reservation in self._queue[: self._count_due()])
+        return sum(reservation.amount for reservation in self._queue[: self._count_due()])
 
     def reserve(
-        self, key: Hashable, tokens: float, after_s: float, max_s: float = MAX_RETRY_AFTER_S
+        self, key: Hashable, amount: float, after_s: float, max_s: float = MAX_RETRY_AFTER_S
     ) -> float:
-        """Reserve room for `tokens` after `after_s`; return the Retry-After for the client, s.
+        """Reserve room for `amount` after `after_s`; return the Retry-After for the client, s.
 
         Args:
             key: identifies the request, to recognise its retry; an earlier reservation is replaced.
-            tokens: estimated number of tokens of the request.
+            amount: estimated amount that the request needs: tokens or requests, as the caller counts.
             after_s: estimated time until there is room, s.
             max_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result
                 is drawn at random from the upper half of the range up to `max_s`.
@@ -64,8 +64,8 @@ class RetryTimes:
             return random.uniform(max_s / 2, max_s)
         if len(self._queue) >= _MAX_RESERVATIONS:
             return max(after_s, self._queue[-1].due_at_s - now_s)
-        insort(self._queue, _Reservation(now_s + after_s, tokens, key), key=attrgetter("due_at_s"))
-        self._tokens += tokens
+        insort(self._queue, _Reservation(now_s + after_s, amount, key), key=attrgetter("due_at_s"))
+        self._amount += amount
         return after_s
 
     def is_due(self, key: Hashable) -> bool:
@@ -81,7 +81,7 @@ class RetryTimes:
         """Remove the reservation of a key from the first `among`, if it is there."""
         for index, reservation in enumerate(self._queue[:among]):
             if reservation.key == key:
-                self._tokens -= reservation.tokens
+                self._amount -= reservation.amount
                 del self._queue[index]
                 return
 
@@ -90,7 +90,7 @@ class RetryTimes:
 
     def _expire(self) -> None:
         expired = bisect_right(self._queue, self._clock() - _GRACE_S, key=attrgetter("due_at_s"))
-        self._tokens -= sum(reservation.tokens for reservation in self._queue[:expired])
+        self._amount -= sum(reservation.amount for reservation in self._queue[:expired])
         del self._queue[:expired]
         if not self._queue:
-            self._tokens = 0.0
+            self._amount = 0.0

@@ -14,7 +14,7 @@ _MIN_DEPARTURES = 4  # departures needed for an estimate
 class WaitEstimator:
     """Estimates waits in one queue from the mean time between its recent departures.
 
-    Departures from before the queue was last empty do not count.
+    Departures from before the queue was last empty do not count, since no request waited while it was empty.
 
     Args:
         clock: returns the time, s.

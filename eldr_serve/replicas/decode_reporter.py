@@ -45,9 +45,9 @@ class DecodeReporter:
         Send a report of steps again, with its number, until the router confirms it.
         """
         router: Any = None  # an actor's handle
-        sums = [StepSums()] * self._engine.ranks()  # of each rank, in no report yet
-        steps: dict[str, StepSums] = {}  # of each worker, in a report that is not confirmed
-        number = 0  # of that report
+        sums = [StepSums()] * self._engine.ranks()  # sums of each rank that are in no report yet
+        steps: dict[str, StepSums] = {}  # sums of each worker in a report that is not confirmed
+        number = 0  # number of that report
         cache_is_known = False  # the router knows the prefix caches as of the last report
         is_silent = False  # the last report failed, which is logged once
         while True:
@@ -63,12 +63,12 @@ class DecodeReporter:
             changes = self._engine.take_prefix_changes(full=not cache_is_known)
             cache = self._engine.prefix_cache()
             try:
-                if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
+                if router is None:  # the look-up needs a thread, since it blocks while GCS is unavailable
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 answer: StepAnswer = await router.observe_steps.remote(steps, cache, changes, number)
             except (ValueError, RayError) as error:  # the router is unavailable
                 self.queued, cache_is_known = 0.0, False
-                if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
+                if isinstance(error, ActorDiedError):  # it is permanent: a restarted actor keeps its handle
                     router = None
                 if not is_silent:
                     logger.info("step costs not reported: %r", error)

@@ -45,7 +45,7 @@ class ExpertPlacementFollower:
     def __init__(self, engine: MovesExperts, router_name: str) -> None:
         self._engine = engine
         self._router_name = router_name
-        self._digest = ""  # of the last placement that the engine has taken
+        self._digest = ""  # digest of the placement that the engine took last
         self.status: dict[str, Any] = {
             "position": None,
             "placements_applied": 0,
@@ -60,12 +60,12 @@ class ExpertPlacementFollower:
         while True:
             await asyncio.sleep(period_s)
             try:
-                if router is None:  # in a thread, since the look-up blocks while GCS is unavailable
+                if router is None:  # the look-up needs a thread, since it blocks while GCS is unavailable
                     router = await asyncio.to_thread(find_actor, self._router_name)
                 replica = serve.get_replica_context().replica_id.unique_id
                 answer = await router.expert_placement_of_position.remote(replica, self._digest)
             except (ValueError, RayError) as error:  # the router is unavailable
-                if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
+                if isinstance(error, ActorDiedError):  # it is permanent: a restarted actor keeps its handle
                     router = None
                 logger.info("the position of this replica is unknown: %r", error)
                 continue

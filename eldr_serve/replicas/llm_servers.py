@@ -6,7 +6,7 @@ from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.replicas.log_handlers import restore_log_handlers
 
 with restore_log_handlers():
-    BACKEND.import_software()  # before any import that a replica's arguments cause
+    BACKEND.import_software()  # this precedes any import that a replica's arguments cause
 
 from typing import Any
 

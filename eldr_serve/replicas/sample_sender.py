@@ -40,7 +40,7 @@ class SampleSender:
         self._names = [pool_actor_name(application, index) for index in range(num_actors)]
         self._find = find
         self._handles: dict[int, Any] = {}
-        self._shares = [1.0] * num_actors  # from each actor's last answer
+        self._shares = [1.0] * num_actors  # share in each actor's last answer
         self._unreachable: set[int] = set()
 
     async def add(self, samples: list[ExpertSample]) -> float:
@@ -63,7 +63,7 @@ class SampleSender:
                 self._shares[index] = float(await self._handles[index].add.remote(list(samples)))
         except (ValueError, RayError, TimeoutError) as error:
             self.dropped += len(samples)
-            if isinstance(error, ActorDiedError):  # permanent: a restarted actor keeps its handle
+            if isinstance(error, ActorDiedError):  # it is permanent: a restarted actor keeps its handle
                 self._handles.pop(index, None)
             if index not in self._unreachable:
                 self._unreachable.add(index)

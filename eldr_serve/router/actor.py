@@ -44,7 +44,7 @@ from eldr_serve.signatures.coordinator import RouterView
 
 logger = logging.getLogger(__name__)
 
-_IDLE_EXIT_S = 600.0  # without a connected ingress, before the actor exits
+_IDLE_EXIT_S = 600.0  # time without a connected ingress after which the actor exits
 _SHADOW_WORK_S, _SHADOW_PAUSE_S, _SHADOW_PERIOD_S = 0.002, 0.004, 0.05
 
 

@@ -18,7 +18,7 @@ class Positions:
 
     def __init__(self) -> None:
         self.workers: list[str | None] = []
-        self._reachable: dict[str, frozenset[str]] = {}  # by ingress; an ingress without a report is missing
+        self._reachable: dict[str, frozenset[str]] = {}  # only ingresses that have reported
 
     @property
     def live_workers(self) -> frozenset[str]:

@@ -89,7 +89,7 @@ class RouterState:
         self.positions = Positions()
         self.costs = StepCosts(clock, cost)
         self.view = LiveView(clock)
-        self._report_numbers: dict[str, int] = {}  # by worker; the last one has reported last
+        self._report_numbers: dict[str, int] = {}  # newest number of each worker, oldest report first
         first = LiveSettings(
             version=0,
             policy=policy,

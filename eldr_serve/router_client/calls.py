@@ -79,7 +79,7 @@ class RouterCalls:
             self._channel = await self._connect()
             return self._channel
         finally:
-            if self._connecting is asyncio.current_task():  # not if `close` was called meanwhile
+            if self._connecting is asyncio.current_task():  # otherwise `close` was called meanwhile
                 self._connecting = None
 
     async def _connect(self) -> Channel:

@@ -172,7 +172,7 @@ class RouterClient:
         Raises:
             OverloadedError: no decode replica is known, or none was free in time.
         """
-        self.release(request.request_id, is_complete=False)  # from an earlier attempt
+        self.release(request.request_id, is_complete=False)  # an earlier attempt may have left a lease
         measured_counts = counts
         counts = self.scorer.predict(token_ids) if measured_counts is None else measured_counts
         is_predicted = measured_counts is None and counts is not None

@@ -40,7 +40,7 @@ class Scorer:
         self._on_predictor = on_predictor
         self._numbers = itertools.count()
         self._table: RoutingTable | None = None
-        self._has_warned = False  # about counts that do not fit the table
+        self._has_warned = False  # whether it has warned of counts that do not fit the table
         self.settings: LiveSettings | None = None
         self.predictor: OnlinePredictor | None = None
         self.tokenizer: str | None = None

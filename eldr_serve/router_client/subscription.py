@@ -30,7 +30,7 @@ from eldr_serve.scheduling import Lease
 logger = logging.getLogger(__name__)
 
 _RETRY_S, _MAX_RETRY_S = 0.1, 2.0
-_FAST_RETRIES = 30  # enough for the restart of an actor
+_FAST_RETRIES = 30  # retries that are enough for the restart of an actor
 _decode_settings = decoder(LiveSettings)
 
 
@@ -110,7 +110,7 @@ class RouterSubscription:
         self._first_settings: asyncio.Future[None] | None = None
         self._reported_workers: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
-        self._delays = _retry_delays()  # starts again after each success
+        self._delays = _retry_delays()  # the delays start again after each success
         self._logged_reason = ""
         self.connected = self.unreachable = False
 

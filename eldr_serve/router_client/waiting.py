@@ -46,7 +46,7 @@ class WaitingRequests:
         self._waiting: dict[str, _WaitingRequest] = {}
         self._in_queue = 0
         self._estimator = WaitEstimator(clock=lambda: asyncio.get_running_loop().time())
-        self._timer: asyncio.TimerHandle | None = None  # of the oldest unanswered request
+        self._timer: asyncio.TimerHandle | None = None  # fires when the oldest unanswered request is late
 
     def __iter__(self) -> Iterator[Lease]:
         """Iterate over the leases that are not granted yet."""
@@ -98,7 +98,7 @@ class WaitingRequests:
     def queue_or_refuse(self, request_id: str) -> None:
         """Make a request wait in the decode queue until its deadline; refuse it if it would wait longer."""
         entry = self._waiting.get(request_id)
-        if entry is None or entry.expiry is not None:  # released, or queued again by another router
+        if entry is None or entry.expiry is not None:  # it was released, or queued again by another router
             return
         loop, deadline_s = asyncio.get_running_loop(), entry.deadline_s
         if loop.time() + self._estimator.estimate_wait_s(self._in_queue + 1) > deadline_s:

@@ -18,7 +18,7 @@ from eldr_serve.scheduling.types import PlacementRequest
 _MAX_DEPTH = 4.0  # p = 0.98; the marginal cost of an expert that is nearly always active is negligible
 _DEPTH_UNIT = _MAX_DEPTH / 255**2
 _SQUARES = np.arange(256, dtype=np.int32) ** 2
-_TIME_CONSTANT = 64  # of the mean over requests
+_TIME_CONSTANT = 64  # requests over which the mean is taken
 _COARSE_STRIDE = 8  # the cells of every _COARSE_STRIDE-th layer come first in a row
 _PROBABILITY_OF_LEVEL = -np.expm1(-_DEPTH_UNIT * _SQUARES).astype(np.float32)  # level -> p
 

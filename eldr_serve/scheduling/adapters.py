@@ -20,7 +20,7 @@ class LoadedAdapters:
 
     def __init__(self, names: Sequence[str] = (), slots: int = 1) -> None:
         self._first, self._slots = tuple(names[-slots:]), slots
-        self._loaded: dict[Hashable, tuple[str, ...]] = {}  # least recently used first
+        self._loaded: dict[Hashable, tuple[str, ...]] = {}  # adapters, least recently used first
 
     def keep(self, workers: Iterable[Hashable]) -> None:
         """Remove all other workers."""

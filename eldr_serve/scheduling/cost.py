@@ -220,7 +220,7 @@ class StepSums:
         if self.steps < 10 * len(_TERMS):
             return None
         terms = solve_non_negative(self.gram, self.moment)
-        if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MAX_S):  # also false for nan
+        if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MAX_S):  # nan fails this check, too
             return None
         decode = StepCost(*terms.tolist())
         return replace(decode, per_prompt_token_s=self.prompt_token_s(decode, self.prompts))

@@ -128,15 +128,15 @@ def _check_decision(decision: Decision, loads: Loads) -> Decision:
     )
 
 
-def _choose_by_load(requests: int, loads: Loads, slots: int | None = None) -> list[Decision]:
-    """Choose the least loaded worker for each of at most `requests` requests, one after the other.
+def _choose_by_load(num_requests: int, loads: Loads, slots: int | None = None) -> list[Decision]:
+    """Choose the least loaded worker for each of at most `num_requests` requests, one after the other.
 
     Args:
         slots: maximum number of requests on a worker; None: no maximum.
     """
     positions, in_flight = available_workers(loads), loads.in_flight.copy()
     decisions = []
-    for _ in range(requests):
+    for _ in range(num_requests):
         position = int(positions[in_flight[positions].argmin()])
         if slots is not None and in_flight[position] >= slots:
             break

@@ -41,7 +41,7 @@ def validate(declared: type[Declared], policy: str, values: Mapping[str, Any]) -
         return declared(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        if not first["loc"]:  # raised by a validator of all parameters
+        if not first["loc"]:  # a validator of all parameters has raised it
             raise PolicyError(f"policy {policy!r}: {first_problem(error)}") from error
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":

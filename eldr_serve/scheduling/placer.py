@@ -182,7 +182,7 @@ class Placer:
                     full.add(excluded)
         else:  # the policy was changed to one without a queue
             for lease in waiting:
-                present_loads = self.workers.loads_for(lease)  # with the requests of this loop
+                present_loads = self.workers.loads_for(lease)  # loads with this loop's requests
                 decision = self._policy.select(lease.request, present_loads, self._rng)
                 new_leases.append(self._assign(lease, decision, present_loads))
         return new_leases

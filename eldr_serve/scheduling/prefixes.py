@@ -159,7 +159,7 @@ class PrefixCache:
 
     def __init__(self, blocks: int = _DEFAULT_BLOCKS) -> None:
         self.capacity = blocks
-        self._used: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._used: OrderedDict[int, None] = OrderedDict()  # blocks, oldest first
 
     def __len__(self) -> int:
         return len(self._used)

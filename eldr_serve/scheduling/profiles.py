@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.scheduling.activation import extend_rows
 
-_TIME_CONSTANT = 32  # of the mean over requests
+_TIME_CONSTANT = 32  # requests over which the mean is taken
 
 
 class AffinityProfiles:

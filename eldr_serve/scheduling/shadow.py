@@ -171,7 +171,7 @@ class Shadow:
 
     def _assign(self, request: PlacementRequest, live_position: int, generated_tokens: int) -> None:
         name = request.request_id
-        if request.table_version != self._table_version:  # scored with another table
+        if request.table_version != self._table_version:  # it was scored with another table
             request = replace(request, similarity=None)
         request = replace(request, may_wait=False, exclude=())
         before, self._requests[name] = self._requests.get(name), request

@@ -16,7 +16,7 @@ from eldr_serve.scheduling.prefixes import PromptBlocks
 _MAX_TOKENS = 2**31 - 1
 
 
-@dataclass(slots=True)  # not frozen, since a frozen one takes six times as long to create
+@dataclass(slots=True)  # a frozen one would take six times as long to create
 class PlacementRequest:
     """A prefilled request that needs a decode worker. It is never changed; `replace` makes another one.
 

@@ -6,7 +6,7 @@ is one worker with the name of its replica.
 
 from __future__ import annotations
 
-_SEPARATOR = "/"  # does not occur in a replica's name
+_SEPARATOR = "/"  # no replica's name contains it
 
 
 def worker_names(replica: str, ranks: int) -> list[str]:

@@ -54,7 +54,7 @@ class _SimulatedWorker:
         self.busy = False
 
 
-@dataclass(slots=True)  # not frozen, which would slow down each step
+@dataclass(slots=True)  # a frozen one would slow down each step
 class EndedStep:
     """Requests that a step of a worker has advanced or ended.
 

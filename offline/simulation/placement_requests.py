@@ -34,7 +34,7 @@ class PlacementRequestFactory:
         self._reads_counts = reads_counts
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._kind = requests.kind.tolist()
-        self._similarity: dict[int, NDArray[np.float32]] = {}  # by kind
+        self._similarity: dict[int, NDArray[np.float32]] = {}  # similarities of each kind
 
     def discard_similarities(self) -> None:
         """Discard similarities to the previous table."""

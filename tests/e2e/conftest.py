@@ -33,11 +33,11 @@ PORT = 8231
 # Files that run last, in this order. Some end with a test that kills an engine of the demo. It starts again
 # while the application of the next file starts. The last file drains an engine for good.
 LAST = (
-    "test_when_engines_die.py",  # kills one
+    "test_when_engines_die.py",  # it kills an engine
     "test_signature_pool.py",
-    "test_resumed_answers.py",  # kills one
+    "test_resumed_answers.py",  # it kills an engine
     "test_whole_replicas.py",
-    "test_dead_core.py",  # kills one
+    "test_dead_core.py",  # it kills an engine
     "test_wide_expert_parallel.py",
     "test_when_workers_leave.py",
 )
@@ -132,7 +132,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         "seconds": 4,
         "warm-up-seconds": 1,
         "rounds": 2,
-        "max-tokens": 32,  # so that answers end within a trial, also beside other work
+        "max-tokens": 32,  # short answers end within a trial, even beside other work
         "first-table": 24,
         "greedy": 3,
         "intermediate": 64,

@@ -28,7 +28,7 @@ from tests.support.processes import output
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "examples/demo_model/prompts"
 ADMIN_KEY = "demo"
-GREEDY = {"max_tokens": 24, "temperature": 0}  # like the answers of `single_engine`
+GREEDY = {"max_tokens": 24, "temperature": 0}  # `single_engine` uses the same
 # Loading certificates, which no test needs, would take 30 ms of a core for each client.
 ONE_CONNECTION_EACH = httpx.Limits(max_keepalive_connections=0)
 HTTP = httpx.Client(verify=False, timeout=60, limits=ONE_CONNECTION_EACH)
@@ -41,7 +41,7 @@ ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that vLLM is imported once
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # then vLLM is imported once
 }
 
 

@@ -201,7 +201,7 @@ async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     core = engines[victim]
     ranks = [child for child in core.children() if "Worker" in " ".join(child.cmdline())]
     assert len(ranks) == 2
-    os.kill(ranks[-1].pid, signal.SIGSTOP)  # so that running requests stay in flight
+    os.kill(ranks[-1].pid, signal.SIGSTOP)  # then running requests stay in flight
     swap = asyncio.create_task(
         asyncio.to_thread(command, expert_parallel, random_placement(8), tmp_path, "--replica", victim)
     )

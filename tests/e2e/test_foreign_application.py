@@ -51,7 +51,7 @@ async def test_a_signature_selects_its_replica_and_the_lease_ends_with_the_call(
         params = {} if centroid is None else {"eldr_expert_counts": pack_counts(counts_for(centroid))}
         return SimpleNamespace(max_tokens=5, kv_transfer_params=params | {"remote_num_tokens": 7})
 
-    await other.generate.remote(request(0))  # starts the router actor and reports the replicas to it
+    await other.generate.remote(request(0))  # this starts the router actor and reports the replicas to it
     router = find_actor(actor_name("other"))
     wait_for(lambda: len(ray.get(router.status.remote())["workers"]) == 2, "the router has both replicas")
     ray.get(router.swap_table.remote(unit_table(2).to_bytes()))

@@ -13,7 +13,7 @@ REPEATS = (
     40,
     80,
     160,
-)  # of each prompt, until the prefill queue is so long that decode engines are sooner
+)  # copies of each prompt, up to a queue so long that decode engines are sooner
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ async def test_greedy_answers_equal_a_single_engine_wherever_their_prompts_are_c
 
     wait_for(decode_engines_are_measured, "the cost of prompts on decode engines is measured")
     before = num_prefilled()
-    await send_all(REPEATS[0])  # measures the prefill engine and the hand-over
+    await send_all(REPEATS[0])  # this measures the prefill engine and the hand-over
     for repeats in REPEATS:
         num_local, num_split = await send_all(repeats)
         assert num_split > 0

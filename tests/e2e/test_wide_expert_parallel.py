@@ -106,7 +106,7 @@ async def test_a_killed_rank_ends_its_engine_but_no_answer(
     assert not any(task.done() for task in reading)
     assert sorted(rank_of(stream.worker) or 0 for stream in streams) == [0, 0, 1, 1]
     os.kill(ranks[1].pid, signal.SIGKILL)
-    await asyncio.gather(*reading)  # on the ranks of the engine that replaces it
+    await asyncio.gather(*reading)  # the answers end on the ranks of the engine that replaces it
     assert [stream.text for stream in streams] == [stream.text for stream in whole]
     assert not any(stream.error for stream in streams)
     wait_for(lambda: not any(map(is_alive, ranks)), "no process of the engine is left", 30)

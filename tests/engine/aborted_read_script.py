@@ -31,7 +31,7 @@ class Blocks(StrEnum):
     """State of a prompt's blocks in the prefill engine when the decode engine reads them."""
 
     LEFT = "left"
-    OVERWRITTEN = "overwritten"  # freed, and filled with other prompts
+    OVERWRITTEN = "overwritten"  # the blocks were freed, and filled with other prompts
 
 
 class InvalidBlockWarnings(logging.Handler):

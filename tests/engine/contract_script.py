@@ -163,7 +163,7 @@ def main(model: str, out: Path) -> None:
     for child in children:
         child.start()
     for end_of_child in (child_end, calibrating):
-        end_of_child.close()  # so that recv raises if the child dies
+        end_of_child.close()  # then recv raises if the child dies
     report = asyncio.run(check(model, parent_end))
     report["calibration"] = calibration.recv()
     parent_end.send(None)

@@ -23,7 +23,7 @@ import pytest
 from benchmarks.lib import tiny_model
 
 PROMPTS, OUTPUT = 8, 10
-MAX_REQUESTS = 8  # of a rank
+MAX_REQUESTS = 8  # maximum requests of a rank
 REPLICAS = {"fill_redundant": True, "prefill_replica_choice": "even"}
 LOCAL = REPLICAS | {"redundant_experts": tiny_model.EXPERTS, "replica_choice": "local"}
 METRO = REPLICAS | {"redundant_experts": 8, "replica_choice": "metro"}
@@ -147,7 +147,7 @@ async def check_log(session: Session, ranks: int) -> None:
 async def check_local(session: Session, start: int) -> None:
     """Check that the last of two ranks, which had all requests since batch `start`, decoded them alone."""
     for rank, (_, log) in enumerate(await session.ask("batches", start)):
-        batches = np.array(log).reshape(-1, np.shape(log)[-1])  # of all layers
+        batches = np.array(log).reshape(-1, np.shape(log)[-1])  # rows of all layers
         is_local = batches[:, 0] <= 2 * MAX_REQUESTS
         assert batches[is_local, 0].any()
         pairs = batches[is_local, 0] * tiny_model.TOP_K if rank else 0

@@ -94,6 +94,6 @@ if __name__ == "__main__":
     mine, theirs = fork.Pipe()
     child = fork.Process(target=lambda: asyncio.run(prefill(sys.argv[1], theirs)))
     child.start()
-    theirs.close()  # so that recv raises if the child dies
+    theirs.close()  # then recv raises if the child dies
     Path(sys.argv[2]).write_text(json.dumps(asyncio.run(main(sys.argv[1], mine))))
     child.join()

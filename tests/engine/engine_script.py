@@ -29,7 +29,7 @@ def record_operators(on_host: bool) -> Operators:
     for owner, names in recorded_methods.items():
         for name in names:
             setattr(owner, name, operators.record_calls(getattr(owner, name)))
-    if not on_host:  # as on a GPU
+    if not on_host:  # then the engine counts as on a GPU
         connector_worker.can_count_on_host = lambda *_: False
     HostCopies.start = operators.exclude(HostCopies.start)  # type: ignore[method-assign]
     return operators

@@ -174,7 +174,7 @@ def run(rank: int, port: int, path: Path) -> None:
                 else:
                     maps = state.model_states["tiny"]
                     assert np.array_equal(slots, evenly(own_ids, maps, index)), "vLLM chooses otherwise"
-        state.rearrange()  # like vLLM after step_interval
+        state.rearrange()  # vLLM does so after step_interval
         check_weights(rank, layers, placement)
     check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
     other = path.with_name(f"other{rank}.json")

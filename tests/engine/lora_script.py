@@ -87,7 +87,7 @@ def main(model: Path, folder: Path) -> None:
     arguments = {"lora_modules": modules, "lora_target_modules": [*SHAPES]}
     prefill = fork.Process(target=lambda: asyncio.run(serve(str(model), child_end, **arguments)))
     prefill.start()
-    child_end.close()  # so that recv raises if the child dies
+    child_end.close()  # then recv raises if the child dies
     report = asyncio.run(answer_by_two(str(model), parent_end, arguments))
     parent_end.send(None)
     prefill.join()

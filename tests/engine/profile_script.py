@@ -35,7 +35,7 @@ def main(model: str, folder: str) -> None:
     )
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(1, 257, n).tolist()} for n in (33, 9)]
-    llm.generate(prompts[1:2], params, use_tqdm=False)  # without the work of the first step
+    llm.generate(prompts[1:2], params, use_tqdm=False)  # warm-up before the profile
     llm.start_profile()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.stop_profile()

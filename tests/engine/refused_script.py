@@ -18,7 +18,7 @@ def main(model: str, port: str, role: Any, version: str) -> None:
     kwargs = engine_kwargs(role, device="cpu", dtype="float32", num_gpu_blocks_override=16)
     kwargs |= {"model": model, "skip_tokenizer_init": True, "max_model_len": 128}
     if role == "calibrate":
-        VllmCalibrationEngine(kwargs, int(port))  # like `eldr calibrate`
+        VllmCalibrationEngine(kwargs, int(port))  # `eldr calibrate` does the same
     else:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = port
         with start_errors():

@@ -27,7 +27,7 @@ def main(model: str, out: str, asynchronous: bool) -> None:
         ),
     )
     engine = llm.llm_engine
-    core = engine.engine_core.engine_core  # in process
+    core = engine.engine_core.engine_core  # the engine core runs in this process
 
     def abandon(name: str) -> None:
         llm.collective_rpc("eldr_abandon", args=([name],))

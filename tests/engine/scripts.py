@@ -25,7 +25,7 @@ TRITON_CPU = ROOT / "benchmarks/lib/triton_cpu"
 
 
 _FORKED = get_context("forkserver")
-_FORKED.set_forkserver_preload(["vllm.v1.engine.llm_engine"])  # imported once, not by every script
+_FORKED.set_forkserver_preload(["vllm.v1.engine.llm_engine"])  # it is imported once, not by every script
 
 
 def run_script(name: str, *arguments: object, v2: bool = False, cpu: str = "", **env: str) -> None:

@@ -22,7 +22,7 @@ def main(model: str, drafter: str, out: str, role: Any, method: str, mode: str) 
     drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
     # A draft model and the MTP layer have their own experts, which must not be counted.
     drafting |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": drafter}
-    steps: list[Any] = []  # by step: prompt number -> (position of its first token, its drafts)
+    steps: list[Any] = []  # maps from a prompt's number to (position of its first token, its drafts)
     plan = EldrConnectorScheduler.plan_step
 
     def planned(self: EldrConnectorScheduler, scheduler_output: Any) -> Any:

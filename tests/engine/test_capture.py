@@ -60,7 +60,7 @@ def step(capture_type: Callable[..., ExpertCapture]) -> tuple[Any, Any, Tensor]:
     routers = [Router() for _ in range(LAYERS)]
     capture = capture_type(routers, num_blocks=6, block_size=SIZE)
     assert capture.cache is not None
-    capture.cache.rows += 1  # of earlier blocks
+    capture.cache.rows += 1  # counts of earlier blocks
     chosen = torch.rand(len(SLOTS), LAYERS, EXPERTS).topk(K).indices.int()
     for layer, router in enumerate(routers):
         router.show(chosen[:, layer])

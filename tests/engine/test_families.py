@@ -28,7 +28,8 @@ ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, r
 GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "LFM2-MoE": 4, "Qwen3.5-MoE": 4}
 REFUSED = {"ERNIE-4.5": "correction bias"}
 MLA = {"DeepSeek-V2", "DeepSeek-V3", "Kimi-K2"}  # on CPUs vLLM prefills in one step, without a cache
-NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}  # and its name
+# CPU feature that a family needs, and its name in the message about its absence.
+NEEDS = {"DeepSeek-V2 for AMX": ("avx512_bf16", "AVX-512 with bfloat16")}
 NEVER_PREEMPTED = {"Llama-4"}  # vLLM admitted only requests that it could finish
 NEAR_TIE = 0.05  # share of the range of a router's scores, or its groups'; the largest measured was 0.030
 Row = Callable[[str, str], dict[str, Any]]

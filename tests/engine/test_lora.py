@@ -17,6 +17,6 @@ def test_prefill_and_decode_answer_with_the_adapter_that_a_request_names(model: 
     assert report["first"]["ids"] == report["first"]["alone"]
     assert len({tuple(answer["ids"]) for answer in report.values()}) == 3
     base, *others = (unpack_counts(answer["counts"]) for answer in report.values())
-    for counts in others:  # of the prompt as the adapter routes it
+    for counts in others:  # counts of the prompt as the adapter routes it
         assert counts.sum() == base.sum()
         assert not np.array_equal(counts, base)

@@ -227,7 +227,7 @@ def test_data_parallel_ranks_that_a_replica_on_gpus_cannot_have_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedEngineError, match=reason):
         check_engine(config(data_parallel_size=8, **settings), "cuda")
-    check_engine(config(**settings | {"data_parallel_size_local": 1}), "cuda")  # of an engine without them
+    check_engine(config(**settings | {"data_parallel_size_local": 1}), "cuda")  # it has no ranks
 
 
 ATTENTION: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -432,7 +432,7 @@ MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 1}
 @pytest.mark.parametrize(
     ("role", "drafting", "drafts", "asynchronous"),
     [
-        ("decode", NGRAM, True, False),  # required by vLLM
+        ("decode", NGRAM, True, False),  # vLLM requires it
         ("decode", MTP, True, True),
         ("prefill", NGRAM, False, True),
         ("prefill", MTP, True, True),  # NIXL rejects two engines that differ in it

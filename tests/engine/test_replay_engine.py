@@ -118,7 +118,7 @@ def test_the_engine_reproduces_the_captured_text(
     out = tmp_path / "validation.json"
     monkeypatch.setattr(replay_command, "EnginePool", lambda *_: nullcontext(pool))
     monkeypatch.setattr(sys, "argv", ["simulator_validation", *arguments(prompts, work, out, **options)])
-    for name, value in IN_PROCESS.items():  # for the capture, if the first test has not made it
+    for name, value in IN_PROCESS.items():  # the capture needs them, if the first test has not made it
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         run(simulator_validation)

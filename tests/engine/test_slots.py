@@ -80,7 +80,7 @@ class Runner:
             config, CountedGroup(1, 32, "model.layers.1.attn"), num_blocks=8
         )
         self.worker_side.capture, self.worker_side.timer = self.capture, StepTimer("cpu")
-        connector: Any = object.__new__(EldrConnector)  # without NIXL's agent
+        connector: Any = object.__new__(EldrConnector)  # a connector without NIXL's agent
         connector.__dict__ |= {
             "kv_transfer_config": transfer,
             "connector_worker": Worker(),
@@ -118,7 +118,7 @@ class Runner:
         with override_forward_context(context):
             self.vllm.pre_forward(self.scheduler_output(tokens, requests), batch, attn_metadata=attention)
         self.vllm.finish_forward()
-        with override_forward_context(ForwardContext({}, {}, {})):  # empty, as in V2
+        with override_forward_context(ForwardContext({}, {}, {})):  # the context is empty, as in V2
             return self.vllm.post_forward(set())
 
 

@@ -118,7 +118,7 @@ def test_a_prefill_engine_with_a_drafter_counts_only_its_prompts(
 ) -> None:
     report = run("prefill")
     assert report["drafting"]
-    assert [len(output) for output in report["outputs"]] == [1] * len(PROMPTS)  # although more were requested
+    assert [len(output) for output in report["outputs"]] == [1] * len(PROMPTS)  # more were requested
     for prompt, packed in zip(PROMPTS, report["prompt_counts"], strict=True):
         expected = np.zeros((tiny_model.LAYERS, tiny_model.EXPERTS), int)
         for token in choices(prompt):

@@ -11,7 +11,8 @@ from benchmarks.lib.families import FAMILIES
 from tests.engine.scripts import run_script
 from tests.engine.transfer_script import TOKENS
 
-CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}  # per token: layers x top-k
+# Choices of a token: layers x top-k.
+CHOICES = {"GPT-OSS": 4 * 4, "Gemma-4": 6 * 2, "Llama-4": 4, "Qwen3-Next": 4 * 4}
 RECURRENT = {"Qwen3-Next"}  # NIXL leaves a prompt's last token to the decode engine
 
 

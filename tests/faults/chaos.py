@@ -39,7 +39,7 @@ SETTLE_S = 35.0  # KV blocks of a disconnected request are held for up to 30 s
 _PROMPTS = 16
 _INGRESSES = 2
 _STATUS_TRIES = 40  # maximum status requests until every ingress has answered, since the kernel chooses one
-_WARM_S, _SAMPLE_PERIOD_S = 20.0, 5.0  # until processes are warm, and between samples of event loops
+_WARM_S, _SAMPLE_PERIOD_S = 20.0, 5.0  # time until processes are warm, and between samples
 _RUNNING = ("ray_vllm_num_requests_running", "ray_vllm_num_requests_waiting")
 _STREAMS, _STREAM_TOKENS = 4, 400  # streams that run while leases are compared
 

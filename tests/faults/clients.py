@@ -118,14 +118,14 @@ class Connection:
     scope: dict[str, Any]
     body: bytes
     _last_arrival_s: float = 0.0
-    _unread_bytes: int = 0  # sent by the ingress, and not yet read by the client
+    _unread_bytes: int = 0  # bytes that the ingress has sent and the client has not read
     _body_sent: bool = False
     _is_closed: bool = False  # the client has closed it
     _is_over: bool = False  # the ingress has closed it
 
     def __post_init__(self) -> None:
         self._client = current()
-        self._messages: deque[dict[str, Any]] = deque()  # that have arrived at the client
+        self._messages: deque[dict[str, Any]] = deque()  # messages that have arrived at the client
         self._has_message = asyncio.Event()
         self._disconnected, self._has_room = asyncio.Event(), asyncio.Event()
         if self.ingress.alive:

@@ -145,7 +145,7 @@ class PrefillEngine(BlockEngine):
         self.prolong(engine_id)
         self._names.hold({engine_id: request.id})
         self._free_abandoned()
-        await asyncio.sleep(self.time_s(0.001))  # from the engine's core to its front end
+        await asyncio.sleep(self.time_s(0.001))  # time from the engine's core to its front end
         where = {"engine": self.name, "prompt": engine_id, "blocks": blocks}
         return PrefilledPrompt(
             np.asarray(prompt, np.uint32), {EXPERT_COUNTS_KEY: expert_counts_of(prompt)} | where
@@ -210,7 +210,7 @@ class DecodeEngine(BlockEngine):
         generated = _tokens(request.generated)
         prompt = (_tokens(request.token_ids) or prompt_of(fields)) + generated
         self.fail_if_sick(request)
-        source = request.kv_transfer_params  # where another engine holds the blocks
+        source = request.kv_transfer_params  # the place where another engine holds the blocks
         beats = asyncio.create_task(self._prolong(source)) if source else None
         blocks: list[int] = []
         try:

@@ -275,7 +275,7 @@ MUTATIONS = (
     Mutation(
         "a client that leaves is not noticed",
         "eldr_serve.ingress.admission",
-        "answering.cancel()  # does nothing if it is done",
+        "answering.cancel()  # this has no effect on a task that is done",
     ),
 )
 
@@ -378,7 +378,7 @@ def search(mutations: list[Mutation], seeds: int, processes: int) -> Iterator[De
     would inherit the pipes of any program that the caller starts, and this program would then wait until the
     process ends.
     """
-    _import_again()  # once here, for all modules that the serving code imports
+    _import_again()  # this imports once what the serving code imports
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(mutations))
     running: dict[Connection, tuple[Mutation, BaseProcess]] = {}

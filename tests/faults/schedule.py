@@ -66,7 +66,7 @@ def draw_scripts(rng: random.Random) -> list[ClientScript]:
         )
         scripts.append(script)
         if rng.random() < 0.1:
-            scripts.append(script)  # sent twice
+            scripts.append(script)  # the client sends it twice
     return sorted(scripts, key=lambda script: script.at_s)
 
 

@@ -67,7 +67,7 @@ def run_seed(
     """
     logging.disable(logging.CRITICAL)
     gc.freeze()
-    gc.disable()  # so that objects are finalized at the same moments in each run
+    gc.disable()  # then objects are finalized at the same moments in each run
     try:
         rng = random.Random(seed)
         loop = VirtualLoop(random.Random(rng.random()))  # type: ignore[abstract]
@@ -95,7 +95,7 @@ class _Simulation:
     def __init__(self, run: Run, world: World, requests: list[ClientScript], rng: random.Random) -> None:
         self.run, self.world, self.requests, self.rng = run, world, requests, rng
         self.checks = Checks(run, world)
-        self._long_streams: list[asyncio.Task[RequestOutcome]] = []  # run while leases are compared
+        self._long_streams: list[asyncio.Task[RequestOutcome]] = []  # streams that run during comparisons
 
     async def run_phases(self, provokes: bool) -> None:
         """Run the phases of the module's docstring.

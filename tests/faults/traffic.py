@@ -110,7 +110,7 @@ class ClientLoad:
             sent = await self._send_one()
             self._ended(sent)
             if sent.kind in ("not connected", "http 503", "http 429"):
-                await asyncio.sleep(self._rng.uniform(0.2, 0.6))  # as a client would
+                await asyncio.sleep(self._rng.uniform(0.2, 0.6))  # a client would wait, too
 
     async def _send_one(self) -> Sent:
         """Send a random request, whose client may disconnect, and return how it ended."""
@@ -239,7 +239,7 @@ def bodies(
         if kind == "logprobs":
             body["logprobs"] = 2
         if kind == "stop":
-            body |= {"stop": None, "max_tokens": max_tokens}  # replaced once the answer is known
+            body |= {"stop": None, "max_tokens": max_tokens}  # they are replaced once the answer is known
         requests.append((_CHAT if kind == "chat" else _TEXT, body))
     return requests
 

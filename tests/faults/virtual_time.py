@@ -63,7 +63,7 @@ class Process:
         self.steps = 0
         self.ready: deque[asyncio.Handle] = deque()
         self.tasks: dict[asyncio.Task[Any], None] = {}
-        self._traps: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by step
+        self._traps: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # step -> callbacks
         self.context = copy_context()
         self.context.run(_process.set, self)
 
@@ -268,7 +268,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         process = runnable[int(self._rng.random() * len(runnable))]
         ready = process.ready
         for _ in range(len(ready)):
-            if not ready or process.stopped:  # killed or stopped by its last step
+            if not ready or process.stopped:  # its last step has killed or stopped it
                 break
             handle = ready.popleft()
             if not handle.cancelled():

@@ -80,7 +80,7 @@ async def send(case: FuzzCase, host: str, port: int, limit_s: float) -> Outcome:
     except TimeoutError:
         is_late = True
     except OSError:
-        pass  # closed before everything was sent, as for a body that is too large
+        pass  # the server closes early, for example if a body is too large
     status_line = _STATUS.match(answer)
     status = int(status_line.group(1)) if status_line else 0
     problem = _find_problem(case, status, bytes(answer), is_late, limit_s)

@@ -39,7 +39,7 @@ def _collect(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[
     def take(example: Any) -> None:
         examples.append(example)
 
-    with suppress(Unsatisfiable):  # raised if nothing can be invalid, as in a call without parameters
+    with suppress(Unsatisfiable):  # nothing can be invalid, for example in a call without parameters
         take()
     return examples[:count]
 

@@ -127,7 +127,7 @@ async def an_answer_is_a_stream_that_ends(subject: Subject) -> None:
     assert sent.tokens == 4, sent.parts
     assert len(sent.ids) == 4 * 4, sent.parts
     assert sent.payload.endswith(b"data: [DONE]\n\n"), sent.payload
-    assert len(sent.parts) > 1  # streamed while it is generated
+    assert len(sent.parts) > 1  # the answer is streamed while it is generated
 
 
 async def an_answer_of_a_prompt_that_another_engine_holds_is_the_same(subject: Subject) -> None:

@@ -111,7 +111,7 @@ class FakeFleet(Fleet):
             call.on_ended(None)
         else:
             sent.running = asyncio.create_task(self._run(sent, call))
-            sent.running.add_done_callback(lambda task: call.on_ended(None))  # if it never began
+            sent.running.add_done_callback(lambda task: call.on_ended(None))  # the task may never have begun
         return call
 
     async def _run(self, sent: Sent, call: Call) -> None:

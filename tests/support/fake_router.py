@@ -69,7 +69,7 @@ def release(state: RouterState, *names: str) -> None:
     """End requests, and place the requests that wait for a free worker."""
     for name in names:
         state.leases.finish(name)
-    state.leases.place([])  # as an iteration of the event loop does
+    state.leases.place([])  # each iteration of the event loop does so
 
 
 def ingress_lease(name: str, worker: str, ingress: str = "c", **fields: Any) -> Lease:

@@ -103,7 +103,7 @@ class FakeService:
         self.in_flight += 1
         try:
             return await self._stream(request, body["max_tokens"])
-        finally:  # also if the client disconnects
+        finally:  # this runs even if the client disconnects
             self.in_flight -= 1
 
     async def _stream(self, request: web.Request, tokens: int) -> web.StreamResponse:

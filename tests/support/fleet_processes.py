@@ -29,7 +29,7 @@ from tests.support.engine_server import COUNTS
 from tests.support.fake_router import FakeActor, wait_until
 
 Fleet = Mapping[str, Mapping[str, Any]]  # metadata that each replica of a deployment reports to Serve
-ReadLine = Callable[[], Awaitable[Any]]  # reads the next line of a process
+ReadLine = Callable[[], Awaitable[Any]]  # function that reads the next line of a process
 _APPLICATION = "processes"
 
 

@@ -77,7 +77,7 @@ class FakeRouterClient:
         self.leases: set[str] = set()
         self.releases: list[bool] = []  # whether the answer was complete
         self.tokens: list[int] = []
-        self.cached_tokens = 0  # of each lease
+        self.cached_tokens = 0  # cached tokens of each lease
 
     async def place(
         self,

@@ -23,7 +23,7 @@ STREAMING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 ALONE = ("logprob_token_ids",)
 # Fields that constrain the text, which then often has several, almost equally likely, sequences of tokens.
 CONSTRAINING = ("response_format", "structured_outputs")
-READ = ("/v1/models", "/health", "/ping", "/version")  # by GET
+READ = ("/v1/models", "/health", "/ping", "/version")  # paths that GET reads
 Fields = dict[str, Any]
 
 # Without another value, every request has these fields.

@@ -101,7 +101,7 @@ def test_a_one_rank_engine_is_one_process_on_cpu_and_optionally_on_a_gpu(
     args = arguments(name)
     args["decode_config"]["engine_kwargs"] |= settings
     config = engines(build_app(args))[1].init_kwargs["llm_config"]
-    engine_config = pickle.loads(pickle.dumps(config)).get_engine_config()  # as in the replica
+    engine_config = pickle.loads(pickle.dumps(config)).get_engine_config()  # a replica does so
     assert engine_config.get_initialization_kwargs()["distributed_executor_backend"] == executor
     environment = engine_config.runtime_env["env_vars"] if engine_config.runtime_env else {}
     assert environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == ("0" if executor == "uni" else None)
@@ -130,7 +130,7 @@ def test_the_router_starts_with_the_table_in_the_file_and_the_timeout_of_its_que
     app = build_app(arguments("cpu_demo") | {"router": router, "path": {"queue_timeout_s": 7.0}})
     spec = app._bound_deployment.init_kwargs["router_settings"]
     assert spec.table == unit_table(2, model="eldr-demo").to_bytes()
-    assert spec.queue_timeout_s == 7.0  # of the section `path`
+    assert spec.queue_timeout_s == 7.0  # value of the section `path`
 
 
 def test_the_cluster_file_passes_rays_own_validation() -> None:

@@ -91,7 +91,7 @@ GRAPH = {module: set(_imported_modules(module)) for module in FILES}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    TopologicalSorter(GRAPH).prepare()  # raises CycleError, with the circle
+    TopologicalSorter(GRAPH).prepare()  # this raises CycleError, with the circle
 
 
 @pytest.mark.parametrize("part", PARTS)

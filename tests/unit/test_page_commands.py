@@ -85,7 +85,7 @@ TEST_BY_COMMAND = {
     "eldr simulate --config scenario.yaml --cost": (
         "tests/e2e/test_foreign_application.py::test_parallel_simulations_give_the_results_of_sequential_ones"
     ),
-    "haproxy": "tests/unit/ingress/test_front.py::test_requests_wait_while_no_ingress_listens",
+    "haproxy": "tests/unit/ingress/test_haproxy.py::test_requests_wait_while_no_ingress_listens",
     "locust": (
         "tests/unit/loadgen/test_locust.py::test_an_open_loop_sends_by_the_clock_and_records_every_request"
     ),
@@ -233,7 +233,7 @@ def test_commands_of_the_pages_that_need_no_service_run(folder: Path) -> None:
     assert len(lines) > 12
     for line in sorted(lines, key=lambda line: RUN_WITHOUT_SERVICE.index(entry_of(line) or "")):
         if entry_of(line) == "eldr keys":
-            continue  # below, in the order of their use
+            continue  # they run below, in the order of their use
         if "--copy" in line:
             (folder / "my_deployment.yaml").unlink()
         if "--cluster-of" in line:
@@ -266,7 +266,7 @@ async def test_commands_of_the_pages_that_operate_a_service_run(folder: Path) ->
             done = await asyncio.to_thread(eldr, line, "--url", root, ELDR_ADMIN_KEY=KEY)
             assert done.exit_code == 0, f"{line}: {done.output}"
             if line == "eldr status":
-                assert not re.search(r"\.\d{8}|\(\)", done.output)  # readable
+                assert not re.search(r"\.\d{8}|\(\)", done.output)  # the output is readable
         assert actor.state.settings.table_version == 1
         assert actor.state.settings.policy in ("shortest-queue", "locality-band")
         for line in sorted(lines_of("curl -X"), reverse=True):  # PUT, then DELETE

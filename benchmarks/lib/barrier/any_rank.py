@@ -15,7 +15,7 @@ from eldr_serve.engine.calls import GenerationReport
 from eldr_serve.engine.protocol import Engine, EngineRequest, Send
 from eldr_serve.engine.vllm.backend import VllmBackend
 
-HEADER = "x-any-rank"  # of a client's request whose rank vLLM chooses
+HEADER = "x-any-rank"  # a request with this header goes to the rank that vLLM chooses
 
 
 class AnyRankBackend(VllmBackend):

@@ -253,7 +253,7 @@ def vllm_products(w13: Tensor, w2: Tensor) -> Products:
 
     Each (token, expert) pair is a row with one expert, so that a rank computes only its own pairs.
     """
-    from eldr_serve.engine.vllm.compat.moe import fused_moe  # needed only here
+    from eldr_serve.engine.vllm.compat.moe import fused_moe  # only this function needs it
 
     fused = fused_moe(w13, w2)
 

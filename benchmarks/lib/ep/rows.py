@@ -10,9 +10,9 @@ import numpy as np
 from loadgen.statistics import median_ci, paired_change_percent
 
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
-BASE = "linear, none"  # at replication 1
+BASE = "linear, none"  # name of the baseline's arm, at replication 1
 EVEN = "eplb, even"
-BY_EXPERTS = "by experts"  # at the end of an arm's name
+BY_EXPERTS = "by experts"  # end of an arm's name
 _PAPERS: dict[str, dict[str, Any]] = {
     # METRO, from replication 1.5: EPLB's even spread against no replicas, and METRO's choice against EPLB's.
     EVEN: {"paper_experts_pct": 30.0, "paper_step_pct": 14.0},

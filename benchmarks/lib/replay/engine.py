@@ -53,8 +53,8 @@ class StepRecords:
     seconds: list[float] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
     kv_tokens: list[int] = field(default_factory=list)
-    experts: list[int] = field(default_factory=list)  # summed over MoE layers
-    slowdown: list[float] = field(default_factory=list)  # of the core, which divides `seconds`
+    experts: list[int] = field(default_factory=list)  # active experts, summed over MoE layers
+    slowdown: list[float] = field(default_factory=list)  # factors by which `seconds` are divided
 
     def extend(self, other: StepRecords) -> None:
         """Append another run's steps."""

@@ -97,7 +97,7 @@ class ReplayCase:
     requests: NDArray[np.int64]  # index into the capture, by job
     arrival_s: NDArray[np.float64]
     outcomes: dict[str, Outcome]
-    replayed_tpot_s: dict[str, NDArray[np.float64]]  # by arm, [repeats, jobs]
+    replayed_tpot_s: dict[str, NDArray[np.float64]]  # times of each arm, [repeats, jobs]
     replayed_first_s: dict[str, NDArray[np.float64]]  # arrival to the end of the first decode step
     steps: dict[str, StepRecords]
 
@@ -179,7 +179,7 @@ class ReplayExperiment:
             prompts, work, requests=requests, output_tokens=output_tokens, seed=seed, device=device
         )
         self._output_tokens = output_tokens
-        self._experts_by_truth: dict[bool, Experts] = {}  # with true decode activations or not
+        self._experts_by_truth: dict[bool, Experts] = {}  # experts with and without true decode activations
         self._seed = seed
         self._rng = np.random.default_rng(seed)
         self._probe_s: float = journal.get_or_put("probe_s", engine_pool.probe_s)
@@ -277,7 +277,7 @@ class ReplayExperiment:
         for pool in (domains != "", domains == single[0], domains == single[-1], domains != ""):
             for size in fit_batches(requests):
                 chosen = self._rng.choice(np.flatnonzero(pool), size)
-                gaps = self._rng.exponential(0.02, size)  # so that the batch fills and empties
+                gaps = self._rng.exponential(0.02, size)  # such gaps let the batch fill and empty
                 arrivals = [
                     ReplayArrival(f"fit{n}", float(t), self.data.tokens[i], self._output_tokens, int(i))
                     for n, (i, t) in enumerate(zip(chosen, np.cumsum(gaps), strict=True))

@@ -22,7 +22,7 @@ SHRINK = 32  # divisor of a trace's prompts: one of its blocks is half of an eng
 SHRINK_ANSWERS = 8
 TURNS = range(3, 13)  # number of turns of a session
 SESSION_BLOCKS = 32  # maximum blocks of the trace: 512 tokens here
-CHARS_PER_TOKEN = 2.5  # of the demo model's tokenizer
+CHARS_PER_TOKEN = 2.5  # ratio of the demo model's tokenizer
 APPLICATIONS = 24
 SYSTEM_CHARS = 640  # 256 tokens, eight of an engine's blocks
 

@@ -36,7 +36,7 @@ from offline.simulation.requests import Requests
 from offline.simulation.run import simulate
 
 SLOTS = 32
-LOAD = 1.5  # relative to slot capacity, so that requests wait even in a lull of the trace
+LOAD = 1.5  # load relative to slot capacity, so that requests wait even in a lull of the trace
 COST = StepCost(fixed_s=0.04, per_request_s=0.0, per_kv_token_s=8e-7, per_expert_s=0.0)
 TURNS = 12  # minimum uses of every slot
 STEPS = 1000  # minimum decode steps; short answers (28 tokens in Azure's code trace) need many turns

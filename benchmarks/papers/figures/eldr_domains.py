@@ -51,7 +51,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "marginal-cost": ("marginal-cost", {}),
     "marginal-cost, affinity 0": ("marginal-cost", {"affinity": 0.0}),
 }
-_COSTS = {  # on an H100: by the bytes that it reads, and fitted to NVIDIA's kernel times (gpu_cost.json)
+_COSTS = {  # costs on an H100: by the bytes that it reads, and fitted to NVIDIA's times (gpu_cost.json)
     "deepseek-v2-lite": StepCost(
         fixed_s=2.0e-3, per_request_s=6.0e-6, per_kv_token_s=1.0e-8, per_expert_s=5.7e-6
     ),

@@ -37,7 +37,7 @@ from offline.scenario import read_calibration_trace
 
 RANKS = 8
 RATIOS = (1.0, 1.125, 1.25, 1.5)
-BATCHES = 40  # drawn for each seed
+BATCHES = 40  # batches drawn for each seed
 
 # An A100: 1.555 TB/s and 312 TFLOP/s at 40 %, which makes the FFN about as long as in Figure 6 (281 to
 # 370 us); Qwen3-30B-A3B's layer of 128 experts, 8 per token, 2 bytes per weight.

@@ -33,7 +33,7 @@ _CONCENTRATION = 0.3  # concentration of the Dirichlet mix: one or two domains d
 # Qwen3-30B-A3B in bf16: 3 matrices of 2048 x 768 per expert, hidden states of 2048.
 EXPERT_BYTES = 3 * 2048 * 768 * 2.0
 TOKEN_BYTES = 2048 * 2.0
-_FLOPS = 2 * 3 * 2048 * 768  # per token and expert
+_FLOPS = 2 * 3 * 2048 * 768  # operations of one expert for one token
 
 
 def _cluster(hbm: float, flops: float, near: float, far: float) -> tuple[LayerCost, Links]:

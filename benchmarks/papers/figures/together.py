@@ -28,7 +28,7 @@ from offline.simulation.run import simulate
 
 WORKERS = 16
 SLOTS = 32
-LOADS = (0.85, 1.2)  # relative to slot capacity
+LOADS = (0.85, 1.2)  # loads relative to slot capacity
 POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("shortest-queue", {}),
     ("least-tokens", {}),

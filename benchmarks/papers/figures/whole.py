@@ -54,14 +54,14 @@ from offline.simulation.run import simulate
 
 WORKERS = (8, 16)
 BATCH = 16  # target batch size of the arrivals, without cached prefixes
-LOAD = 0.9  # relative to BATCH
+LOAD = 0.9  # load relative to BATCH
 PER_WORKER = 200  # requests per worker
 CALIBRATION = 300  # prompts to fit the predictor
 SHRINK = 16  # divisor of a trace's prompt lengths
 SHRINK_ANSWERS = 4
 BLOCK = BLOCK_TOKENS // SHRINK  # tokens, as in the deployments on CPU
 CACHE_BLOCKS = 2000  # 64,000 tokens
-APPLICATIONS, SYSTEM_BLOCKS = 96, 32  # together more than a worker's cache
+APPLICATIONS, SYSTEM_BLOCKS = 96, 32  # their prompts are together more than a worker's cache
 OUR_COST = replace(COST, per_prompt_token_s=PREFILL.per_token_s)
 METRICS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
 

@@ -50,7 +50,7 @@ def parse_adapters(
             )
         names.add(module.name)
         if folder := model_folder(module.path):
-            module.path = folder  # absolute: replicas run elsewhere
+            module.path = folder  # the path is absolute, since replicas run elsewhere
             _check_rank(module, kwargs.get("max_lora_rank") or LoRAConfig.max_lora_rank)
         elif model_is_here:
             raise ConfigurationError(

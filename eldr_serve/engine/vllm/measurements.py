@@ -34,10 +34,10 @@ class EngineMeasurements:
     def __init__(self) -> None:
         self.kv_usage: dict[int, float] = {}
         self._lock = threading.Lock()
-        self._sums: defaultdict[int, StepSums] = defaultdict(StepSums)  # by rank
-        self._records: defaultdict[int, _Records] = defaultdict(list)  # by rank
+        self._sums: defaultdict[int, StepSums] = defaultdict(StepSums)  # sums of each rank
+        self._records: defaultdict[int, _Records] = defaultdict(list)  # records of each rank
         self._awaited: dict[str, asyncio.Future[PromptCounts]] = {}
-        self._prefixes: TrackedBlocks | None = None  # until the engine reports any
+        self._prefixes: TrackedBlocks | None = None  # None until the engine reports blocks
 
     def add_steps(self, steps: _Records, prompt_steps: _Records, rank: int = 0) -> None:
         """Add a rank's records of decode steps and of steps that computed prompts (see EldrStats).

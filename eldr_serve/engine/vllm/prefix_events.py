@@ -39,7 +39,7 @@ class PrefixEvents(EventPublisher):
         super().__init__()
         self._group = group
         self._block_tokens = block_tokens
-        self._ids: dict[Any, bytes] = {}  # by vLLM's hash
+        self._ids: dict[Any, bytes] = {}  # vLLM's hash of a block -> our id
         self._copies: dict[Any, int] = {}  # blocks with equal content, which requests computed concurrently
         self._tracked = TrackedBlocks()
 

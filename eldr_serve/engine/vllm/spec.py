@@ -46,7 +46,7 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
     source = loading.get("model_source")
     folder = model_folder(source) if isinstance(source, str) else None
     if folder:
-        loading["model_source"] = folder  # absolute: replicas run elsewhere
+        loading["model_source"] = folder  # the path is absolute, since replicas run elsewhere
         config.setdefault("callback_config", {"callback_class": LocalModel})
     accelerator = (config.get("accelerator_config") or {}).get("kind", "gpu")
     arguments = config["engine_kwargs"]

@@ -43,7 +43,7 @@ class EldrWorkerExtension:
     def _live_experts(self) -> LiveExperts:
         """Return the LiveExperts of this worker; raise ValueError if its experts cannot be moved."""
         if self._eldr_experts is None:
-            from eldr_serve.engine.vllm.compat.ep import live_experts  # imports vLLM's MoE layers
+            from eldr_serve.engine.vllm.compat.ep import live_experts  # this imports vLLM's MoE layers
 
             self._eldr_experts = live_experts(self.vllm_config, self.eldr_called_together)
         return self._eldr_experts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MetroPlan
 
-_NOT_A_HOST = 1 << 30  # larger than any load
+_NOT_A_HOST = 1 << 30  # value larger than any load
 
 
 class TorchMetro:

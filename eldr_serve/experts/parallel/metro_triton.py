@@ -16,7 +16,7 @@ from torch import Tensor
 from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MetroPlan
 
 _EXPERT_LOAD = tl.constexpr(EXPERT_LOAD)
-_NOT_A_HOST = tl.constexpr(1 << 30)  # larger than any load
+_NOT_A_HOST = tl.constexpr(1 << 30)  # value larger than any load
 _SEVERAL_HOSTS = tl.constexpr(-2)
 
 

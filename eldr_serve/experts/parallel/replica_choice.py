@@ -243,6 +243,6 @@ def _metro_class(device: torch.device) -> type[TorchMetro]:
     """Return the implementation for the device."""
     if device.type != "cuda":
         return TorchMetro
-    from eldr_serve.experts.parallel.metro_triton import TritonMetro  # installed only with CUDA
+    from eldr_serve.experts.parallel.metro_triton import TritonMetro  # Triton is installed only with CUDA
 
     return TritonMetro  # type: ignore[return-value]  # same interface

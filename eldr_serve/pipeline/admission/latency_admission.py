@@ -65,7 +65,7 @@ class LatencyAdmission:
         self._predictor = predictor
         self._recorder = recorder
         self._clock = clock
-        self._retries = RetryTimes(clock=clock)  # one unit for each request
+        self._retries = RetryTimes(clock=clock)  # its amounts are numbers of requests
         self._trial_at_s = -math.inf  # time of the newest trial, or of the first refusal
 
     async def admit(self, context: RequestContext) -> AdmissionResult:
@@ -77,8 +77,8 @@ class LatencyAdmission:
         if not context.request.objective or context.is_retry:
             return AdmissionResult()
         loads = await request_decode_loads(self._router_client, context, self._fleets.decode)
-        # While there is room, nothing is awaited from here until the prompt is in a queue. So the prediction
-        # includes the requests that were admitted just before.
+        # While there is room, nothing is awaited from here until the prompt is in a queue, so that the
+        # prediction includes the requests that were admitted just before.
         num_tokens = self._prefill_admission.estimate_tokens(context)
         other_s = self._clock() - context.record.started_at_s + self._router_client.queue_wait_s
         latencies = self._predictor.predict(num_tokens, loads, other_s)
@@ -110,7 +110,7 @@ class LatencyAdmission:
         self, context: RequestContext, latencies: WorkerLatencies, prediction: LatencyPrediction
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the delays after which the objective's TTFT and TPOT could be met, by worker, s."""
-        objective, num_returning = context.request.objective, self._retries.tokens
+        objective, num_returning = context.request.objective, self._retries.amount
         ttft_delays: dict[str, float] = {}
         tpot_delays: dict[str, float] = {}
         if objective.ttft_s is not None:
@@ -126,9 +126,8 @@ class LatencyAdmission:
     ) -> None:
         """Refuse the request, or return without an error if it is admitted as a trial.
 
-        If even an idle engine is predicted to miss the objective, and all such requests were refused, nothing
-        would be measured and the prediction would never change. So one request is admitted if none was
-        measured for _TRIAL_S.
+        If even an idle engine is predicted to miss the objective, one request is admitted once none has been
+        measured for _TRIAL_S, because without measurements the prediction would never change.
 
         Raises:
             OverloadedError: with the time after which the objective could be met.

@@ -40,10 +40,10 @@ class WorkerLatencies:
 class LatencyPredictor:
     """Predicts the latencies of one ingress's requests.
 
-    - The TTFT is predicted for each worker that prefills. It is the time to compute earlier prompts and the
+    - The TTFT is predicted for each worker that prefills, as the time to compute earlier prompts and the
       uncached tokens of this one, plus the waits for a decode worker and for a slot of its engine.
-    - The TPOT is predicted for each decode worker. It is the time of a step with this request and with an
-      even share of the requests that have no worker yet.
+    - The TPOT is predicted for each decode worker, as the time of a step with this request and with an even
+      share of the requests that have no worker yet.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class LatencyPredictor:
     def _predict_compute_s(self, loads: DecodeLoads | None, num_tokens: float) -> dict[str, float]:
         """Return the time that each worker needs for the prompt, s; empty until a rate is measured.
 
-        A rate counts all tokens of prompts, including those in the prefix cache. If the router knows how many
-        tokens of this prompt a worker has cached, the uncached tokens are divided by the mean uncached share
-        of prompts.
+        If the router knows how many tokens of this prompt a worker has cached, the uncached tokens are
+        divided by the mean uncached share of prompts, because a rate counts all tokens of prompts, including
+        those in the prefix cache.
         """
         queues, names = self._queues, self._fleets.prefill_capable.live_names
         if not queues.is_measured(names):
@@ -141,7 +141,7 @@ class LatencyPredictor:
         """Return a worker's step time for a batch of this size, s; the mean KV length counts this request."""
         assert loads is not None
         workers, row = loads.workers, loads.workers.rows[worker]
-        batch = min(batch, self._decode_starts.slots(worker) or math.inf)
+        batch = min(batch, self._decode_starts.num_slots(worker) or math.inf)
         kv_tokens = (int(workers.kv_tokens[row]) + num_tokens) / (int(workers.in_flight[row]) + 1) * batch
         return loads.step.seconds(batch, kv_tokens)
 
@@ -175,8 +175,8 @@ class LatencyPredictor:
     ) -> dict[str, float]:
         """Return the delay after which the TPOT at each decode worker meets a bound, s.
 
-        After the delay, enough of the worker's requests have ended. The delay is inf if even a request that
-        runs alone exceeds the bound.
+        After the delay, so many of the worker's requests have ended that a step is short enough. The delay is
+        inf if even a request that runs alone exceeds the bound.
 
         Args:
             num_returning: number of refused requests that return before this one.

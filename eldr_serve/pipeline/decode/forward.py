@@ -23,7 +23,7 @@ async def forward(fleet: Fleet, outliers: OutlierDetector, request: EngineReques
         raise OverloadedError("no decode replica can be reached: send the request again")
     worker = min(outliers.usable_names, key=lambda name: (open_calls[name], random.random()))
     call = fleet.call(worker, request.method, request)
-    call.set_timeouts(timeout_s, timeout_s)  # from now: it waits for no slot
+    call.set_timeouts(timeout_s, timeout_s)  # the times count from now, since the call waits for no slot
     try:
         answer = await call.read()
     except CallTimeoutError as error:

@@ -36,7 +36,7 @@ class MoveLimiter:
             return False
         targets = set(self._decode.live_names).difference(drained_workers, [worker])
         # Answers that are moving already will need a slot too.
-        if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.free_slots, targets))):
+        if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.num_free_slots, targets))):
             return False
         drained_workers.append(worker)
         self._moving.add(context.request_id)

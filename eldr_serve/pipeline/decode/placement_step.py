@@ -114,8 +114,10 @@ class PlacementStep:
     def _workers_to_avoid(self, context: RequestContext, prompt: Prompt) -> tuple[str, ...]:
         """Return the workers to avoid.
 
-        These are workers that failed this request or left while they answered it, other ranks of their
-        replicas, ejected workers, and those that would compute the prompt or the answer too late.
+        - workers that failed this request or left while they answered it
+        - other ranks of their replicas
+        - ejected workers
+        - workers that would compute the prompt or the answer too late
         """
         past_workers = (*context.failures.decode_workers, *context.drained_workers)
         replicas, usable_workers = set(map(replica_of, past_workers)), set(self._outliers.usable_names)

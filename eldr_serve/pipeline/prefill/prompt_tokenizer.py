@@ -18,14 +18,14 @@ from eldr_serve.request import RequestFields, conversation, has_several_prompts
 
 logger = logging.getLogger(__name__)
 
-_LONG = 4096  # characters; a longer prompt is tokenised in a thread
+_MAX_CHARACTERS_IN_LOOP = 4096  # maximum characters of a prompt that is tokenised without a thread
 
 
 class PromptTokenizer:
     """The served model's tokenizer, loaded in the ingress.
 
-    The ids of a chat come from the texts of its messages, without the chat template. Predictions depend on
-    how often each token occurs, and the template's tokens occur in every prompt.
+    The ids of a chat come from the texts of its messages, without the chat template, because predictions
+    depend on how often each token occurs, and the template's tokens occur in every prompt.
 
     Args:
         source: folder with the model's tokenizer.json, or the model's name on the hub.
@@ -46,7 +46,7 @@ class PromptTokenizer:
         return await asyncio.to_thread(tokenizer_fingerprint, self._tokenizer.get_vocab())
 
     async def size(self) -> int:
-        """Return the vocabulary size, above all token ids; load the tokenizer if needed."""
+        """Return the number of token ids, one more than the largest id; load the tokenizer if needed."""
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load)
         return 1 + max(self._tokenizer.get_vocab().values())
@@ -69,14 +69,14 @@ class PromptTokenizer:
         """Return the token ids, uint32[n]; None for several prompts, embeddings or an unloaded tokenizer."""
         messages = conversation(fields) if fields.prompt is None else None
         if isinstance(messages, list):
-            text, special = "\n".join(_texts(messages)), False
+            text, special = "\n".join(_message_texts(messages)), False
         elif isinstance(fields.prompt, str):
             text, special = fields.prompt, True
         else:
             return _parse_token_ids(fields.prompt)
         if self._tokenizer is None or not text:
             return None
-        if len(text) > _LONG:
+        if len(text) > _MAX_CHARACTERS_IN_LOOP:
             return await asyncio.to_thread(self._encode, text, special)
         return self._encode(text, special)
 
@@ -96,7 +96,7 @@ def _parse_token_ids(prompt: Any) -> NDArray[np.uint32] | None:
         return None
 
 
-def _texts(messages: list[Any]) -> Iterator[str]:
+def _message_texts(messages: list[Any]) -> Iterator[str]:
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):

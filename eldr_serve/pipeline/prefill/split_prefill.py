@@ -210,7 +210,7 @@ class SplitPrefill:
     async def _wait_for_kv_room(self, context: RequestContext, num_tokens: float) -> bool:
         """Wait until a prefill replica has room; return False if a decode engine must prefill the prompt.
 
-        That is so while no prefill replica can be reached. Then requests proceed in order of arrival, at a
+        That is so while no prefill replica can be reached; requests then proceed in order of arrival, at a
         limited rate.
         """
         clock = asyncio.get_running_loop().time

@@ -34,8 +34,8 @@ class WholePrefill:
     async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
-        If an answer arrives only as a whole, it does not show when its prompt has been computed. Such
-        prompts are not counted in the queue.
+        A prompt whose answer arrives only as a whole is not counted in the queue, because such an answer does
+        not show when its prompt has been computed.
 
         Raises:
             OverloadedError: no decode engine has room.

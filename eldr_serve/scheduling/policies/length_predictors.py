@@ -166,7 +166,7 @@ class BoostedTrees:
         self._refit_every = refit_every
         self._age_step = age_step
         self._num_learnt = 0
-        self._mean_output: float | None = None  # exponentially weighted
+        self._mean_output: float | None = None  # exponentially weighted mean
         self._window: deque[tuple[int, int]] = deque(maxlen=64)  # (prompt, output) tokens
         self._recent = np.zeros(5)
         self._trees: tuple[Any, Any] | None = None

@@ -227,7 +227,7 @@ class MarginalCost(Policy):
         self._generated.update((name, n) for name, n in generated_tokens.items() if name in running)
 
     def on_aborted(self, request_id: str) -> None:
-        self._generated.pop(request_id, None)  # not the length of an answer
+        self._generated.pop(request_id, None)  # this is not the length of an answer
         super().on_aborted(request_id)
 
     def on_finished(self, request_id: str) -> None:

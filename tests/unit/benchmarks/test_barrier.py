@@ -111,7 +111,7 @@ def test_lengths_are_scaled_to_their_means_and_limited() -> None:
     scale = TraceScale(prompt=200, output=10, longest_output=12, context=260)
     assert scale.longest_prompt == 248
     lengths = scale.lengths(trace)
-    assert lengths.tolist() == [[97, 12], [225, 4]]  # of 100, 16 and 300, 4
+    assert lengths.tolist() == [[97, 12], [225, 4]]  # the trace has [100, 16] and [300, 4]
     assert [order_for_round(lengths, number, 2).tolist() for number in (0, 1)] == [
         lengths.tolist(),
         lengths[::-1].tolist(),

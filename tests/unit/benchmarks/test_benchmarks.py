@@ -65,7 +65,7 @@ def test_help_shows_units_and_defaults(name: str) -> None:
 def test_a_benchmark_without_engines_writes_its_table(name: str, options: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     words = *options.split(), "--out", out
-    if name == "capture_overhead":  # changes torch's threads and a signal's handler
+    if name == "capture_overhead":  # this one changes torch's threads and a signal's handler
         output(sys.executable, "-m", f"benchmarks.engine.{name}", *words)
     else:
         done = command(f"benchmarks.engine.{name}", *words)
@@ -207,7 +207,7 @@ def test_rounds_become_one_row_with_their_median_and_its_interval() -> None:
 
 
 def test_a_settings_saving_is_relative_to_the_plain_start_of_its_round() -> None:
-    drift = (0.0, 4.0, 10.0)  # of the machine, from round to round
+    drift = (0.0, 4.0, 10.0)  # drift of the machine from round to round
     starts = [
         {"setting": name, "parts": {"ray": base + more, "ingress": 1.0}}
         for more in drift

@@ -14,7 +14,7 @@ from benchmarks.lib.cluster import local_ray
 def test_local_ray_restores_the_environment(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = Mock(init=Mock(side_effect=error))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr("benchmarks.lib.cluster.logging", Mock())  # whose levels it sets
+    monkeypatch.setattr("benchmarks.lib.cluster.logging", Mock())  # local_ray sets its levels
     monkeypatch.setenv("A_VARIABLE", "before")
     before = dict(os.environ)
     for _ in range(2):

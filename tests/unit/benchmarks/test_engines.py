@@ -17,7 +17,7 @@ def test_a_server_uses_our_core_share_and_ends_with_its_children(tmp_path: Path)
             time.sleep(0.01)
         child = psutil.Process(int(log.read_text()))
         assert os.getsid(server.pid) == os.getsid(child.pid) == os.getsid(0)
-    assert server.returncode == -signal.SIGTERM  # not killed after a wait
+    assert server.returncode == -signal.SIGTERM  # it was not killed after a wait
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running()
 

@@ -141,7 +141,7 @@ def test_a_gap_is_the_difference_between_their_score_and_ours() -> None:
 
 
 def test_a_gap_of_groups_is_between_the_groups() -> None:
-    score = np.array([5.0, 4.0, 4.9, 4.0, 0.0, 1.0, 0.0, 0.0], np.float32)  # of groups: 9, 8.9, 1, 0
+    score = np.array([5.0, 4.0, 4.9, 4.0, 0.0, 1.0, 0.0, 0.0], np.float32)  # the groups have 9, 8.9, 1 and 0
     counted_experts, best = np.array([2, 3]), np.array([0, 1])
     assert gap(counted_experts, best, score, (4, 1)) == pytest.approx(0.1 / 9, rel=1e-4)
     assert gap(np.array([4, 5]), best, score, (4, 1)) == pytest.approx(8 / 9, rel=1e-4)

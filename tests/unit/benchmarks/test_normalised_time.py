@@ -131,7 +131,7 @@ def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_nothing_is_sampled_if_the_parent_ended_during_the_imports(tmp_path: Path) -> None:
-    core, other = min(os.sched_getaffinity(0)), os.getppid()  # not the parent of the new process
+    core, other = min(os.sched_getaffinity(0)), os.getppid()  # this is not the parent of the new process
     done = python("-m", "benchmarks.lib.cpu_speed", core, tmp_path / "speed.jsonl", other)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "speed.jsonl").read_text() == ""

@@ -93,7 +93,7 @@ def test_a_trial_counts_the_same_requests_of_each_system() -> None:
     """Count requests that are sent after the warm-up, whenever they end."""
     trial, sent = _trial(50, in_flight=2, warm_up=4, requests=6)
     assert (trial["requests"], trial["failures"]) == (6, 0)
-    assert trial["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # of the fifth to the tenth request
+    assert trial["tpot_p50_ms"] == pytest.approx(1000 * 7.5)  # only the fifth to the tenth request count
     assert len(sent) < 50  # then the loop was stopped
     for chain in range(len(sent) // 2):  # a chain's second after its first
         assert sent.index(2 * chain) < sent.index(2 * chain + 1)

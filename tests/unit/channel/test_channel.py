@@ -251,7 +251,7 @@ async def test_a_cancelled_connect_leaves_no_connection() -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(len(HELLO))
-        accepted.set()  # and send no welcome
+        accepted.set()  # it sends no welcome
         with suppress(ConnectionError):
             assert not await reader.read()
         closed.set()

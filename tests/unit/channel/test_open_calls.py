@@ -69,7 +69,7 @@ async def test_notes_and_answers_arrive_in_order_and_the_close_carries_the_token
         assert connection.received[::2] == [b"%d" % number for number in range(50)]
         for call in calls:
             call.close(7)
-            call.close(8)  # has no effect
+            call.close(8)  # this has no effect
         assert connection.channel.in_flight == 0
         await until(lambda: all(len(handler.events) == 4 for handler in connection.handlers))
         for number, handler in enumerate(connection.handlers):

@@ -102,7 +102,8 @@ def test_widening_refuses_missing_models_and_unsupported_sizes(tmp_path: Path):
 
 def test_dispatch_gives_each_choice_its_own_slot_in_its_experts_rows():
     rng = np.random.default_rng(0)
-    experts = torch.from_numpy(np.stack([rng.choice(7, 2, replace=False) for _ in range(100)]))  # 7 unused
+    # Expert 7 is unused.
+    experts = torch.from_numpy(np.stack([rng.choice(7, 2, replace=False) for _ in range(100)]))
     choice_of, slot_of, used, last, counts = train.dispatch(experts, 8)
     assert slot_of.unique().numel() == experts.numel() == int(used.sum())
     assert torch.equal(torch.searchsorted(last, slot_of, right=True), experts)
@@ -149,7 +150,7 @@ def test_the_routers_loss_terms_distinguish_spread_from_concentrated_routing():
     gate = axes + 0.5 * axes.view(16, 4, 160).sum(1).repeat_interleave(4, 0)
     _, own = train.experts_forward(hidden, gate, gate_up, down, torch.float32)
     _, same = train.experts_forward(hidden[:1].expand(8, -1, -1), gate, gate_up, down, torch.float32)
-    assert own[0].item() == pytest.approx(1, rel=0.01)  # even over the batch
+    assert own[0].item() == pytest.approx(1, rel=0.01)  # the use is even over the batch
     assert own[1].item() == pytest.approx(np.log(8), rel=0.01)
     assert same[0].item() == pytest.approx(8, rel=0.01)
 

@@ -22,7 +22,7 @@ def test_a_prompt_is_freed_once_it_is_held_and_abandoned(order: tuple[str, ...])
         events[event]()
         done.add(event)
         assert prompts.ids_to_free() == (["engine-1"] if {"hold", "abandon"} <= done else [])
-    assert prompts.ids_to_free() == ["engine-1"]  # until it is freed
+    assert prompts.ids_to_free() == ["engine-1"]  # it is listed until it is freed
     prompts.forget(["engine-1"])
     assert prompts.ids_to_free() == []
     prompts.forget(["engine-1", "never-held"])

@@ -208,7 +208,7 @@ async def test_an_answer_reports_its_wait_for_the_first_step_and_cached_tokens(
     assert frames.transport_s is not None
     assert 0 < frames.transport_s - 1000 < 100  # the time before the last output counts
     assert frames.cached_tokens == 3
-    assert (await answer(method, fields)).transport_s is None  # as under disable_log_stats
+    assert (await answer(method, fields)).transport_s is None  # disable_log_stats has this effect
 
 
 # -- a prompt whose blocks come from a prefill engine --------------------------------------------------

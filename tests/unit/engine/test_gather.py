@@ -138,7 +138,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ep.MoERunner, "_forward_impl", vllm_forward)
     for module in (ep, ep_ranks):
         monkeypatch.setattr(module, "rank_batches", lambda: THREAD.batches)
-    metadata = {True: None, False: {}}  # of attention, by whether a rank is idle
+    metadata = {True: None, False: {}}  # metadata of attention for an idle and a busy rank
     monkeypatch.setattr(
         ep_ranks, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata[THREAD.idle])
     )

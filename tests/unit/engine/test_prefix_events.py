@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "image": {"mm_features": [IMAGE]},
     "salted image": {"mm_features": [IMAGE], "cache_salt": "salt"},
 }
-SALTS = {"plain": "", "salted": "salt"}  # of the kinds whose prompts the router can describe
+SALTS = {"plain": "", "salted": "salt"}  # salts of the kinds whose prompts the router can describe
 init_none_hash(HASH)
 HASHER = get_request_block_hasher(SIZE, HASH)
 

@@ -51,7 +51,7 @@ def test_steps_that_a_preempted_request_computes_again_count_once(again: int) ->
     tracked = tracked_request()
     for step in range(30):
         add(tracked, step, step + 1)
-    add(tracked, again, 40)  # in one chunk with new tokens
+    add(tracked, again, 40)  # one chunk has repeated and new tokens
     for step in range(40, STEPS):
         add(tracked, step, step + 1)
     fields = tracked.describe_decode(prefilled_here=False)

@@ -86,7 +86,7 @@ class Serving:
         if hasattr(self.response, "error"):
             return self.response
         assert request.stream
-        params = request.to_sampling_params(9, {})  # raises for a temperature below 0
+        params = request.to_sampling_params(9, {})  # this raises an error for a temperature below 0
         self.engine_client.generate([1, 2, 3], params, raw_request.headers["x-request-id"])
         return self._stream()
 
@@ -120,7 +120,7 @@ def test_slots_and_caches_are_those_of_a_rank(monkeypatch: pytest.MonkeyPatch, r
     client = SimpleNamespace(vllm_config=config)
     engine = VllmEngine(SimpleNamespace(engine=SimpleNamespace(_engine_client=client)), "m")
     monkeypatch.setattr(MEASUREMENTS, "kv_usage", {rank: 0.1 * rank for rank in range(ranks)})
-    assert engine.kv_usage() == pytest.approx(0.1 * (ranks - 1))  # of the fullest
+    assert engine.kv_usage() == pytest.approx(0.1 * (ranks - 1))  # usage of the fullest rank
     assert [engine.kv_usage(rank) for rank in range(ranks)] == [0.1 * rank for rank in range(ranks)]
     assert (engine.ranks(), engine.slots(), engine.prefix_cache()) == (ranks, 8, (32, 640))
     monkeypatch.setattr(MEASUREMENTS, "kv_usage", {})
@@ -146,7 +146,7 @@ async def test_prefill_generates_one_token_for_every_request() -> None:
     assert (prefilled.token_ids.dtype, prefilled.token_ids.tolist()) == (np.uint32, [1, 2, 3])
     assert prefilled.kv_transfer_params == {"handed": "over"}
     assert serving.seen[0].kv_transfer_params[REQUEST_KEY] == "id"
-    assert serving.seen[0].max_tokens == 50  # as decode gets it
+    assert serving.seen[0].max_tokens == 50  # decode gets the same
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_every_name_that_ray_reads_from_vllms_state_is_checked() -> None:
     read = {
         name
         for name in re.findall(r'getattr\(\s*state, "(\w+)"', inspect.getsource(VLLMEngine.start))
-        if name != "openai_serving_transcription"  # not one of our endpoints
+        if name != "openai_serving_transcription"  # it is not one of our endpoints
     }
     wrong = set()
     for name in read:

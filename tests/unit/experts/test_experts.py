@@ -78,7 +78,7 @@ def test_the_optimum_equals_brute_force_and_greedy_is_feasible(seed: int) -> Non
         rank = route(tokens, hosts)
         assert np.array_equal(rank >= 0, tokens > 0)
         assert hosts[active, rank[active]].all()
-        most_experts.append(np.bincount(rank[rank >= 0], minlength=3).max())  # of the worst rank
+        most_experts.append(np.bincount(rank[rank >= 0], minlength=3).max())  # experts of the worst rank
     assert most_experts[0] == best <= most_experts[1] <= max(best + 1, 2 * best)
 
 

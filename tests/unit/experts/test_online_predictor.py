@@ -65,7 +65,7 @@ def test_prompts_of_one_token_are_learnt_like_least_squares(seed: int, times: in
     start = replace(predictor(seed), variance=rng.uniform(0.1, 5, V).astype(np.float32))
     online = OnlinePredictor(start)
     ids = np.zeros(3, np.int64)
-    within = rng.normal(size=(times, R)).astype(np.float32)  # within the directions, so that they do not turn
+    within = rng.normal(size=(times, R)).astype(np.float32)  # the directions then do not turn
     seen = start.mean + np.tensordot(within, start.expert_factors, axes=1)
     for frequencies in seen:
         online.observe(ids, frequencies * len(ids))

@@ -38,7 +38,8 @@ def test_a_prediction_is_the_mean_plus_a_term_for_each_token(ids: list[int], see
     counts = p.predict(ids)
     assert counts.dtype == np.float32
     np.testing.assert_allclose(counts, expected_counts(p, ids), rtol=2e-4, atol=1e-4)
-    np.testing.assert_allclose(counts.sum(axis=1), K * len(ids), rtol=1e-4)  # as a prompt's counts do
+    # A prompt's counts have the same sum.
+    np.testing.assert_allclose(counts.sum(axis=1), K * len(ids), rtol=1e-4)
 
 
 def test_a_prompt_without_known_tokens_gets_the_mean() -> None:

@@ -281,7 +281,7 @@ def test_listeners_are_counted_by_port_and_process() -> None:
     )
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as own:
         port = own.getsockname()[1]
-        with socket.create_server(("127.0.0.1", port), reuse_port=True):  # of the same process
+        with socket.create_server(("127.0.0.1", port), reuse_port=True):  # the same process listens twice
             assert processes.listeners()[port] == 1
         command = [sys.executable, "-c", code, str(port)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -347,7 +347,7 @@ def test_a_run_appends_to_the_record_of_earlier_runs(tmp_path: Path) -> None:
     assert (stopped_row["failed"], stopped_row["not_recovered"], stopped_row["silent_over_15_s"]) == (1, 1, 1)
     assert (total["times"], total["failures"], total["resumed"]) == (3, {"engine lost": 1}, 6)
     assert (total["runs"], total["runs_to_the_end"], total["settled_max_s"]) == (2, 2, 2.0)
-    assert total["proxies"] == 1  # of runs before there was the option
+    assert total["proxies"] == 1  # earlier runs, without the option, had one proxy
     assert total["processes"] == [{"process": "decode", "stalls": 2, "memory_mib": 10.0}]
     assert find_problems(Record(file)) == [
         "failed: 1 {'engine lost': 1}",
@@ -403,7 +403,7 @@ def test_separate_nodes_have_an_ingress_each_and_stop_after_an_error(monkeypatch
             assert not clusters[0].is_stopped
             raise ZeroDivisionError
 
-    monkeypatch.setenv("RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S", "30")  # restored after the test
+    monkeypatch.setenv("RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S", "30")  # it is restored after the test
     monkeypatch.setattr(ray.cluster_utils, "Cluster", make_cluster)
     monkeypatch.setattr(ray, "init", lambda **options: options["address"])
     with separate_nodes(2):

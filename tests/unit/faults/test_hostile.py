@@ -107,7 +107,7 @@ async def test_connections_are_held_open_and_then_closed() -> None:
     closed = asyncio.Semaphore(0)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        received.append(await reader.read())  # until the client closes
+        received.append(await reader.read())  # this ends when the client closes
         writer.close()
         closed.release()
 

@@ -21,7 +21,7 @@ from tests.faults.world import World, patch_serving_code
 
 PROMPT = "1 2 3 4 5 6 7 8 9"
 LEFT_S, DEAD_S = 0.2, 2.0
-WARM_S = 8.0  # until all pairs are warm
+WARM_S = 8.0  # time until all pairs are warm
 SEEDS = (0, 1, 2)  # they select the policy, and whether decode engines prefill
 
 

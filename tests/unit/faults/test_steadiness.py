@@ -61,7 +61,7 @@ def test_an_event_loop_may_block_only_while_its_process_is_stopped() -> None:
         + loop_metric("longest_stall_seconds", "ingress", "a", 0.02),
         loop_metric("stalls_total", "ingress", "a", 1)
         + loop_metric("longest_stall_seconds", "ingress", "a", 5.01),
-        loop_metric("stalls_total", "ingress", "b", 1),  # in place of the first
+        loop_metric("stalls_total", "ingress", "b", 1),  # this ingress replaces the first
     ]
     stopped_twice = measured_rows({}, {}, *metrics, ingress=2)
     row = stopped_twice["ingress"]

@@ -42,7 +42,7 @@ async def leave(decode: DecodeStartEstimator, *calls: WaitingCall) -> None:
     for call in calls:
         await asyncio.sleep(1.0)
         decode.leave(call, answered=True)
-        decode.leave(call, answered=True)  # has no effect
+        decode.leave(call, answered=True)  # this has no effect
 
 
 def test_the_wait_for_a_slot_is_that_of_the_replica_with_the_shortest() -> None:

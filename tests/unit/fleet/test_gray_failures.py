@@ -120,7 +120,7 @@ async def test_a_late_call_is_cancelled_once() -> None:
     with pytest.raises(CallTimeoutError, match=r"sent nothing for 0\.01 s"):
         await call.read()
     assert len(sent) == 1
-    call.feed(b"late", 1)  # has no effect
+    call.feed(b"late", 1)  # this has no effect
     call.on_ended(None)
     with pytest.raises(CallTimeoutError):
         await call.read()

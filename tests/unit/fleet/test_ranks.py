@@ -89,7 +89,7 @@ async def test_calls_are_counted_on_their_rank() -> None:
         assert [fleet.slot_calls_of(worker) for worker in ("a/0", "a/1", "b/0")] == [1, 2, 0]
         by_rank = running["a"].report()[RANKS]
         assert [QueueReport.parse(report[QUEUE]).calls for report in by_rank] == [1, 2]
-        assert (await running["a"].record_autoscaling_stats())["in_flight"] == 3.0  # of the replica
+        assert (await running["a"].record_autoscaling_stats())["in_flight"] == 3.0  # calls of all ranks
         for call in calls:
             call.cancel()
             await call.wait_until_ended()
@@ -149,7 +149,7 @@ def test_slots_are_those_of_a_rank() -> None:
     fleet.directory.publish({"a": {RANKS: 2, SLOTS: 3}})
     fleet.directory.update_reports({"a": {RANKS: [{QUEUE: {"calls": calls}} for calls in (1, 4)]}})
     starts = DecodeStartEstimator(fleet)
-    assert [starts.free_slots(worker) for worker in fleet.live_names] == [2, 0]
+    assert [starts.num_free_slots(worker) for worker in fleet.live_names] == [2, 0]
 
 
 def test_the_router_leases_and_loses_ranks() -> None:
@@ -181,4 +181,4 @@ async def test_each_rank_reports_its_steps_and_cache(monkeypatch: pytest.MonkeyP
     steps, *cache, _ = observe.await_args_list[0].args
     assert {name: sums.steps for name, sums in steps.items()} == {"a/0": 0, "a/1": 1}
     assert cache == [(32, 960), None]
-    assert reporter.queued == 3.0  # of both ranks, for the autoscaler
+    assert reporter.queued == 3.0  # calls of both ranks, for the autoscaler

@@ -77,7 +77,7 @@ def build_engine_spec_json(model: dict[str, Any], *, backend_version: str, **oth
         }
 
     kinds = [{"Gemm": {"name": "qkv"}}]
-    if "num_experts" in model:  # in two operations, one of which is inside another
+    if "num_experts" in model:  # the layers are in two operations, one of which is inside another
         half = model["layers"] // 2
         other = {"inter_size": 9} if model.get("two_kinds") else {}
         kinds += [layers(half, **other), {"Overlap": {"group": [layers(model["layers"] - half)]}}]

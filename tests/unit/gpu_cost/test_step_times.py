@@ -59,7 +59,7 @@ def test_a_gpu_that_was_not_measured_has_no_expected_step() -> None:
 @pytest.mark.usefixtures("no_kernels")
 def test_without_the_package_there_is_only_a_hint() -> None:
     assert step_times(engines(), H100).describe("decode").endswith("==0.12.0` shows it")
-    assert step_times(engines(), None) is None  # on a CPU
+    assert step_times(engines(), None) is None  # there is no hint for a CPU
     assert step_times(engines("prefill"), H100) is None
 
 

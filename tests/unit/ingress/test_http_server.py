@@ -93,7 +93,7 @@ async def test_a_request_in_transit_to_a_draining_server_is_answered() -> None:
         await asyncio.sleep(0.3)  # uvicorn asks all connections to end
         for reader, writer in (new, kept_alive):
             writer.write(request)
-            answer = await reader.read()  # until the connection closes
+            answer = await reader.read()  # this ends when the connection closes
             assert answer.startswith(b"HTTP/1.1 200 OK")
             assert b"connection: close" in answer.lower()
             writer.close()
@@ -214,7 +214,7 @@ async def test_a_connection_above_the_limit_is_closed_and_the_others_stay_open()
         reader, late = await connect(server)
         assert await is_closed(reader)
         for reader, writer in connections:
-            for _ in range(2):  # kept alive in between
+            for _ in range(2):  # the connection is kept alive in between
                 writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
             writer.close()

@@ -54,7 +54,7 @@ async def test_changes_need_the_admin_key_under_a_route_prefix(prefix: str) -> N
     actor = FakeActor()
     before = actor.state.settings
     async with running_app(actor=actor) as app:
-        transport = httpx.ASGITransport(app.http, root_path=prefix)  # as Serve's proxy sets it
+        transport = httpx.ASGITransport(app.http, root_path=prefix)  # Serve's proxy sets it so
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for path in ("policy", "shadow", "table", "refit", "predictor", "experts", "drain"):
                 assert (await client.put(f"{prefix}/eldr/{path}", content=b"{}")).status_code == 401

@@ -113,7 +113,7 @@ def ingress_replica() -> bytes:
     document = yaml.safe_load((ROOT / "deployments/cpu_demo.yaml").read_text())
     args = document["applications"][0]["args"]
     args["ingress"] = args.get("ingress", {}) | {"cors_origins": ["https://chat.example.com"]}
-    resources = Mock(return_value={})  # without a Ray cluster
+    resources = Mock(return_value={})  # there is no Ray cluster
     with patch.object(VllmBackend, "deployment_options", resources):
         built = finalized(build_app(args), name="app", default_runtime_env={})
     (ingress,) = (d for d in built.deployments if d.name == built.ingress_deployment_name)

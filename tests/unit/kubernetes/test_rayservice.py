@@ -135,7 +135,7 @@ def test_the_application_equals_the_deployment_except_for_its_address(case: Case
     deployment, manifest = case
     file = tmp_path / "serve.yaml"
     file.write_text(manifest["spec"]["serveConfigV2"])
-    document = read_document(file)  # as `eldr check` reads it
+    document = read_document(file)  # `eldr check` reads it so
     assert not document.ignored
     expected = copy.deepcopy(deployment.document)
     expected["applications"][0]["args"]["ingress"]["host"] = "0.0.0.0"

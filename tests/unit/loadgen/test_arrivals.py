@@ -50,7 +50,7 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
     assert [a.due_s for a in first] != [a.due_s for a in other]
     assert [a.prompt for a in first] != [a.prompt for a in other]
     assert [a.number for a in first] == list(range(100))
-    for rate in (0, -1, float("nan"), float("inf")):  # at the call, before any request
+    for rate in (0, -1, float("nan"), float("inf")):  # the call fails before any request
         with pytest.raises(UserInputError):
             open_loop(PROMPTS, rate, max_tokens=8)
 
@@ -138,7 +138,8 @@ def test_only_equal_leading_blocks_become_equal_text(trace: list[RecordedArrival
     assert block <= common_prefix(first.prompt.text, other.prompt.text) < block + 10
     assert first.prompt.domain == longer.prompt.domain  # one conversation
     assert list(replay(trace, PROMPTS, chars_per_token=2)) == [first, longer, other]
-    one, two = replay([RecordedArrival(0, 100, 5), RecordedArrival(1, 100, 5)], PROMPTS[:1])  # without blocks
+    # These requests have no blocks.
+    one, two = replay([RecordedArrival(0, 100, 5), RecordedArrival(1, 100, 5)], PROMPTS[:1])
     assert len(one.prompt.text) == len(two.prompt.text) == 400
     assert common_prefix(one.prompt.text, two.prompt.text) < 5
 

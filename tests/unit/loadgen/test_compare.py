@@ -224,7 +224,7 @@ def test_an_interrupted_run_restores_the_policy(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # otherwise it would be inherited
     )
     deadline = time.monotonic() + 40
     while not service.bodies and time.monotonic() < deadline:

@@ -30,7 +30,7 @@ def test_a_step_has_the_measured_batch_and_share_of_experts() -> None:
     before = 1e3 * cost.seconds(10, 10 * 1024, 48 * 128 / 2)
     after = 1e3 * cost.seconds(8, 8 * 1024, 48 * 128 / 4)
     assert (base["h100_step_ms"], other["h100_step_ms"]) == pytest.approx((before, after))
-    change = 100 * (after / 8 / (before / 10) - 1)  # of the time per token: the batches differ
+    change = 100 * (after / 8 / (before / 10) - 1)  # change of the time per token, since the batches differ
     assert other["h100_ms_per_token_change_pct"] == pytest.approx(change)
     assert f"{before:.1f} ms under shortest-queue, {after:.1f} ms under marginal-cost" in sentence
     assert sentence.endswith(f"({change:+.1f} % per token).")

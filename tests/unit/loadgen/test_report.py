@@ -80,7 +80,7 @@ async def test_the_report_renders_in_a_browser(
     html, widths, picture = await render(page)
     pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"), float)
     assert pixels.shape[0] >= 2000
-    assert pixels.std() > 20  # not blank
+    assert pixels.std() > 20  # it is not blank
     colours = pixels.reshape(-1, 3) @ (65536, 256, 1)
     assert len(np.unique(colours)) > 100  # pictures, not only text
     # Each quarter of the page has content.

@@ -12,7 +12,7 @@ from loadgen.trial import Trial
 
 KEYS = ("tpot_p50_ms", "tpot_p99_ms", "ttft_p50_ms")
 STEP_KEYS = ("active_experts", "engine_ms_per_token")
-Change = tuple[float | None, float | None, float | None]  # and its interval
+Change = tuple[float | None, float | None, float | None]  # a change, and its interval
 
 
 def make_row(policy: str, *changes: Change, keys: tuple[str, ...] = KEYS, base: str = "") -> dict[str, Any]:

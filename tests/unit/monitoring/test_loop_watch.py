@@ -50,7 +50,7 @@ def watch_stops(*stops_s: float) -> LoopWatch:
 def test_a_running_loop_has_no_stalls(exported: ExportedMetrics) -> None:
     watch = watch_stops()
     assert (watch.stalls, watch.longest_s) == (0, pytest.approx(0))
-    assert [role for role, _ in exported.calls] == ["ingress"] * 3  # once per second
+    assert [role for role, _ in exported.calls] == ["ingress"] * 3  # they are exported once per second
 
 
 @pytest.mark.parametrize("stops_s", [[0.3], [0.7, 2.0, 0.2], [STALL_S + 0.1] * 3])

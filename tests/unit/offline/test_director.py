@@ -61,7 +61,7 @@ def test_every_expert_is_placed_within_capacity_and_repair_never_harms(
     tokens, other = (workload(seed + n, 2, ranks, experts) for n in (0, 1))
     rows, report = director_placement(tokens, **arguments, seed=seed)
     assert rows.shape == (2, ranks * slots)
-    hosts = hosts_of(rows, experts, ranks)  # raises if an expert is nowhere
+    hosts = hosts_of(rows, experts, ranks)  # this raises an error if an expert is nowhere
     assert (hosts.sum(axis=1) <= slots).all()
     assert np.allclose(report.rank_s, measured_s(tokens, rows, topology))
     assert (report.rank_s >= report.bound_s * (1 - 1e-9)).all()

@@ -226,7 +226,7 @@ def test_grace_places_every_expert_in_equal_slots(seed: int, redundant: int, rat
     affinity, load = co_activation(routes, 8), expert_load(routes, 8)
     rows, report = grace_placement(affinity, load, 8 + redundant, TOPOLOGY, ratio=ratio)
     assert rows.shape == (2, 8 + redundant)
-    hosts = hosts_of(rows, 8, 4)  # raises if an expert has no slot
+    hosts = hosts_of(rows, 8, 4)  # this raises an error if an expert has no slot
     assert (hosts.sum(axis=1) == (8 + redundant) // 4).all()  # no rank holds an expert twice
     assert report["skew_replicas"] + report["spare_replicas"] == redundant
     assert 0 <= report["affinity_within_ranks"] <= 1

@@ -68,7 +68,7 @@ def test_experts_follow_the_newest_prompts_unless_nothing_is_saved() -> None:
     assert on_different_ranks(service.put[-1], *pair)
     assert len(service.put) == 2
     assert service.put[-1].report["gain"] >= 0.05
-    expected = service.put[-1].expected_tokens  # which reaches the engines with the placement
+    expected = service.put[-1].expected_tokens  # these reach the engines with the placement
     assert expected.shape == (LAYERS, EXPERTS)
     assert set(expected[0].argsort()[-2:].tolist()) == set(pair)
 
@@ -104,7 +104,7 @@ def test_a_correction_turns_prefill_counts_into_those_of_decode() -> None:
     update_placement(plans, service, traffic(0, 1))
     assert on_different_ranks(service.put[-1], 2, 3)
     assert service.put[-1].report["corrected"]
-    plans.correction = np.ones((LAYERS, EXPERTS + 1))  # of another model
+    plans.correction = np.ones((LAYERS, EXPERTS + 1))  # correction of another model
     service.held["r0"]["placement"] = "another"
     update_placement(plans, service, traffic(0, 1))
     assert on_different_ranks(service.put[-1], 0, 1)

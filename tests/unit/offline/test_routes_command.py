@@ -121,7 +121,7 @@ def test_samples_are_drawn_and_held_out_by_domain(published: Path, tmp_path: Pat
 def test_published_files_are_read_where_traces_are(published: Path, tmp_path: Path) -> None:
     assert read_calibration_trace(published, "routes").model == DEEPSEEK
     records = [record | {"prompt": "a b"} for record in route_records(GPTOSS, each=5, tokens=(150, 170))]
-    records[0]["prompt"] = None  # not published
+    records[0]["prompt"] = None  # this prompt is not published
     path = route_file(tmp_path / "routes.jsonl.gz", records)
     long = [record for record in records if record["decode_tokens"] >= 160]
     assert 1 < len(long) < 10

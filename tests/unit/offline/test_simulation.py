@@ -148,7 +148,7 @@ def test_every_request_ends_once_and_all_kv_is_freed(
     assert sum(ended) == n
     has_expired = np.isnan(outcome.placed_s)
     assert set(released) == {str(j) for j in np.flatnonzero(done | has_expired)}
-    if policy != "marginal-cost":  # which calls its own on_finished during placement
+    if policy != "marginal-cost":  # marginal-cost calls its own on_finished during placement
         assert len(released) == done.sum() + has_expired.sum()
     assert policy == "hoarding" or done.all()
     assert np.isnan(outcome.last_s[~done]).all()

@@ -94,7 +94,7 @@ def test_a_share_of_the_gain_is_paired_by_seed() -> None:
     true = [-10.0, -20.0, -40.0]
     same = predicted._share("s", [-9.0, -18.0, -36.0], true)
     assert list(same) == ["s", "s_ci_low", "s_ci_high"]
-    assert list(same.values()) == pytest.approx([90, 90, 90])  # for all differences between seeds
+    assert list(same.values()) == pytest.approx([90, 90, 90])  # all differences between seeds give the same
     other = predicted._share("s", [-10.0, -10.0, -40.0], true)
     assert other == pytest.approx({"s": 600 / 7, "s_ci_low": 50, "s_ci_high": 100})
     assert predicted._share("s", [-1.0], [-2.0]) == {"s": 50}

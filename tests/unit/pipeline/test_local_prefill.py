@@ -14,7 +14,7 @@ from eldr_serve.scheduling import DecodeLoads, StepCost, StepTimeModel, WorkerLo
 from tests.support.fake_fleet import Sent, refusal
 from tests.support.request_path import Pipeline, good_decode, request_context
 
-TOKENS = 100  # of the prompt: 0.1 s on a prefill engine and as long on a decode engine
+TOKENS = 100  # tokens of the prompt: 0.1 s on a prefill engine and as long on a decode engine
 COST = StepCost(fixed_s=0.01, per_request_s=0.01, per_expert_s=0.0)
 STEP = StepTimeModel(COST, local_prompt_token_s=1e-3)
 
@@ -67,7 +67,7 @@ async def test_a_short_prompt_with_a_long_prefill_queue_is_sent_to_its_decode_en
     assert sent.header["prompt_tokens"] == TOKENS
     ((placement, counts),) = pipeline.router.placements
     assert (placement.prompt_tokens, placement.exclude, counts) == (TOKENS, (), None)
-    assert pipeline.router.token_ids[0].tolist() == [5] * TOKENS  # from which a predictor predicts counts
+    assert pipeline.router.token_ids[0].tolist() == [5] * TOKENS  # a predictor predicts counts from them
     assert pipeline.counters.events.count("prefilled_locally") == 1
     line = context.line()
     assert (line["local_prefill"], line["prefill"]) == (True, None)
@@ -76,7 +76,7 @@ async def test_a_short_prompt_with_a_long_prefill_queue_is_sent_to_its_decode_en
 @pytest.mark.parametrize(
     ("tokens", "options", "decode_loads"),
     [
-        (201, {}, loads(0, 0, 0)),  # above the bound
+        (201, {}, loads(0, 0, 0)),  # the prompt is above the bound
         (TOKENS, {"queued": 0.0}, loads(0, 0, 0)),  # 0.11 s elsewhere, 0.12 s here
         (TOKENS, {"queued": 30.0}, loads(0, 0, 0)),  # 0.14 s elsewhere, 0.144 s here with the margin
         (TOKENS, {}, loads(60, 60, 60)),  # each of the running requests would wait 0.1 s

@@ -31,7 +31,7 @@ from tests.support.request_path import (
     request_context,
 )
 
-RATE = 1000.0  # of a prefill engine, tokens/s
+RATE = 1000.0  # throughput of a prefill engine, tokens/s
 STEP = StepTimeModel(StepCost(fixed_s=0.01, per_request_s=0.01, per_expert_s=0.0))
 
 
@@ -128,8 +128,8 @@ def test_a_request_that_would_wait_too_long_is_refused_until_it_would_not() -> N
         service.report_measurement(queued=5000)  # 5 s, and 0.1 s for the prompt
         started_s = asyncio.get_running_loop().time()
         assert await service.send(ttft_s=2.0) is None
-        assert await service.send(ttft_s=2.0, seed=1) is None  # returns after the first one
-        assert await service.send(ttft_s=0.05, seed=2) is None  # takes longer even in an idle engine
+        assert await service.send(ttft_s=2.0, seed=1) is None  # the request returns after the first one
+        assert await service.send(ttft_s=0.05, seed=2) is None  # an idle engine takes longer, too
         assert asyncio.get_running_loop().time() == started_s
         assert await service.send(ttft_s=6.0, seed=3) is not None
 
@@ -338,7 +338,7 @@ def test_predicted_and_measured_latencies_are_summed() -> None:
         service.report_measurement(2 * RATE)  # half the time is predicted
         service.router.loads = loads(0, 0)
         assert await service.send(1000, ttft_s=1.1, tpot_s=0.015 + 0.01) is not None
-        await service.send(1000)  # without an objective
+        await service.send(1000)  # this request has no objective
 
     run(service, main)
     ttft, tpot = service.latencies["ttft"], service.latencies["tpot"]
@@ -355,7 +355,7 @@ def test_the_deadline_travels_with_the_placement() -> None:
 
     async def main() -> None:
         await service.send(400, ttft_s=3.0)
-        await service.send(400, ttft_s=0.2)  # late when it is placed
+        await service.send(400, ttft_s=0.2)  # the request is late when it is placed
         await service.send(400)
 
     run(service, main)

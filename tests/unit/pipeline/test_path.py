@@ -53,7 +53,7 @@ async def test_a_request_is_prefilled_placed_and_decoded() -> None:
     assert (prefill.method, decode.method, decode.replica) == ("prefill", "generate", "d0")
     assert decode.kv["do_remote_prefill"]
     assert EXPERT_COUNTS_KEY not in decode.kv
-    assert decode.header["token_ids"] == TOKEN_IDS  # tokenised once
+    assert decode.header["token_ids"] == TOKEN_IDS  # the prompt is tokenised once
     assert prefill.body == decode.body
     assert not pipeline.prefill.released
     assert set(pipeline.services.stage_latencies.summary()) == {"prefill", "place", "first_token", "handover"}
@@ -244,7 +244,7 @@ async def test_the_release_says_whether_the_answer_is_complete() -> None:
     pipeline = Pipeline(decode=answer_with(b"a", asyncio.Event()))
     stream = pipeline.path.generate(request_context(stream=True))
     assert await anext(stream) == b"a"
-    await stream.aclose()  # as after the client has gone
+    await stream.aclose()  # this happens when the client has gone
     assert pipeline.router.releases == [False]
 
 

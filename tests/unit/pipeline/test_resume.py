@@ -50,7 +50,7 @@ class Engines:
                 payload = payload + END if sent.fields["stream"] else b"".join(EVENTS)
             yield (payload, size, pack_ids(*ids)) if self.send_ids else (payload, size)
             if at == TOKENS:
-                if self.cuts:  # lost after its last frame
+                if self.cuts:  # the engine is lost after its last frame
                     raise LOST
                 return
 

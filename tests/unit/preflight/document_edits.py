@@ -2,7 +2,7 @@
 
 from typing import Any
 
-MISSING = object()  # instead of a value: removes the key
+MISSING = object()  # this value removes the key
 
 
 def edit(document: Any, path: str, value: Any) -> None:

@@ -168,7 +168,7 @@ ON_L40S = set_gpu(CLUSTER, gpu_of("L40S"))
 def edited_document(name: str) -> dict[str, Any]:
     file, changes, _ = (WRONG | OTHERS)[name]
     document: dict[str, Any] = yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())
-    document = json.loads(json.dumps(document))  # so that YAML aliases do not share their values
+    document = json.loads(json.dumps(document))  # then YAML aliases do not share their values
     for path, value in changes.items():
         edit(document["applications"][0]["args"], path, value)
     return document

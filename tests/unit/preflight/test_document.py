@@ -141,7 +141,7 @@ def test_nodes_have_gpus_if_any_engine_needs_one(roles_on_gpus: list[str], tmp_p
             "accelerator_config": {"kind": "gpu"},
             "placement_group_config": {"bundles": [{"GPU": 1}]},
         }
-        engines["engine_kwargs"]["block_size"] = 32  # as on CPUs
+        engines["engine_kwargs"]["block_size"] = 32  # block size on CPUs
     (tmp_path / "made.yaml").write_text(yaml.safe_dump(document))
     devices: list[str] = []
 

@@ -28,7 +28,7 @@ def outcome(
     monkeypatch.setattr(checking, "probe_engines", lambda engines: [ProbeResult() for _ in engines])
     (folder / "models").symlink_to(ROOT / "deployments/models")
     document = yaml.safe_load((ROOT / "deployments/qwen3_235b_wide_ep.yaml").read_text())
-    document = json.loads(json.dumps(document))  # so that YAML aliases do not share their values
+    document = json.loads(json.dumps(document))  # then YAML aliases do not share their values
     for path, value in changes.items():
         edit(document["applications"][0]["args"], path, value)
     path = folder / "made.yaml"

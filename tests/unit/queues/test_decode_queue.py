@@ -149,7 +149,7 @@ def test_running_requests_survive_a_change_of_workers_and_of_policy() -> None:
     state.leases.set_generated_tokens({"b": 4})
     state.ingresses.set_reachable_workers("c", ["r1", "r2"])
     assert policy(state).running == {"b": 1}  # r2 has the position of r0
-    assert policy(state).lengths == [0]  # of "a", whose worker is gone
+    assert policy(state).lengths == [0]  # length of "a", whose worker is gone
     assert policy(state).aborted == ["a"]
     state.live_settings.set_policy(SLOTS, {"slots": 3})
     assert policy(state).running == {"b": 1}
@@ -190,7 +190,7 @@ class Conservation(RuleBasedStateMachine):
         for lease in leases:
             assert self.waits.pop(lease.request_id, lease.ingress) == lease.ingress
             assert lease.worker in self.reachable(lease.ingress)
-            assert lease.request_id not in self.leases  # granted once
+            assert lease.request_id not in self.leases  # each lease is granted once
             self.leases[lease.request_id] = (lease.ingress, lease.worker)
 
     @property
@@ -232,7 +232,7 @@ class Conservation(RuleBasedStateMachine):
             self.tokens.pop(name, None)  # otherwise the lease is restored with its known tokens
         self.leases[name] = (ingress, worker)
         self.state.leases.adopt_lease(lease)
-        self.state.leases.place([])  # as the router does at the end of an iteration
+        self.state.leases.place([])  # the router does so at the end of an iteration
 
     @rule(number=_NUMBERS, ingress=_INGRESSES, tokens=st.integers(0, 50))
     def progress(self, number: int, ingress: str, tokens: int) -> None:

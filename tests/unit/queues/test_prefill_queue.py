@@ -111,7 +111,7 @@ def test_predicted_waits_are_accurate(rate: float, load: list[tuple[int, float]]
     clock = Clock()
     server = Server(clock, rate)
     ingress = Ingress(server)
-    for _ in range(5):  # to measure the rate for so long that the assumed one has little weight
+    for _ in range(5):  # then the rate is measured for so long that the assumed one has little weight
         for key in range(30):
             ingress.send(2000, key)
         server.run(clock.now + 60_000 / rate + 2.0)
@@ -220,7 +220,7 @@ def test_cancelled_prompts_do_not_count_as_computed() -> None:
     first, second = queues.enter("p", 3000, 1), queues.enter("p", 3000, 2)
     clock.now = 1.0
     queues.leave(first)
-    queues.leave(first)  # has no effect
+    queues.leave(first)  # this has no effect
     assert queues.estimate_wait_s("p") == 3000 / DEFAULT_RATE
     queues.leave(second, 3000)
     assert queues.estimate_wait_s("p") == 0.0
@@ -387,7 +387,7 @@ def test_without_a_current_report_each_ingress_is_assumed_to_have_as_many_calls_
     cluster.clock.now += 11.0
     assert cluster.estimate(0) == {"p0": 6, "p1": 0}
     assert cluster.estimate(1) == {"p0": 12, "p1": 3}
-    del cluster.reports["p0"]  # as of a worker that has not reported yet
+    del cluster.reports["p0"]  # this worker has not reported yet
     cluster.reports["p1"] = QueueReport(number=9, num_ingresses=3, calls=1)
     assert cluster.estimate(1) == {"p0": 12, "p1": 1}
 
@@ -415,7 +415,7 @@ def test_a_call_is_expected_to_start_after_its_predicted_wait_and_earlier_answer
     clock = Clock()
     calls = CallStartEstimator(clock=clock)
     waiting: list[tuple[Any, float]] = []  # call and predicted start
-    answers: dict[int, float] = {}  # by number
+    answers: dict[int, float] = {}  # times of the calls' answers
     for what, index, value in steps:
         clock.now += value
         if what == "enter":
@@ -438,15 +438,15 @@ def test_a_refused_request_has_reserved_room_at_its_retry_time() -> None:
     times = RetryTimes(clock=clock)
     assert times.reserve(1, 500.0, 10.0) == 10.0
     assert times.reserve(2, 700.0, 20.0) == 20.0
-    assert (times.tokens, times.due_tokens) == (1200.0, 0.0)
+    assert (times.amount, times.due_amount) == (1200.0, 0.0)
     assert not times.is_due(1)  # it is too early
     clock.now = 10.0
     assert times.is_due(1)
     assert not times.is_due(2)
-    assert times.due_tokens == 500.0
+    assert times.due_amount == 500.0
     times.claim(1)
     times.claim(1)
-    assert (times.tokens, times.due_tokens) == (700.0, 0.0)
+    assert (times.amount, times.due_amount) == (700.0, 0.0)
 
 
 def test_a_request_that_retries_too_early_keeps_one_reservation() -> None:
@@ -456,10 +456,10 @@ def test_a_request_that_retries_too_early_keeps_one_reservation() -> None:
         clock.now = now_s
         assert not times.is_due(1)
         times.reserve(1, 500.0, 10.0)
-        assert times.tokens == 500.0
+        assert times.amount == 500.0
     clock.now = 12.0
     times.claim(1)
-    assert (times.tokens, times.due_tokens) == (0.0, 0.0)
+    assert (times.amount, times.due_amount) == (0.0, 0.0)
 
 
 def test_reservations_expire_and_are_bounded() -> None:
@@ -467,10 +467,10 @@ def test_reservations_expire_and_are_bounded() -> None:
     times = RetryTimes(clock=clock)
     assert MAX_RETRY_AFTER_S / 2 <= times.reserve(1, 1.0, 10 * MAX_RETRY_AFTER_S) <= MAX_RETRY_AFTER_S
     assert 5.0 <= times.reserve(1, 1.0, 20.0, max_s=10.0) <= 10.0
-    assert times.tokens == 0.0
+    assert times.amount == 0.0
     for key in range(10_000):
         times.reserve(key, 1.0, 1.0 + key / 1000)
     assert times.reserve(10_001, 1.0, 1.0) == pytest.approx(10.999)
-    assert times.tokens == 10_000
+    assert times.amount == 10_000
     clock.now = 100.0
-    assert times.tokens == times.due_tokens == 0.0
+    assert times.amount == times.due_amount == 0.0

@@ -201,7 +201,7 @@ async def test_time_while_the_replica_itself_is_stopped_does_not_count(replica: 
     pings = server._engine.pings
     call = generate(channel)
     await wait_until(lambda: server._engine.pings > pings)
-    time.sleep(5 * LIMIT_S)  # blocks the event loop
+    time.sleep(5 * LIMIT_S)  # this blocks the event loop
     await asyncio.sleep(0.02)  # the late timer runs first
     server._engine.runs.set()
     assert await call.read()

@@ -17,7 +17,7 @@ from tests.support.fake_router import wait_until
 from tests.support.fleet_processes import Replica, process, replica, running_ingress
 
 ENDLESS = {"model": "m", "prompt": "x", "max_tokens": 10**6, "gap_ms": 20, "stream": True}
-NEVER_S = 3600.0  # for a step or a prefill that does not end
+NEVER_S = 3600.0  # time of a step or a prefill that does not end
 
 
 def start_replica(role: str) -> Iterator[Replica]:

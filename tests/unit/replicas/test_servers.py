@@ -100,7 +100,7 @@ async def test_a_report_is_repeated_until_it_is_confirmed(reporting: pytest.Monk
         (1, 1),
         (1, 1),
         (1, 1),
-        (2, 3),  # also those since the first try
+        (2, 3),  # steps since the first try are included
         (3, 1),
     ]
     assert actor.observe_steps.remote.await_args.args[1] == (32, 960)

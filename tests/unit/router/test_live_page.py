@@ -166,7 +166,7 @@ async def test_an_operator_enters_the_key_compares_and_switches_policies() -> No
     actor = busy_actor()
     async with open_page(actor) as (_, page):
         await until(page, "!document.getElementById('key').hidden")
-        assert await page.evaluate("document.querySelector('main').hidden")  # without the key
+        assert await page.evaluate("document.querySelector('main').hidden")  # the page has no key yet
         await enter_key(page, "wrong")
         await until_message(page, "wrong")
         await enter_key(page, KEY)
@@ -202,7 +202,7 @@ async def test_a_refused_switch_changes_nothing_and_shows_the_reason() -> None:
                     new Response('{"error": {"message": "not this one"}}', {status: 400}));
             }}"""
         )
-        await page.evaluate("document.getElementById('swap').onclick()")  # returns a promise
+        await page.evaluate("document.getElementById('swap').onclick()")  # this returns a promise
         assert await message(page) == "not this one"
         assert await page.evaluate("puts") == ["policy"]
         assert actor.state.settings.policy == "marginal-cost"

@@ -172,7 +172,7 @@ def test_a_configured_predictor_of_another_shape_is_dropped(caplog: pytest.LogCa
 
 def test_predictions_of_another_shape_are_dropped_even_without_a_predictor() -> None:
     state = router_state(table=None, policy="marginal-cost")
-    wrong = np.full((L, E // 2), 1.0, np.float16)  # from an ingress that still has a predictor
+    wrong = np.full((L, E // 2), 1.0, np.float16)  # counts from an ingress that still has a predictor
     place(state, request("a", 3, expert_counts=wrong, predicted=True))
     state.expect_counts(L, E)
     assert state.placer.running["a"].request.expert_counts is None
@@ -195,7 +195,7 @@ def test_a_configured_table_of_another_shape_is_dropped_with_the_predictor(resto
 async def test_a_client_rejects_a_predictor_of_another_shape(caplog: pytest.LogCaptureFixture) -> None:
     async with router_and_client("r0", policy="marginal-cost", table=None) as (actor, client):
         await client.place(request("first"), None)  # the client has connected
-        client.scorer.shape = (L, E)  # which the router does not know yet
+        client.scorer.shape = (L, E)  # the router does not know this shape yet
         actor.state.live_settings.swap_predictor(narrow(), "t")
         await client.place(request("a", 3), None, token_ids=IDS)
         assert client.scorer.predictor is None
@@ -215,7 +215,7 @@ def test_a_policy_keeps_its_state_when_only_the_predictor_is_swapped() -> None:
 
 async def test_predictions_replace_missing_counts_and_measured_counts_train_the_predictor() -> None:
     async with router_and_client("r0", "r1", **PREDICTING) as (actor, client):
-        await client.place(request("first"), counts(0))  # receives the predictor
+        await client.place(request("first"), counts(0))  # this client receives the predictor
         lease = await client.place(request("a", 3), None, token_ids=IDS)
         sent = actor.requests[-1]
         assert sent.predicted

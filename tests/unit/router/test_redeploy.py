@@ -29,10 +29,10 @@ async def restore(router: DecodeRouter, settings: LiveSettings) -> LiveSettings:
 async def test_a_changed_deployment_replaces_an_earlier_put(caplog: pytest.LogCaptureFixture) -> None:
     router = DecodeRouter(FIRST)
     put = await router.set_policy("random", {})
-    await router.configure(SECOND)  # by a new ingress
+    await router.configure(SECOND)  # a new ingress does so
     assert "least-tokens" in caplog.text
     assert "random" in caplog.text
-    live = await restore(router, put)  # from an older ingress
+    live = await restore(router, put)  # an older ingress does so
     assert (live.policy, live.table_version) == ("least-tokens", 1)
     again = await router.set_policy("round-robin", {})  # a PUT after the deployment wins
     await router.configure(SECOND)
@@ -64,7 +64,7 @@ async def test_a_restarted_router_restores_the_live_deployment() -> None:
     put = await before.set_policy("random", {})
     router = DecodeRouter(FIRST)
     assert await restore(router, put) == put
-    await router.configure(SECOND)  # by a new ingress replica, without a redeployment
+    await router.configure(SECOND)  # a new ingress replica does so without a redeployment
     assert (await router.settings()).policy == "random"
 
 
@@ -88,7 +88,7 @@ async def test_an_invalid_deployment_changes_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(router._pool, "apply_settings", apply_settings)
     before = await router.settings()
     with pytest.raises(SwapRefusedError):
-        await router.configure(SECOND.model_copy(update={"model_id": "another"}))  # than the table's
+        await router.configure(SECOND.model_copy(update={"model_id": "another"}))  # the table is for "m"
     assert await router.settings() == before
     assert not apply_settings.called
     await router.configure(SECOND)

@@ -166,7 +166,7 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
 ) -> None:
     old = router_state()
     old.live_settings.set_policy("locality-band", {"band": 0.0})
-    old.live_settings.swap_table(unit_table(3, num_layers=5).to_bytes())  # before engines report their shape
+    old.live_settings.swap_table(unit_table(3, num_layers=5).to_bytes())  # the engines' shape is unknown
     lease = place_one(old, "a")
     new = router_state(policy="random", ingresses="d")
     new.expect_counts(2, 8)
@@ -178,7 +178,7 @@ def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(
     ]
     tableless = replace(old.settings, table=None, table_version=old.settings.table_version + 1)
     assert new.settings == replace(tableless, version=new.settings.version)
-    assert new.settings.version > old.settings.version  # so that ingresses do not restore the table again
+    assert new.settings.version > old.settings.version  # then ingresses do not restore the table again
     assert (new.live_settings.table, loads(new)) == (None, loads(old))
 
 

@@ -69,7 +69,7 @@ async def test_an_answer_that_closes_its_channel_affects_no_other_client() -> No
     subscribe, place = ingress_calls.open_methods["subscribe"], ingress_calls.open_methods["place"]
     calls: dict[str, Any] = {}
 
-    def lose(payload: bytes) -> None:  # as a peer that does not read its data
+    def lose(payload: bytes) -> None:  # the peer does not read its data
         for name in "ab":
             calls[name].on_lost()
 

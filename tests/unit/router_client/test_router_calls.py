@@ -29,7 +29,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.router = DecodeRouter(RouterSettings(model_id="m", policy="locality-band"))
-        self.error: Exception | None = None  # raised by the handle
+        self.error: Exception | None = None  # error that the handle raises
         self.look_ups = self.addresses = 0
         self.address = self
         self.configure = SimpleNamespace(remote=lambda settings: self.router.configure(settings))
@@ -113,7 +113,7 @@ async def test_a_router_client_continues_after_a_restart() -> None:
         lease = await client.place(request("c"), counts_for(0))
         await wait_until(lambda: set(cluster.router._state.placer.running) == set("abc"))
         assert client.settings is not None
-        assert client.settings.policy == "locality-band"  # restored by the client
+        assert client.settings.policy == "locality-band"  # the client has restored it
 
 
 async def test_a_lost_channel_ends_its_calls_and_the_next_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ async def test_close_closes_a_channel_that_has_just_been_opened() -> None:
         await asyncio.sleep(0)
         connecting = calls._connecting
         assert connecting is not None
-        connecting.add_done_callback(lambda task: calls.close())  # before the caller goes on
+        connecting.add_done_callback(lambda task: calls.close())  # this runs before the caller goes on
         assert not (await caller).is_open
 
 

@@ -91,7 +91,7 @@ async def test_local_fallback_decides_without_the_actor_which_later_restores_all
         assert client.router_unreachable
         assert {lease.reason for lease in leases} == {"router-unreachable"}
         workers = [lease.worker for lease in leases]
-        assert workers.count(lease_before.worker) in (1, 2)  # by local fallback
+        assert workers.count(lease_before.worker) in (1, 2)  # local fallback has chosen the workers
         client.release("away0")
         actor.delay_s = 0.0
         actor.restart()
@@ -114,7 +114,7 @@ async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
         client.release("a")
         await wait_until(lambda: client.router_unreachable and not client._unreported)
         assert not client._calls
-        actor.alive = True  # with its state
+        actor.alive = True  # the actor has kept its state
         await wait_until(lambda: set(actor.running) == {"b", "c"})
 
 

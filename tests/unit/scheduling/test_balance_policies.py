@@ -60,7 +60,7 @@ def test_every_slot_is_filled_once(
     rng = np.random.default_rng(seed)
     state = Loads.from_counts(*map(list, zip(*workers, strict=True)))
     queue = waiting_requests(*tokens)
-    for n in range(int(rng.integers(4))):  # that the policy knows
+    for n in range(int(rng.integers(4))):  # requests that the policy knows
         policy.on_assigned(request(f"held{n}", 100, 50), int(rng.integers(len(state))))
     while True:
         free = np.where(state.available, np.maximum(0, 4 - state.in_flight), 0)

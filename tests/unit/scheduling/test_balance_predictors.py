@@ -70,7 +70,7 @@ def test_the_least_recently_seen_prompt_is_forgotten() -> None:
     for key, length in (("a", 3), ("b", 50), ("a", 3), ("c", 50)):
         keyed.learn(key, 5, length)
     assert predict(keyed, [0, 0], ["a", "c"])[0] == [1.0, 0.0]
-    assert predict(keyed, [0], ["b"])[0] == [0.5]  # like an unknown one
+    assert predict(keyed, [0], ["b"])[0] == [0.5]  # an unknown one gets the same
 
 
 def test_boosted_trees_learn_from_prompts() -> None:

@@ -46,7 +46,7 @@ def test_prompts_beside_prefill_engines_have_a_time_and_change_no_other_cost() -
     load, load_without = (StepTimeModel.from_steps(COST, steps, 0) for steps in (decode + prompts, decode))
     assert load.local_prompt_token_s == pytest.approx((0.09 - COST.seconds(4, 40, 9)) / 800)
     assert replace(load, local_prompt_token_s=0.0) == load_without
-    assert StepTimeModel.from_steps(COST, prompts, 0).local_prompt_token_s == 0.0  # without decode steps
+    assert StepTimeModel.from_steps(COST, prompts, 0).local_prompt_token_s == 0.0  # there are no decode steps
     assert not (decode + prompts).prompts.any()
 
 
@@ -58,7 +58,7 @@ def test_nothing_is_predicted_without_a_cost() -> None:
 
 def test_loads_travel_as_messages() -> None:
     cost = StepCost(batch_s={1: 0.0, 8: 1e-3})
-    assert cost.seconds(2, 0, 0) > 0  # and caches a table
+    assert cost.seconds(2, 0, 0) > 0  # this caches a table
     columns = {"in_flight": [3], "kv_tokens": [70], "cached_tokens": [16]}
     workers = WorkerLoads(("r0",), **{name: np.array(column) for name, column in columns.items()})
     loads = DecodeLoads(workers, 2, StepTimeModel(cost, 64, 0.9, 5.0, 1e-4), 0.25)

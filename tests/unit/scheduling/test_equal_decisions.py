@@ -110,7 +110,7 @@ class Traffic:
         self.state.leases.set_generated_tokens(progress or {})
         for name in released:
             self.state.leases.finish(name)
-        for name in held:  # even if it is the same replica
+        for name in held:  # the replica may be the same
             known = self.state.placer.running[name].request
             self.state.placer.adopt_lease(replace(self.held[ingress][name], request=known, ingress=ingress))
         answers = place(self.state, *placements, ingress=ingress)

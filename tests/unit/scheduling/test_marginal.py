@@ -167,7 +167,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
         policy.on_progress({ended.request_id: tokens})
         policy.on_finished(ended.request_id)
     policy.on_assigned(request_like("aborted", 0), 0)
-    policy.on_progress({"aborted": 70})  # not the length of an answer
+    policy.on_progress({"aborted": 70})  # this is not the length of an answer
     policy.on_aborted("aborted")
     rng = np.random.default_rng(seed)
     running = [request_like(f"r{i}", seed + i) for i in range(requests)]
@@ -176,7 +176,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     placement = by_worker(running, positions, workers)
     newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
-    lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # of requests in prefill
+    lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # tokens not yet computed
     loads_now = replace(
         loads(placement), cached_tokens=cached, prefill_tokens=np.array([m.sum() for m in lacking])
     )
@@ -530,7 +530,7 @@ def test_a_batch_between_two_of_the_table_has_a_time_between_theirs() -> None:
         3.5e-3,
         4e-3,
         4.5e-3,
-    ]  # before the first as there, then on straight lines
+    ]  # batches below the first of the table have its time; the others are on straight lines
     assert JUMPING.seconds(batches, 50, 7) == pytest.approx(COST.seconds(batches, 50, 7) + added)
     assert float(JUMPING.seconds(10, 50, 7)) == pytest.approx(COST.seconds(10, 50, 7) + 4.5e-3)
     assert JUMPING.seconds(batches[:, None], np.arange(3), 7).shape == (8, 3)

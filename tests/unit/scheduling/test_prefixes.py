@@ -150,7 +150,7 @@ def test_a_prompt_counts_as_cached_until_its_engine_has_not_reported_it_for_long
     prefix_map.report("a", BlockChanges(ids(prompt, 1), ids(prompt, 2)))  # the last was computed and evicted
     assert cached() == 2 * SIZE
     assert prefix_map.reported_blocks("a") == 2
-    prefix_map.record_prompt("a", other)  # and is cancelled
+    prefix_map.record_prompt("a", other)  # this request is cancelled
     for _ in range(prefixes._UNCONFIRMED_REPORTS):
         prefix_map.report("a", BlockChanges())
         assert cached(other) == 3 * SIZE
@@ -270,7 +270,7 @@ def test_pending_prefill_is_in_a_workers_load_until_the_first_token_or_counts() 
     assert lacks() == 2
     release(state, "c")
     assert lacks() == 1
-    place(state, request("d", 17, blocks=prompt))  # is placed again
+    place(state, request("d", 17, blocks=prompt))  # it is placed again
     assert lacks() == 1
     release(state, "a", "b", "d", "split")
     assert lacks() == 0

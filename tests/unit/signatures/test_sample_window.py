@@ -123,7 +123,7 @@ def test_the_share_follows_the_rate_of_requests() -> None:
             share.count(round(requests_per_s * share.current))
 
     serve(100)
-    assert share.current == 1.0  # until the first table
+    assert share.current == 1.0  # all are sampled until the first table
     share.sample_all = False
     serve(100)
     assert share.current == pytest.approx(0.02, rel=0.3)

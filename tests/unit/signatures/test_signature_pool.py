@@ -126,7 +126,7 @@ async def test_the_first_table_is_fitted_from_enough_samples_under_any_policy(po
     assert status["table"] | {"version": 1, "samples": 60, "workers": 2} == status["table"]
     assert status["table"]["why"] == "first table for 2 decode replicas"
     assert status["table"]["held_out"]["experts_by_table"] < status["table"]["held_out"]["experts_by_load"]
-    assert status["note"] == "no table yet: 60 of 60 samples"  # from the previous poll
+    assert status["note"] == "no table yet: 60 of 60 samples"  # this is the note of the previous poll
     await local.poll(1)
     assert local.status["note"] == "table version 1 is live"
     assert (await local.router.status())["signatures"]["table"] == status["table"]
@@ -139,7 +139,7 @@ async def test_a_table_no_better_than_load_is_refused_with_a_reason_in_the_statu
     await local.poll(4)
     assert local.live is None
     status = local.status
-    assert status["tables_refused"] == 1  # not retried at each poll
+    assert status["tables_refused"] == 1  # it is not tried again at each poll
     assert "no better than load" in status["last_refusal"]["why"]
     assert status["last_refusal"]["why"] in status["note"]
     await local.poll(1)
@@ -160,7 +160,7 @@ async def test_a_refused_first_table_is_fitted_again_after_half_as_many_new_samp
     assert local.status["tables_refused"] == 1
     local.window.add(traffic([0, 3], 121, begin=600))
     await local.poll(1)
-    assert sorted(kinds(local.live)) == [0, 3]  # without waiting for every_s
+    assert sorted(kinds(local.live)) == [0, 3]  # it does not wait for every_s
 
 
 async def test_drift_leads_to_a_refit() -> None:
@@ -172,7 +172,7 @@ async def test_drift_leads_to_a_refit() -> None:
     assert local.counters["table_swaps"] == 1  # nothing has changed
     local.window.add(traffic([3, 6], 240, begin=500))
     await local.poll()
-    assert local.counters["table_swaps"] == 1  # not before every_s
+    assert local.counters["table_swaps"] == 1  # a second swap waits for every_s
     local.clock.now += OPTIONS.every_s
     await local.poll()
     assert local.counters["refits"] == 1

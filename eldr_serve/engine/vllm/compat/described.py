@@ -168,12 +168,12 @@ class DescribedEngine:
         sizes = {"WORLD": world, "TP": ranks, "DP": data_ranks, "EP": world}
         for name in ("WORLD", "TP", "EP", "PP", "DP", "DCP", "PCP", "EPLB"):
             setattr(parallel_state, f"_{name}", _FirstRank(sizes.get(name, 1)))
-        get_model_architecture(self.config.model_config)  # imports the model's modules for this machine
+        get_model_architecture(self.config.model_config)  # this imports the model's modules for this machine
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.config.model_config.dtype)
         try:
             with set_current_vllm_config(self.config), _Weightless(), _select_kernels_for(capability):
-                avoid_kernels_that_hide_choices(self.config)  # as EldrWorker does
+                avoid_kernels_that_hide_choices(self.config)  # EldrWorker does the same
                 self._model = initialize_model(self.config)
         finally:
             torch.set_default_dtype(default_dtype)

@@ -92,7 +92,7 @@ class PlacedMoERunner(MoERunner):
         batches = rank_batches()
         if self._begins:
             begin_forward(len(hidden_states))
-        if not any(batches.sizes):  # nothing to gather, and routers need a token
+        if not any(batches.sizes):  # there is nothing to gather, and routers need a token
             return super()._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
         parts = [hidden_states]
         if self.gate is None:  # the model has computed the logits; otherwise they are computed below
@@ -105,7 +105,7 @@ class PlacedMoERunner(MoERunner):
         result: Any = super()._forward_impl(gathered, logits, shared_experts_input, ids)
         shared, routed = result if isinstance(result, tuple) else (None, result)
         own = len(batches.select_own(gathered))
-        output = torch.zeros_like(hidden_states)  # which may end with padding
+        output = torch.zeros_like(hidden_states)  # the hidden states may end with padding
         output[:own] = routed[:own]
         return output if shared is None else (shared, output)
 
@@ -120,7 +120,8 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
             _check_supported(vllm_config, moe)
             self._gathers_first = _gathers_before_top_k(vllm_config)
             self.experts_cls: Any = _limit_to_own_slots(self.experts_cls, vllm_config)
-            self._layer_names = vllm_config.compilation_config.static_all_moe_layers  # in the model's order
+            # Names of the MoE layers in the model's order.
+            self._layer_names = vllm_config.compilation_config.static_all_moe_layers
             self._runners = vllm_config.compilation_config.static_forward_context
 
     def _init_moe_kernel(self, layer: Any) -> None:

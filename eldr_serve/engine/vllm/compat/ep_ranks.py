@@ -101,7 +101,7 @@ class RankDispatch(FusedMoEPrepareAndFinalizeModular):
         batches = rank_batches()
         if self._begins:
             begin_forward(len(a1))
-        if apply_router_weight_on_input:  # of one expert
+        if apply_router_weight_on_input:  # each token has only one expert
             a1 = a1 * topk_weights.to(a1.dtype)
         parts = (a1, topk_weights, topk_ids)
         if self._gathers:

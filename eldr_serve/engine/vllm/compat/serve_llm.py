@@ -186,7 +186,7 @@ def register_connector() -> None:
     """
     try:
         KVConnectorBackendFactory.register_backend("EldrConnector", NixlConnectorBackend)
-    except ValueError:  # registered before, perhaps by another replica at the same time
+    except ValueError:  # it was registered before, perhaps by another replica at the same time
         if not KVConnectorBackendFactory.is_registered("EldrConnector"):
             raise
 

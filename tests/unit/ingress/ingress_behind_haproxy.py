@@ -1,6 +1,6 @@
 """An ingress's HTTP server that prints a line for each request, and answers after a line on stdin.
 
-python front_server.py PORT
+python ingress_behind_haproxy.py PORT
 """
 
 import asyncio
