@@ -14,7 +14,10 @@ _MIN_DEPARTURES = 4  # departures needed for an estimate
 class WaitEstimator:
     """Estimates waits in one queue from the mean time between its recent departures.
 
-    Departures from before the queue was last empty do not count.
+    Departures from before the queue was last empty do not count. The time since the newest departure counts
+    as a whole interval, so that a queue that does not move has longer estimates. If the departures are random
+    (a Poisson process), this is unbiased at a time that does not depend on them. Just after one of n
+    departures the estimate is 1/n too small.
 
     Args:
         clock: returns the time, s.
