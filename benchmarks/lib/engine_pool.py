@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from benchmarks.lib.replay.engine import ReplayArrival, ReplayEngine, StepRecords
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError, UserInputError
 
 ReplayTimes = tuple[dict[str, np.ndarray], StepRecords]
 
@@ -31,7 +31,7 @@ class ReplayEngines(Protocol):
 
 
 class EngineProcesses:
-    """A context manager of engine processes. Its exit raises UserInputError if one of them has died."""
+    """A context manager of engine processes. Its exit raises ServiceFailedError if one of them has died."""
 
     def __init__(self, num_processes: int, start: Callable[..., None], *arguments: Any) -> None:
         context = get_context("spawn")
@@ -45,7 +45,7 @@ class EngineProcesses:
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
-            raise UserInputError(
+            raise ServiceFailedError(
                 "an engine died (out of memory?); results are kept; run the command again to continue"
             ) from error
 

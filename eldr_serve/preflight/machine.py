@@ -14,6 +14,7 @@ from eldr_serve.validation import unknown_name
 
 GIB = 2**30
 ACCELERATOR = "accelerator_type:"  # Ray's resource for a kind of GPU
+_MAX_WORKERS = 2  # Ray's default of the global max_workers on AWS, Azure and GCP
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class NodePool:
         gpu: kind of the GPUs; None on nodes without GPUs.
         memory_gib: memory of a node without GPUs, GiB; 0 if unknown.
         is_this_machine: whether the node is this machine, so that its ports and files can be checked.
+        max_workers: maximum number of nodes of all pools together that have this attribute; None for nodes
+            that do not count, such as the head, or if there is no maximum.
     """
 
     name: str
@@ -62,6 +65,7 @@ class NodePool:
     gpu: Gpu | None = None
     memory_gib: float = 0.0
     is_this_machine: bool = False
+    max_workers: int | None = None
 
 
 def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:
@@ -78,6 +82,8 @@ def gpu_of(kind: str, memory_gib: float | None = None) -> Gpu:
 def read_cluster(path: Path) -> list[NodePool]:
     """Return the node pools in a file for `ray up`; the head is a pool of one node.
 
+    The global `max_workers` bounds the nodes of all worker pools together, and is the default of each.
+
     Raises:
         UserInputError: the file has another format, or a node type does not name its kind of GPU.
         OSError: the file cannot be read.
@@ -86,23 +92,31 @@ def read_cluster(path: Path) -> list[NodePool]:
         document = yaml.safe_load(path.read_text())
         types: dict[str, Any] = document["available_node_types"]
         head = document["head_node_type"]
-        node_types = [
-            (name, 1 if name == head else int(kind["max_workers"]), dict(kind["resources"]))
+        max_workers = int(document.get("max_workers", _MAX_WORKERS))
+        pools = [
+            NodePool(
+                name,
+                1 if name == head else min(max_workers, int(kind.get("max_workers", max_workers))),
+                dict(kind["resources"]),
+                max_workers=None if name == head else max_workers,
+            )
             for name, kind in types.items()
         ]
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserInputError(f"{path} is not a cluster file with node types: {error!r}") from error
-    return [
-        NodePool(name, nodes, resources, _gpu(path, name, resources)) for name, nodes, resources in node_types
-    ]
+    return [replace(pool, gpu=_gpu(path, pool.name, pool.resources)) for pool in pools]
 
 
 def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
     if not resources.get("GPU"):
         return None
     kinds = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
-    if len(kinds) != 1:
+    if not kinds:
         raise UserInputError(f"{path}: node type {name} has GPUs but no resource {ACCELERATOR}KIND")
+    if len(kinds) > 1:
+        raise UserInputError(
+            f"{path}: node type {name} has GPUs of the kinds {', '.join(kinds)}: keep one {ACCELERATOR}KIND"
+        )
     return gpu_of(kinds[0])
 
 

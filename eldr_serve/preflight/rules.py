@@ -73,6 +73,12 @@ def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iter
             yield _error(
                 f"{missing} of {demand.count} {demand.name} replicas find no node: each needs {needed}"
                 + (f" by {demand.strategy}" if len(demand.bundles) > 1 else "")
+                + (
+                    f"; the cluster file's max_workers is {assignment.max_workers}, "
+                    f"of which {assignment.num_workers} are in use: raise it if they are too few"
+                    if assignment.max_workers is not None
+                    else ""
+                )
             )
         spread = assignment.spread.get(demand.name, 0)
         if spread:

@@ -63,7 +63,7 @@ class RetryTimes:
         if after_s >= max_s:
             return random.uniform(max_s / 2, max_s)
         if len(self._queue) >= _MAX_RESERVATIONS:
-            return max(after_s, self._queue[-1].due_at_s - now_s)
+            return min(max_s, max(after_s, self._queue[-1].due_at_s - now_s))
         insort(self._queue, _Reservation(now_s + after_s, amount, key), key=attrgetter("due_at_s"))
         self._amount += amount
         return after_s

@@ -15,6 +15,10 @@ class WaitEstimator:
     """Estimates waits in one queue from the mean time between its recent departures.
 
     Departures from before the queue was last empty do not count, since no request waited while it was empty.
+    The time since the newest departure counts as a whole interval, so that a queue that does not move has
+    longer estimates.
+    If the departures are random (a Poisson process), this is unbiased at a time that does not depend on them.
+    Just after one of n departures the estimate is 1/n too small.
 
     Args:
         clock: returns the time, s.

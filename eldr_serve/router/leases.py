@@ -78,12 +78,14 @@ class Leases:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
         for lease in leases:
             lease.request = self._check.remove_unusable_prediction(lease.request)
+        current_leases = [lease for lease in leases if not self.is_stale(lease.request)]
+        # Ingresses send waiting requests again when the settings change.
+        queue = self._placer.queue.leases
+        new_leases = [lease for lease in current_leases if lease.request_id not in queue]
+        for lease in new_leases:
             self._keep_counts(lease.request)
-        queued_ids = {lease.request_id for lease in leases if lease.request_id in self._placer.queue.leases}
-        granted_leases = self._placer.submit(lease for lease in leases if not self.is_stale(lease.request))
-        self._counters[RouterEvent.QUEUED] += sum(
-            lease.state is LeaseState.QUEUED and lease.request_id not in queued_ids for lease in leases
-        )
+        granted_leases = self._placer.submit(current_leases)
+        self._counters[RouterEvent.QUEUED] += sum(lease.state is LeaseState.QUEUED for lease in new_leases)
         self._grant(granted_leases)
 
     def dispatch(self) -> None:

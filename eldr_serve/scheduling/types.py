@@ -34,7 +34,7 @@ class PlacementRequest:
         predicted: whether the counts are a prediction from the prompt's tokens.
         blocks: the blocks of the prompt if the worker also prefills; else None.
         exclude: workers to avoid, because they failed this request, left while they answered it, were ejected
-            by its ingress, or would miss its objective.
+            by its ingress, or would compute its prompt or its answer too late.
         may_wait: whether the request may wait in the policy's decode queue; otherwise it is placed at once.
         tenant: name of the tenant.
         priority: weight of the tenant's fair share of workers while requests wait.

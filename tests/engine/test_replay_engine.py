@@ -18,7 +18,7 @@ from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
 from eldr_serve.commands.errors import run
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError
 from offline.simulation.calibration import fit_step_cost
 from tests.engine.scripts import ROOT
 from tests.support.processes import output
@@ -93,7 +93,10 @@ def test_a_replay_measures_every_request_of_every_arm(prompts: Path, work: Path,
 def test_a_dead_engine_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     monkeypatch.syspath_prepend(tmp_path)  # spawned processes inherit it
-    with pytest.raises(UserInputError, match="engine died"), EnginePool(tmp_path / "no model", 1) as pool:
+    with (
+        pytest.raises(ServiceFailedError, match="engine died"),
+        EnginePool(tmp_path / "no model", 1) as pool,
+    ):
         pool.probe_s()
 
 

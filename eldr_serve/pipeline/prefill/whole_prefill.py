@@ -34,8 +34,8 @@ class WholePrefill:
     async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
-        A prompt whose answer arrives only as a whole is not counted in the queue, because such an answer does
-        not show when its prompt has been computed.
+        A prompt whose answer arrives only as a whole is neither counted in the queue nor refused because of it,
+        because such an answer does not show when its prompt has been computed.
 
         Raises:
             OverloadedError: no decode engine has room.
@@ -43,16 +43,28 @@ class WholePrefill:
         if context.tokenised_ids is not None:
             self._admission.learn_size(context, len(context.tokenised_ids))
         fields = context.request.fields
-        num_tokens = 0.0
+        num_tokens, workers_to_avoid = 0.0, admission.late_workers
         if fields.stream or needs_whole_replica(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
-                await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
+                workers_to_avoid = await self._admit(context, num_tokens, admission.late_workers)
         ticket = self._queues.enter(None, num_tokens, context.retry_key)
         return TicketedPrompt(
             ticket,
             self._admission,
             context.prompt_ids,
             num_generated=context.answer.num_ids,
-            workers_to_avoid=admission.late_workers,
+            workers_to_avoid=workers_to_avoid,
         )
+
+    async def _admit(
+        self, context: RequestContext, num_tokens: float, late_workers: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Admit the prompt; return workers to avoid: those without room, and late ones if others have room.
+
+        Raises:
+            OverloadedError: no decode engine has room.
+        """
+        with_room = await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
+        chosen = [name for name in with_room if name not in late_workers] or with_room
+        return tuple(name for name in self._outliers.usable_names if name not in chosen)

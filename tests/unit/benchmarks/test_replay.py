@@ -1,6 +1,7 @@
 """Parts of replays by step, without an engine."""
 
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.engine.moe_layer_latency import routes
 from benchmarks.lib.capture import CapturedRoutes
-from benchmarks.lib.engine_pool import EnginePool, ReplayTimes
+from benchmarks.lib.engine_pool import EnginePool, EngineProcesses, ReplayTimes
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import schedule as replay
 from benchmarks.lib.replay.command import select_arms
@@ -26,7 +27,7 @@ from benchmarks.lib.replay.schedule import (
     parse_loads,
 )
 from eldr_serve.engine.vllm.config import engine_kwargs
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError, UserInputError
 from loadgen.journal import Journal
 from tests.support.traces import synthetic_trace
 
@@ -68,6 +69,11 @@ def test_workloads_are_split_without_overlap() -> None:
         EnginePool(Path("model"), 100_000)
     with pytest.raises(UserInputError, match="leave it at 1"):
         EnginePool(Path("model"), 2, "cuda")
+
+
+def test_a_dead_engine_is_no_fault_of_the_user() -> None:
+    with pytest.raises(ServiceFailedError, match="engine died"), EngineProcesses(1, print):
+        raise BrokenProcessPool
 
 
 @pytest.mark.parametrize(

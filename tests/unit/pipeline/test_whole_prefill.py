@@ -18,6 +18,7 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
 from eldr_serve.fleet.outliers import FAILURES
+from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
 from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.throughput import DEFAULT_RATE
@@ -161,6 +162,35 @@ async def test_ejected_engines_have_no_room_for_a_prompt() -> None:
         outliers.record_failure("d0", RuntimeError())
     with pytest.raises(OverloadedError, match="would wait 10 s for its prefill"):
         await pipeline.run(prompt=[5])
+
+
+async def test_a_prompt_goes_to_no_replica_whose_prefill_queue_is_too_long() -> None:
+    pipeline = Pipeline(decode=whole_replica, whole=True, prefill_queue_s=1.0)
+    pipeline.services.prefill_admission.queues.enter("d0", 10 * DEFAULT_RATE, key="d0")
+    assert await pipeline.run(prompt=[5]) == b"ab"
+    assert pipeline.router.placements[0][0].exclude == ("d0",)
+    assert {sent.replica for sent in pipeline.decode.requests} == {"d1"}
+
+
+@pytest.mark.parametrize(
+    ("late_workers", "avoided"), [((), ("d0",)), (("d1",), ("d0", "d1")), (("d1", "d2"), ("d0",))]
+)
+async def test_a_late_worker_is_better_than_one_without_room(
+    late_workers: tuple[str, ...], avoided: tuple[str, ...]
+) -> None:
+    pipeline = Pipeline(decode=whole_replica, whole=True, prefill_queue_s=1.0)
+    pipeline.services.prefill_admission.queues.enter("d0", 10 * DEFAULT_RATE, key="d0")
+    admission = AdmissionResult(late_workers=late_workers)
+    prompt = await pipeline.services.prefill.prepare(request_context(prompt=[5]), admission)
+    assert prompt.workers_to_avoid == avoided
+    prompt.close(None)
+
+
+async def test_a_prompt_that_is_not_counted_is_not_refused() -> None:
+    pipeline = Pipeline(decode=whole_replica, whole=True, prefill_queue_s=1.0)
+    for replica in ("d0", "d1", "d2"):
+        pipeline.services.prefill_admission.queues.enter(replica, 10 * DEFAULT_RATE, key=replica)
+    assert await pipeline.run(prompt=["a", "b"], n=2) == b"ab"
 
 
 async def test_prompt_sizes_are_learnt_from_true_counts_and_not_from_estimates(

@@ -68,9 +68,26 @@ def test_a_file_without_a_cluster_is_refused(text: str, tmp_path: Path) -> None:
         read_cluster(tmp_path / "cluster.yaml")
 
 
-def test_gpus_without_a_type_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text(
-        "head_node_type: a\navailable_node_types: {a: {max_workers: 1, resources: {GPU: 1}}}"
-    )
-    with pytest.raises(ValueError, match="accelerator_type:KIND"):
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ("", "has GPUs but no resource accelerator_type:KIND"),
+        (', "accelerator_type:H100": 1, "accelerator_type:H200": 1', "of the kinds H100, H200: keep one"),
+    ],
+)
+def test_a_node_type_with_gpus_needs_one_kind(kinds: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(NODE_TYPE % ("1", f"{{GPU: 1{kinds}}}"))
+    with pytest.raises(ValueError, match=words):
         read_cluster(tmp_path / "cluster.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "a", "b"), [("max_workers: 4", 4, 4), ("max_workers: 20", 8, 20), ("", 2, 2)]
+)
+def test_the_global_maximum_bounds_each_worker_type_and_is_its_default(
+    line: str, a: int, b: int, tmp_path: Path
+) -> None:
+    types = "{h: {resources: {CPU: 1}}, a: {max_workers: 8, resources: {}}, b: {resources: {}}}"
+    (tmp_path / "cluster.yaml").write_text(f"{line}\nhead_node_type: h\navailable_node_types: {types}")
+    pools = read_cluster(tmp_path / "cluster.yaml")
+    assert [(pool.nodes, pool.max_workers) for pool in pools] == [(1, None), (a, b), (b, b)]

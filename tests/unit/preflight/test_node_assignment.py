@@ -3,6 +3,8 @@
 from collections import Counter
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from eldr_serve.preflight.machine import NodePool
 from eldr_serve.preflight.node_assignment import ReplicaDemand, assign_nodes
+from eldr_serve.preflight.rules import check_assignment
 
 STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 sizes = st.integers(1, 3)
@@ -17,11 +20,15 @@ sizes = st.integers(1, 3)
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[NodePool]:
-    """Draw two pools of nodes with GPUs, one of them with an extra resource."""
+    """Draw two pools of nodes with GPUs, one of them with an extra resource, and the maximum of all nodes."""
+    most = draw(st.none() | st.integers(0, 3))
     return [
-        NodePool("a", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4))}),
+        NodePool("a", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4))}, max_workers=most),
         NodePool(
-            "b", draw(st.integers(0, 2)), {"GPU": draw(st.integers(1, 4)), "extra": draw(st.integers(0, 4))}
+            "b",
+            draw(st.integers(0, 2)),
+            {"GPU": draw(st.integers(1, 4)), "extra": draw(st.integers(0, 4))},
+            max_workers=most,
         ),
     ]
 
@@ -37,10 +44,12 @@ def replicas(draw: st.DrawFn, name: str = "x") -> ReplicaDemand:
 def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
     """Return how many replicas can be placed, by trying every node for every bundle."""
     nodes = tuple(
-        tuple(int(pool.resources.get(name, 0)) for name in ("GPU", "extra"))
+        (*(int(pool.resources.get(name, 0)) for name in ("GPU", "extra")), 0)  # last: whether it is used
         for pool in pools
         for _ in range(pool.nodes)
     )
+    most = pools[0].max_workers
+    most_used = len(nodes) if most is None else most
     asks = [tuple(int(bundle.get(name, 0)) for name in ("GPU", "extra")) for bundle in demand.bundles]
 
     @cache
@@ -54,8 +63,8 @@ def max_placeable(pools: list[NodePool], demand: ReplicaDemand) -> int:
                 continue
             after = [list(node) for node in free]
             for node, ask in zip(chosen, asks, strict=True):
-                after[node] = [has - amount for has, amount in zip(after[node], ask, strict=True)]
-            if all(has >= 0 for node in after for has in node):
+                after[node] = [*(has - amount for has, amount in zip(after[node], ask, strict=False)), 1]
+            if all(has >= 0 for node in after for has in node) and sum(n[2] for n in after) <= most_used:
                 best = max(best, 1 + most_placed(tuple(sorted(map(tuple, after))), replicas_left - 1))
         return best
 
@@ -69,6 +78,8 @@ def test_no_node_exceeds_its_resources_and_every_replica_is_listed(
 ) -> None:
     placement = assign_nodes(pools, [one, other])
     assert all(amount >= 0 for node in placement.nodes for amount in node.free.values())
+    most = pools[0].max_workers
+    assert most is None or sum(bool(node.replicas) for node in placement.nodes) <= most
     for demand in (one, other):
         listed = {number for node in placement.nodes for name, number in node.replicas if name == demand.name}
         assert len(listed) + placement.missing.get(demand.name, 0) == demand.count
@@ -114,3 +125,44 @@ def test_an_engine_of_two_gpus_does_not_fit_nodes_of_one(strategy: str, nodes: i
 def test_fractions_of_a_resource_are_counted_exactly() -> None:
     demand = ReplicaDemand("x", 11, [{"CPU": 0.1}])
     assert assign_nodes([NodePool("a", 1, {"CPU": 1})], [demand]).missing == {"x": 1}
+
+
+def test_worker_nodes_of_all_pools_are_bounded_together() -> None:
+    """The head does not count, and replicas still get nodes that have started."""
+    pools = [
+        NodePool("head", 1, {"ingress": 1}),
+        NodePool("a", 4, {"GPU": 1}, max_workers=4),
+        NodePool("b", 4, {"GPU": 1, "extra": 1}, max_workers=4),
+    ]
+    demands = [
+        ReplicaDemand("ingress", 1, [{"ingress": 1}]),
+        ReplicaDemand("extra", 3, [{"extra": 1}]),
+        ReplicaDemand("one", 5, [{"GPU": 1}]),
+        ReplicaDemand("two", 1, [{"GPU": 2}]),
+    ]
+    placement = assign_nodes(pools, demands)
+    used = [node.name for node in placement.nodes if node.replicas]
+    assert used == ["head-0", "a-0", "b-0", "b-1", "b-2"]
+    assert placement.missing == {"one": 1, "two": 1}
+    assert (placement.num_workers, placement.max_workers) == (4, 4)
+
+
+def test_replicas_that_spread_share_a_node_if_no_other_may_start() -> None:
+    pools = [NodePool("a", 2, {"GPU": 2}, max_workers=1)]
+    placement = assign_nodes(pools, [ReplicaDemand("x", 1, [{"GPU": 1}] * 2, "SPREAD")])
+    assert (placement.missing, placement.spread) == ({}, {})
+
+
+def test_an_error_names_the_maximum_of_worker_nodes() -> None:
+    deployment: Any = SimpleNamespace(engines=[], ingress=ReplicaDemand("ingress", 3, [{"CPU": 1}]))
+
+    def sentence(max_workers: int | None) -> str:
+        pools = [NodePool("a", 2, {"CPU": 1}, max_workers=max_workers)]
+        (finding,) = check_assignment(deployment, assign_nodes(pools, [deployment.ingress]))
+        return finding.sentence
+
+    assert sentence(None) == "1 of 3 ingress replicas find no node: each needs 1 CPU"
+    assert sentence(1) == (
+        "2 of 3 ingress replicas find no node: each needs 1 CPU; the cluster file's max_workers is 1, "
+        "of which 1 are in use: raise it if they are too few"
+    )

@@ -471,6 +471,7 @@ def test_reservations_expire_and_are_bounded() -> None:
     for key in range(10_000):
         times.reserve(key, 1.0, 1.0 + key / 1000)
     assert times.reserve(10_001, 1.0, 1.0) == pytest.approx(10.999)
+    assert times.reserve(10_001, 1.0, 1.0, max_s=5.0) == 5.0
     assert times.amount == 10_000
     clock.now = 100.0
     assert times.amount == times.due_amount == 0.0

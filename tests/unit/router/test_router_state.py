@@ -293,6 +293,29 @@ def test_only_recent_expert_counts_are_kept_for_a_refit() -> None:
     assert [int(counts[0, 0]) for counts in state.leases.recent_counts] == list(range(76, 1100))
 
 
+def test_the_counts_of_a_stale_request_are_kept_when_it_is_scored_again() -> None:
+    state = router_state()
+    version = state.settings.table_version
+    fields: dict[str, Any] = {"similarity": np.eye(3)[1], "expert_counts": np.ones((2, 8), np.uint16)}
+    (stale,) = place(state, request("a", table_version=version + 1, **fields))
+    assert stale.state is LeaseState.SENT
+    assert not state.leases.recent_counts
+    place(state, request("a", table_version=version, **fields))
+    assert len(state.leases.recent_counts) == 1
+
+
+def test_the_counts_of_a_queued_request_that_is_sent_again_are_kept_once() -> None:
+    state = router_state(policy="balance-route", parameters={"slots": 1})
+    requests = [
+        request(f"r{number}", expert_counts=np.ones((2, 8), np.uint16), may_wait=True) for number in range(6)
+    ]
+    place(state, *requests)
+    waiting = [one for one in requests if one.request_id in state.placer.queue.leases]
+    assert waiting
+    place(state, *waiting)
+    assert len(state.leases.recent_counts) == 6
+
+
 def test_pending_counts_are_of_the_requests_that_decode_or_wait() -> None:
     state = router_state(policy="balance-route", parameters={"slots": 1})
     for number in range(6):
