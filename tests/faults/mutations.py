@@ -122,7 +122,7 @@ MUTATIONS = (
     Mutation(
         "a prompt that fails stays in the queue for prefill",
         "eldr_serve.pipeline.prefill.split_prefill",
-        "        finally:\n            self._queues.leave(ticket)",
+        "        finally:\n            self._admission.queues.leave(ticket)",
         "        finally:\n            pass",
     ),
     Mutation(

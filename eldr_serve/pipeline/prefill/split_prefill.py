@@ -68,7 +68,7 @@ class SplitPrefill:
     ) -> None:
         self._fleets = fleets
         self._fleet = fleets.prefill
-        self._admission, self._queues = admission, admission.queues
+        self._admission = admission
         self._options = options
         self._counters = counters
         self._kv_release = kv_release
@@ -126,18 +126,18 @@ class SplitPrefill:
             self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
         replicas = [name for name in replicas if name not in admission.late_replicas] or replicas
-        open_calls, other_calls = self._fleet.open_calls, self._queues.other_calls(replicas)
+        open_calls, other_calls = self._fleet.open_calls, self._admission.queues.other_calls(replicas)
         replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),
             {name: open_calls[name] + other_calls[name] for name in replicas},
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )
-        ticket = self._queues.enter(replica, num_tokens, context.retry_key)
+        ticket = self._admission.queues.enter(replica, num_tokens, context.retry_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
-            self._queues.leave(ticket)
+            self._admission.queues.leave(ticket)
 
     async def _call(self, context: RequestContext, replica: str, ticket: Ticket) -> HeldPrompt:
         request = context.request

@@ -23,7 +23,7 @@ class WholePrefill:
         self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokenizer | None
     ) -> None:
         self._outliers = outliers
-        self._admission, self._queues = admission, admission.queues
+        self._admission = admission
         self._tokenizer = tokenizer
 
     async def tokenise_for_admission(self, context: RequestContext) -> None:
@@ -48,11 +48,6 @@ class WholePrefill:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
                 await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
-        ticket = self._queues.enter(None, num_tokens, context.retry_key)
         return TicketedPrompt(
-            ticket,
-            self._admission,
-            context.prompt_ids,
-            num_generated=context.answer.num_ids,
-            workers_to_avoid=admission.late_workers,
+            context, num_tokens, self._admission.queues, self._admission.finish, admission.late_workers
         )
