@@ -49,9 +49,9 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.attempt",
-        "self._prompt = await self._prefill.prepare(context, admission)",
-        "self._prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission)\n"
-        "                context.__dict__['kept'] = self._prompt",
+        "prompt = await self._prefill.prepare(context, admission)",
+        "prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission)\n"
+        "                context.__dict__['kept'] = prompt",
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
