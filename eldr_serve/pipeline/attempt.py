@@ -13,6 +13,7 @@ from eldr_serve.pipeline.decode.decode_step import DecodeStep
 from eldr_serve.pipeline.decode.placement_step import PlacementStep
 from eldr_serve.pipeline.prefill.prefill_step import PrefillStep
 from eldr_serve.pipeline.prefill.prompt import Prompt, UncomputedPrompt
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 
 
 class AttemptSteps:
@@ -22,6 +23,7 @@ class AttemptSteps:
 
     Args:
         retries: limits how many failed requests are tried again at once.
+        tokenizer: tokenises prompts for their admission; None if prefill engines tokenise them.
         latency_admission: admits requests by predicted latency.
         prefill, placement, decode: the steps.
     """
@@ -30,12 +32,14 @@ class AttemptSteps:
         self,
         *,
         retries: RetryLimiter,
+        tokenizer: PromptTokenizer | None,
         latency_admission: LatencyAdmission,
         prefill: PrefillStep,
         placement: PlacementStep,
         decode: DecodeStep,
     ) -> None:
         self._retries = retries
+        self._tokenizer = tokenizer
         self._latency_admission = latency_admission
         self._prefill = prefill
         self._placement = placement
@@ -58,7 +62,8 @@ class AttemptSteps:
             async with self._retries.permit(context):
                 await self._placement.wait_for_decode()
                 self._placement.check_slots(context)
-                await self._prefill.tokenise_for_admission(context)
+                if self._tokenizer is not None:
+                    await self._tokenizer.add_ids_to(context)
                 admission = await self._latency_admission.admit(context)
                 context.record.prediction = admission.prediction
                 prompt = await self._prefill.prepare(context, admission)

@@ -76,7 +76,7 @@ class Services:
         )
         self.prefill: PrefillStep
         if fleets.whole:
-            self.prefill = WholePrefill(self.outliers, self.prefill_admission, tokenizer)
+            self.prefill = WholePrefill(self.outliers, self.prefill_admission)
         else:
             self.prefill = self._make_split_prefill(predictor, tokenizer)
         self.retries = RetryLimiter(options)
@@ -100,6 +100,7 @@ class Services:
         self.moves = MoveLimiter(fleets.decode, self.decode_starts, options.moves_at_once)
         self.attempt_steps = AttemptSteps(
             retries=self.retries,
+            tokenizer=tokenizer if fleets.whole else None,
             latency_admission=latency_admission,
             prefill=self.prefill,
             placement=placement,

@@ -80,9 +80,6 @@ class SplitPrefill:
             options.prefilled_by_decode_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
 
-    async def tokenise_for_admission(self, context: RequestContext) -> None:
-        """Do nothing: admission needs no token ids here, and `prepare` adds them."""
-
     async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 

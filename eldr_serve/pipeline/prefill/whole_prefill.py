@@ -7,7 +7,6 @@ from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
 from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.prefill.prompt import Prompt, TicketedPrompt
-from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.request import needs_whole_replica
 
 
@@ -16,20 +15,11 @@ class WholePrefill:
 
     Args:
         outliers: excludes workers that fail repeatedly.
-        tokenizer: tokenises prompts before placement.
     """
 
-    def __init__(
-        self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokenizer | None
-    ) -> None:
+    def __init__(self, outliers: OutlierDetector, admission: PrefillAdmission) -> None:
         self._outliers = outliers
         self._admission = admission
-        self._tokenizer = tokenizer
-
-    async def tokenise_for_admission(self, context: RequestContext) -> None:
-        """Tokenise the prompt, to find its cached tokens."""
-        if self._tokenizer is not None:
-            await self._tokenizer.add_ids_to(context)
 
     async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
