@@ -122,7 +122,7 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
-        replicas = [name for name in replicas if name not in admission.late_replicas] or replicas
+        replicas = [name for name in replicas if name not in admission.late_workers] or replicas
         open_calls, other_calls = self._fleet.open_calls, self._admission.queues.other_calls(replicas)
         replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),
