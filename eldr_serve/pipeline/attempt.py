@@ -64,9 +64,9 @@ class AttemptSteps:
                 self._placement.check_slots(context)
                 if self._tokenizer is not None:
                     await self._tokenizer.add_ids_to(context)
-                admission = await self._latency_admission.admit(context)
-                context.record.prediction = admission.prediction
-                prompt = await self._prefill.prepare(context, admission)
+                admission_result = await self._latency_admission.admit(context)
+                context.record.prediction = admission_result.prediction
+                prompt = await self._prefill.prepare(context, admission_result)
                 if prompt.prefilled_ids is not None:
                     context.prefilled_ids = prompt.prefilled_ids
                 with context.record.stage("place") as placing:

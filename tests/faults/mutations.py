@@ -49,8 +49,8 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.attempt",
-        "prompt = await self._prefill.prepare(context, admission)",
-        "prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission)\n"
+        "prompt = await self._prefill.prepare(context, admission_result)",
+        "prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission_result)\n"
         "                context.__dict__['kept'] = prompt",
     ),
     Mutation(

@@ -80,7 +80,7 @@ class SplitPrefill:
             options.prefilled_by_decode_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
 
-    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+    async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 
         A short prompt that a decode engine computes sooner is left to that engine (see LocalPrefill).
@@ -97,7 +97,7 @@ class SplitPrefill:
             if local_prompt is not None:
                 return local_prompt
             try:
-                prompt = await self._prefill(context, admission)
+                prompt = await self._prefill(context, admission_result)
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:
                 if not context.answer.num_tokens:
                     raise
@@ -109,7 +109,7 @@ class SplitPrefill:
             await self._tokenizer.add_ids_to(context)
         return prompt
 
-    async def _prefill(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+    async def _prefill(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Prefill the prompt; return it uncomputed if a decode engine must prefill it.
 
         Raises:
@@ -122,7 +122,7 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
-        replicas = [name for name in replicas if name not in admission.late_workers] or replicas
+        replicas = [name for name in replicas if name not in admission_result.late_workers] or replicas
         open_calls, other_calls = self._fleet.open_calls, self._admission.queues.other_calls(replicas)
         replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),

@@ -21,7 +21,7 @@ class WholePrefill:
         self._outliers = outliers
         self._admission = admission
 
-    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+    async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
         If an answer arrives only as a whole, it does not show when its prompt has been computed. Such
@@ -39,5 +39,5 @@ class WholePrefill:
             if not context.is_retry:
                 await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
         return TicketedPrompt(
-            context, num_tokens, self._admission.queues, self._admission.finish, admission.late_workers
+            context, num_tokens, self._admission.queues, self._admission.finish, admission_result.late_workers
         )
