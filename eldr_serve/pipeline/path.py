@@ -78,7 +78,7 @@ class RequestPath:
         if isinstance(failure, PrefillFailedError):
             failures.add_prefill(failure)
             more = options.prefill_attempts - failures.prefills
-            if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live_names):
+            if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live_workers):
                 return False  # without a live prefill replica, a decode engine may prefill one more attempt
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True

@@ -68,7 +68,9 @@ class Warmup:
         if self._all_were_warm:
             warm_workers = {decode for _, decode in self._warm_pairs}
             return (
-                "no decode engine is up" if warm_workers.isdisjoint(self._fleets.decode.live_names) else None
+                "no decode engine is up"
+                if warm_workers.isdisjoint(self._fleets.decode.live_workers)
+                else None
             )
         if not self._engines_up:
             return "the engines are not up yet"

@@ -88,7 +88,7 @@ class LatencyPredictor:
         tokens of this prompt a worker has cached, the uncached tokens are divided by the mean uncached share
         of prompts.
         """
-        queues, names = self._queues, self._fleets.prefill_capable.live_names
+        queues, names = self._queues, self._fleets.prefill_capable.live_workers
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)

@@ -95,7 +95,7 @@ class LocalPrefill:
         if loads is None or loads.waiting or handover_s is None or num_tokens > self._max_tokens:
             return ()
         latencies = self._predictor.predict(num_tokens, loads, 0.0)
-        self._queues.keep(self._fleets.decode.live_names)
+        self._queues.keep(self._fleets.decode.live_workers)
         costs_s = self._predictor.predict_local_costs(latencies, self._queues)
         if not latencies.ttft_s:
             return ()

@@ -217,7 +217,7 @@ class SplitPrefill:
             with self._fleet.waiters.take_turn() as wait_until:
                 while not self._replicas_with_room():
                     now_s = clock()
-                    is_reachable = bool(self._fleet.live_names)
+                    is_reachable = bool(self._fleet.live_workers)
                     if turn_s is None and not is_reachable:
                         after_s = self._without_prefill.reserve(max(0.0, until_s - now_s))
                         turn_s = None if after_s is None else now_s + after_s
@@ -241,7 +241,9 @@ class SplitPrefill:
         if not is_reachable:
             return OverloadedError("no prefill replica can be reached")
         why = "the KV caches of all prefill replicas are full"
-        return self._admission.make_refusal(why, list(self._fleet.live_names), num_tokens, context.retry_key)
+        return self._admission.make_refusal(
+            why, list(self._fleet.live_workers), num_tokens, context.retry_key
+        )
 
     def _replicas_with_room(self) -> list[str]:
-        return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_names)
+        return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_workers)

@@ -37,7 +37,7 @@ class WholePrefill:
         if fields.stream or needs_whole_replica(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
-                await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
+                await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_workers)
         return TicketedPrompt(
             context, num_tokens, self._admission.queues, self._admission.finish, admission_result.late_workers
         )

@@ -37,7 +37,7 @@ def busy_pipeline(*, queued: float = 5000.0, handover_s: float = 0.01, **options
 
 def queue_prompts(pipeline: Pipeline, queued: float, *, number: int = 0) -> None:
     report = {"number": number, "rate": 1000.0, "measured_s": 60.0, "num_ingresses": 2, "tokens": queued}
-    reports = {name: {QUEUE: report} for name in pipeline.prefill.live_names}
+    reports = {name: {QUEUE: report} for name in pipeline.prefill.live_workers}
     pipeline.prefill.directory.update_reports(reports)
 
 

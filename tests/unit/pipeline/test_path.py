@@ -86,7 +86,7 @@ async def test_the_calls_of_other_ingresses_count_in_the_load_of_a_prefill_repli
     hashed = pipeline.prefill.requests[0].replica
     reports = {
         name: {QUEUE: {"number": 0, "num_ingresses": 2, "calls": 9 if name == hashed else 0}}
-        for name in pipeline.prefill.live_names
+        for name in pipeline.prefill.live_workers
     }
     pipeline.prefill.directory.update_reports(reports)
     await pipeline.run()
