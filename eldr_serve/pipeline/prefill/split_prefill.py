@@ -241,9 +241,7 @@ class SplitPrefill:
         if not is_reachable:
             return OverloadedError("no prefill replica can be reached")
         why = "the KV caches of all prefill replicas are full"
-        return self._admission.make_refusal(
-            why, list(self._fleet.live_workers), num_tokens, context.retry_key
-        )
+        return self._admission.make_refusal(why, [*self._fleet.live_workers], num_tokens, context.retry_key)
 
     def _replicas_with_room(self) -> list[str]:
         return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_workers)
