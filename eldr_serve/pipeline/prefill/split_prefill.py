@@ -28,7 +28,7 @@ from eldr_serve.pipeline.prefill.prompt import HeldPrompt, Prompt, UncomputedPro
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
-from eldr_serve.request import needs_whole_replica, prompt_head
+from eldr_serve.request import prompt_head, why_not_split
 from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
@@ -92,7 +92,7 @@ class SplitPrefill:
             CallFailedError: the request is at fault.
         """
         prompt: Prompt = UncomputedPrompt()
-        if needs_whole_replica(context.request.method, context.request.fields) is None:
+        if why_not_split(context.request.method, context.request.fields) is None:
             local_prompt = await self._local_prefill.choose(context)
             if local_prompt is not None:
                 return local_prompt

@@ -7,7 +7,7 @@ from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
 from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.prefill.prompt import Prompt, TicketedPrompt
-from eldr_serve.request import needs_whole_replica
+from eldr_serve.request import why_not_split
 
 
 class WholePrefill:
@@ -34,7 +34,7 @@ class WholePrefill:
             self._admission.learn_size(context, len(context.tokenised_ids))
         fields = context.request.fields
         num_tokens = 0.0
-        if fields.stream or needs_whole_replica(context.request.method, fields) is None:
+        if fields.stream or why_not_split(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
                 await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_workers)
