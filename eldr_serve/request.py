@@ -119,7 +119,7 @@ def num_sequences(fields: RequestFields) -> int:
     return max(prompts, 1) * max(fields.n or 1, 1)
 
 
-def needs_whole_replica(method: str, fields: RequestFields) -> str | None:
+def why_not_split(method: str, fields: RequestFields) -> str | None:
     """Return why the request cannot be split between two engines, or None if it can.
 
     Several sequences of one request would read the same prompt blocks, which the prefill engine frees after

@@ -5,6 +5,7 @@ mypy runs beside the first: it uses one core, and tests wait for part of their t
 The output of each part and of mypy is also in out/suite.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +32,7 @@ PARTS = {
     "end-to-end": ["tests/e2e", *(f"--ignore={file}" for file in ALONE)],
 }
 BESIDE = {"types": [sys.executable, "-m", "mypy"]}  # commands like mypy, which start with the first part
+FAST_IMPORTS = ROOT / "tests" / "support" / "fast_imports"
 SHOWN = 10  # maximum failures listed per part, so that every part is near the end
 
 
@@ -97,9 +99,13 @@ def _run(name: str, arguments: list[str], output: Path) -> Result:
     print(f"\n##### {name}: pytest {' '.join(arguments)}", flush=True)
     began = time.monotonic()
     command = [sys.executable, "-m", "pytest", *arguments]
+    paths = os.pathsep.join(filter(None, [str(FAST_IMPORTS), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths}
     with (
         output.open("w") as file,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
     ):
         assert process.stdout is not None
         while part := process.stdout.read1():

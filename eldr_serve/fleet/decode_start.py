@@ -43,7 +43,7 @@ class DecodeStartEstimator:
 
     def estimate_wait_s(self) -> float:
         """Estimate the wait of a new request for the first free slot of any worker, s."""
-        workers = self._fleet.live_names
+        workers = self._fleet.live_workers
         if not all(map(self._has_waiting_calls, workers)):  # often the first one already has a free slot
             return 0.0
         if any(name not in self._waits for name in workers):

@@ -31,7 +31,7 @@ async def drain(decode: Fleet, replica: str) -> int:
         CallFailedError: the replica failed.
         ChannelLostError: the replica was lost.
     """
-    if set(map(replica_of, decode.live_names)) == {replica}:
+    if set(map(replica_of, decode.live_workers)) == {replica}:
         raise LastReplicaError(
             f"{replica} is the only decode replica that takes calls: start another one first"
         )

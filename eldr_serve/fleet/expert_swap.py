@@ -27,7 +27,7 @@ async def place_on_replicas(decode: Fleet, body: bytes) -> dict[str, Any]:
             placement.
     """
     change, _ = ExpertsChange.parse(body)
-    live_replicas = dict.fromkeys(map(replica_of, decode.live_names))
+    live_replicas = dict.fromkeys(map(replica_of, decode.live_workers))
     names = list(live_replicas if change.replicas is None else dict.fromkeys(change.replicas))
     if unknown_names := set(names).difference(live_replicas):
         raise BadRequestError(f"there is no decode replica {min(unknown_names)!r}")

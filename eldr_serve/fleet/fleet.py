@@ -45,7 +45,7 @@ class Fleet:
         self._channels: dict[str, Channel] = {}
         # Tasks for all replicas, even for those that have gone.
         self._connection_tasks: dict[str, asyncio.Task[None]] = {}
-        self._live_names: tuple[str, ...] = ()
+        self._live_workers: tuple[str, ...] = ()
         self._reports: dict[str, Mapping[str, Any]] = {}
         self._sample_timer: asyncio.TimerHandle | None = None
 
@@ -69,14 +69,14 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
-    def live_names(self) -> tuple[str, ...]:
+    def live_workers(self) -> tuple[str, ...]:
         """Return the names of the workers that take calls, sorted."""
-        return self._live_names
+        return self._live_workers
 
     @property
     def open_calls(self) -> dict[str, int]:
         """Return the number of this process's open calls to the replica of each live worker."""
-        return {worker: self._channels[replica_of(worker)].in_flight for worker in self._live_names}
+        return {worker: self._channels[replica_of(worker)].in_flight for worker in self._live_workers}
 
     def slot_calls_of(self, worker: str) -> int:
         """Return the number of this process's calls to a worker that need a slot; 0 if it is not live."""
@@ -88,7 +88,7 @@ class Fleet:
     @property
     def oldest_call_ages_s(self) -> dict[str, float]:
         """Return the age of this process's oldest open call to the replica of each live worker, s."""
-        return {worker: round(self._channels[replica_of(worker)].oldest_s, 1) for worker in self._live_names}
+        return {name: round(self._channels[replica_of(name)].oldest_s, 1) for name in self._live_workers}
 
     def is_connected(self, replica: str) -> bool:
         """Return whether there is a channel to a replica, which may take no further calls."""
@@ -169,5 +169,5 @@ class Fleet:
             for replica in metadata
             if replica in self._channels and self._channels[replica].is_open
         }
-        self._live_names = tuple(sorted(workers_of(live_metadata)))
+        self._live_workers = tuple(sorted(workers_of(live_metadata)))
         self.waiters.wake()

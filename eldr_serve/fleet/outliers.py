@@ -76,9 +76,9 @@ class OutlierDetector:
         self._counters.count(IngressEvent.EJECTED)
 
     @property
-    def usable_names(self) -> list[str]:
+    def usable_workers(self) -> list[str]:
         """Return the live workers whose replicas are not ejected, or all of them if more than half are."""
-        names, now_s = list(self._fleet.live_names), self._clock()
+        workers, now_s = list(self._fleet.live_workers), self._clock()
         ejected_replicas = {name for name, record in self._records.items() if now_s < record.ejected_until_s}
-        usable_names = [name for name in names if replica_of(name) not in ejected_replicas]
-        return usable_names if 2 * len(usable_names) >= len(names) else names
+        usable_workers = [name for name in workers if replica_of(name) not in ejected_replicas]
+        return usable_workers if 2 * len(usable_workers) >= len(workers) else workers

@@ -101,7 +101,7 @@ class EldrIngress:
         counters = self._counters = IngressCounters()
         calls = self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
         router = self._router = RouterClient(
-            calls, lambda: fleets.decode.live_names, counters=counters, on_predictor=self._start_tokenizer
+            calls, lambda: fleets.decode.live_workers, counters=counters, on_predictor=self._start_tokenizer
         )
         self.gate = Gate(options, admin_key_sha256, counters)
         self._router_settings = router_settings
@@ -212,7 +212,7 @@ class EldrIngress:
         if self._port is None:
             return
         until_s = time.monotonic() + _LISTEN_DELAY_S
-        while not self._fleets.decode.live_names and time.monotonic() < until_s:
+        while not self._fleets.decode.live_workers and time.monotonic() < until_s:
             await asyncio.sleep(_POLL_S)
         options = self.gate.options
         self._http = HttpServer(http_application(options.cors_origins), options, self._port)

@@ -80,8 +80,8 @@ class IngressStatus:
         return {
             "model": self._model_id,
             "policy": settings.policy if settings else None,
-            "prefill_replicas": len(self._fleets.prefill.live_names),
-            "decode_replicas": len(set(map(replica_of, self._fleets.decode.live_names))),
+            "prefill_replicas": len(self._fleets.prefill.live_workers),
+            "decode_replicas": len(set(map(replica_of, self._fleets.decode.live_workers))),
             "ingress": {
                 "ready": self._warmup.ready,
                 "router_unreachable": self._router.router_unreachable,

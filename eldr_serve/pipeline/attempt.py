@@ -13,39 +13,39 @@ from eldr_serve.pipeline.decode.decode_step import DecodeStep
 from eldr_serve.pipeline.decode.placement_step import PlacementStep
 from eldr_serve.pipeline.prefill.prefill_step import PrefillStep
 from eldr_serve.pipeline.prefill.prompt import Prompt, UncomputedPrompt
+from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 
 
-class Attempt:
-    """One attempt to answer a request.
+class AttemptSteps:
+    """The steps of an attempt to answer a request.
 
-    It owns the prompt's resources, the decode call and the lease, and ends each of them.
+    An attempt owns the prompt's resources, the decode call and the lease, and ends each of them.
 
     Args:
         retries: limits how many failed requests are tried again at once.
+        tokenizer: tokenises prompts for their admission; None if prefill engines tokenise them.
         latency_admission: admits requests by predicted latency.
         prefill, placement, decode: the steps.
     """
 
     def __init__(
         self,
-        context: RequestContext,
         *,
         retries: RetryLimiter,
+        tokenizer: PromptTokenizer | None,
         latency_admission: LatencyAdmission,
         prefill: PrefillStep,
         placement: PlacementStep,
         decode: DecodeStep,
     ) -> None:
-        self._context = context
         self._retries = retries
+        self._tokenizer = tokenizer
         self._latency_admission = latency_admission
         self._prefill = prefill
         self._placement = placement
         self._decode = decode
-        self._prompt: Prompt = UncomputedPrompt()
-        self._decode_call: DecodeCall | None = None
 
-    async def run(self) -> AsyncGenerator[bytes, None]:
+    async def run(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
         """Yield the decode engine's answer: the bytes of a stream as they arrive, or of one response.
 
         If the answer moves to another engine, the bytes end before it is complete (see MoveLimiter).
@@ -56,24 +56,26 @@ class Attempt:
             DecodeFailedError: the answer is not complete.
             CallFailedError: an engine refuses the request itself.
         """
-        context = self._context
+        prompt: Prompt = UncomputedPrompt()
+        decode_call: DecodeCall | None = None
         try:
             async with self._retries.permit(context):
                 await self._placement.wait_for_decode()
                 self._placement.check_slots(context)
-                await self._prefill.tokenise_for_admission(context)
-                admission = await self._latency_admission.admit(context)
-                context.record.prediction = admission.prediction
-                self._prompt = await self._prefill.prepare(context, admission)
-                if self._prompt.prefilled_ids is not None:
-                    context.prefilled_ids = self._prompt.prefilled_ids
+                if self._tokenizer is not None:
+                    await self._tokenizer.add_ids_to(context)
+                admission_result = await self._latency_admission.admit(context)
+                context.record.prediction = admission_result.prediction
+                prompt = await self._prefill.prepare(context, admission_result)
+                if prompt.prefilled_ids is not None:
+                    context.prefilled_ids = prompt.prefilled_ids
                 with context.record.stage("place") as placing:
-                    context.lease = lease = await self._placement.place(context, self._prompt)
-            self._decode_call = self._decode.make_call(context, self._prompt, lease)
-            async with aclosing(self._decode.run(context, self._decode_call, placing)) as payloads:
+                    context.lease = lease = await self._placement.place(context, prompt)
+            decode_call = self._decode.make_call(context, prompt, lease)
+            async with aclosing(self._decode.run(context, decode_call, placing)) as payloads:
                 async for payload in payloads:
                     yield payload
         finally:
             self._placement.release(context)
-            reader = None if self._decode_call is None else self._decode_call.channel_call
-            self._prompt.close(reader=reader)
+            reader = None if decode_call is None else decode_call.channel_call
+            prompt.close(reader=reader)

@@ -14,7 +14,6 @@ from eldr_serve.engine.calls import error_event
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.errors import EnginesLostError, OverloadedError, RequestRefusedError, one_line_message
 from eldr_serve.metrics import IngressEvent
-from eldr_serve.pipeline.attempt import Attempt
 from eldr_serve.pipeline.context.failures import DecodeFailedError, Failures, PrefillFailedError
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.decode.forward import forward
@@ -41,7 +40,7 @@ class RequestPath:
         with context, moves.track(context.request_id), self._services.prediction_recorder.track(context):
             while True:
                 try:
-                    async with aclosing(self._make_attempt(context).run()) as payloads:
+                    async with aclosing(self._services.attempt_steps.run(context)) as payloads:
                         async for payload in payloads:
                             yield payload
                     if not moves.is_moving(context.request_id):
@@ -68,17 +67,6 @@ class RequestPath:
         timeout_s = services.options.first_token_timeout_s
         return await forward(services.fleets.decode, services.outliers, request, timeout_s)
 
-    def _make_attempt(self, context: RequestContext) -> Attempt:
-        services = self._services
-        return Attempt(
-            context,
-            retries=services.retries,
-            latency_admission=services.latency_admission,
-            prefill=services.prefill,
-            placement=services.placement,
-            decode=services.decode,
-        )
-
     def _handle_failure(
         self, context: RequestContext, failure: PrefillFailedError | DecodeFailedError
     ) -> bool:
@@ -90,7 +78,7 @@ class RequestPath:
         if isinstance(failure, PrefillFailedError):
             failures.add_prefill(failure)
             more = options.prefill_attempts - failures.prefills
-            if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live_names):
+            if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live_workers):
                 return False  # without a live prefill replica, a decode engine may prefill one more attempt
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True

@@ -12,6 +12,7 @@ from eldr_serve.pipeline.admission.latency_predictor import LatencyPredictor
 from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.admission.retry_limiter import RetryLimiter
+from eldr_serve.pipeline.attempt import AttemptSteps
 from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.pipeline.decode.decode_step import DecodeStep
 from eldr_serve.pipeline.decode.move_limiter import MoveLimiter
@@ -44,10 +45,8 @@ class Services:
         retries: limits how many failed requests are tried again at once.
         outliers: ejects decode replicas that fail repeatedly.
         decode_starts: estimates when decode workers start on waiting calls.
-        latency_admission: admits requests by predicted latency.
-        placement: places requests on decode workers.
-        decode: decodes requests on their leased workers.
-        prediction_recorder: measures the accuracy of these predictions.
+        attempt_steps: the steps of an attempt to answer a request.
+        prediction_recorder: measures the accuracy of predicted latencies.
         moves: limits how many answers leave their decode replicas at once.
         stage_latencies: durations of the stages before the first token.
     """
@@ -77,11 +76,11 @@ class Services:
         )
         self.prefill: PrefillStep
         if fleets.whole:
-            self.prefill = WholePrefill(self.outliers, self.prefill_admission, tokenizer)
+            self.prefill = WholePrefill(self.outliers, self.prefill_admission)
         else:
             self.prefill = self._make_split_prefill(predictor, tokenizer)
         self.retries = RetryLimiter(options)
-        self.latency_admission = LatencyAdmission(
+        latency_admission = LatencyAdmission(
             fleets=fleets,
             router_client=router_client,
             counters=counters,
@@ -90,7 +89,7 @@ class Services:
             recorder=self.prediction_recorder,
             clock=_now_s,
         )
-        self.placement = PlacementStep(
+        placement = PlacementStep(
             fleet=fleets.decode,
             router_client=router_client,
             counters=counters,
@@ -99,7 +98,14 @@ class Services:
             outliers=self.outliers,
         )
         self.moves = MoveLimiter(fleets.decode, self.decode_starts, options.moves_at_once)
-        self.decode = self._make_decode_step()
+        self.attempt_steps = AttemptSteps(
+            retries=self.retries,
+            tokenizer=tokenizer if fleets.whole else None,
+            latency_admission=latency_admission,
+            prefill=self.prefill,
+            placement=placement,
+            decode=self._make_decode_step(),
+        )
 
     def _make_split_prefill(
         self, predictor: LatencyPredictor, tokenizer: PromptTokenizer | None

@@ -67,9 +67,8 @@ class Warmup:
         """
         if self._all_were_warm:
             warm_workers = {decode for _, decode in self._warm_pairs}
-            return (
-                "no decode engine is up" if warm_workers.isdisjoint(self._fleets.decode.live_names) else None
-            )
+            is_up = not warm_workers.isdisjoint(self._fleets.decode.live_workers)
+            return None if is_up else "no decode engine is up"
         if not self._engines_up:
             return "the engines are not up yet"
         pairs = self._fleets.known_pairs()

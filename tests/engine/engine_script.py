@@ -11,12 +11,12 @@ from benchmarks.lib.exact_engine import BATCHES, SHORT, ExactEngine
 from tests.engine.operators import Operators
 
 
-def record_operators(on_host: bool) -> Operators:
+def record_operators() -> Operators:
     """Record the operators that eldr_serve calls in a worker's step, except for its copies to the host."""
     from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
     from eldr_serve.engine.vllm.capture.host_copy import HostCopies
     from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
-    from eldr_serve.engine.vllm.kv import worker_side as connector_worker
+    from eldr_serve.engine.vllm.kv.worker_side import EldrConnectorWorker
     from eldr_serve.engine.vllm.step_timer import StepTimer
 
     operators = Operators()
@@ -24,13 +24,11 @@ def record_operators(on_host: bool) -> Operators:
         ExpertCapture: ("count_last_step",),
         DeviceCapture: ("store_choices",),
         StepTimer: ("begin", "stop", "finish", "take_completed"),
-        connector_worker.EldrConnectorWorker: ("start_step", "count_step", "take_counts"),
+        EldrConnectorWorker: ("start_step", "count_step", "take_counts"),
     }
     for owner, names in recorded_methods.items():
         for name in names:
             setattr(owner, name, operators.record_calls(getattr(owner, name)))
-    if not on_host:  # then the engine counts as on a GPU
-        connector_worker.can_count_on_host = lambda *_: False
     HostCopies.start = operators.exclude(HostCopies.start)  # type: ignore[method-assign]
     return operators
 
@@ -43,9 +41,9 @@ def kernels() -> list[str]:
 
 def main(model: str, out: str, asynchronous: bool, short: bool, on_host: bool) -> None:
     """Serve the batches on one engine, and write its report to the file `out`."""
-    operators = record_operators(on_host)
+    operators = record_operators()
     cores = os.sched_getaffinity(0)
-    engine = ExactEngine(model, asynchronous=asynchronous, device="cpu")
+    engine = ExactEngine(model, asynchronous=asynchronous, device="cpu", on_host=on_host)
     report = engine.serve(BATCHES[: SHORT if short else None])
     scheduler = engine.core.scheduler.connector.scheduler_side
     report |= {

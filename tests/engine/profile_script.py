@@ -14,10 +14,9 @@ TOKENS = 3  # few steps: with interpreted Triton kernels, each has very many cal
 def main(model: str, folder: str) -> None:
     from vllm import LLM, SamplingParams
 
+    from benchmarks.lib.exact_engine import COUNTED_ON_DEVICE
     from eldr_serve.engine.vllm.config import engine_kwargs
-    from eldr_serve.engine.vllm.kv import worker_side as connector_worker
 
-    connector_worker.can_count_on_host = lambda *_: False
     llm = LLM(
         model=model,
         dtype="float32",
@@ -27,7 +26,7 @@ def main(model: str, folder: str) -> None:
         num_gpu_blocks_override=32,
         disable_log_stats=False,
         profiler_config={"profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_use_gzip": False},
-        **engine_kwargs("calibrate", device="cpu"),
+        **engine_kwargs("calibrate", device="cpu", **COUNTED_ON_DEVICE),
     )
     ours = {"eldr_calibrate": True, "eldr_routes": True}
     params = SamplingParams(

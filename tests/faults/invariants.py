@@ -78,9 +78,9 @@ def unready_processes(world: World) -> list[str]:
         ingress = process.servable_object
         if ingress._router.router_unreachable:
             problems.append(f"{process} places by local fallback")
-        if set(ingress._fleets.prefill.live_names) != set(world.replicas["prefill"]):
+        if set(ingress._fleets.prefill.live_workers) != set(world.replicas["prefill"]):
             problems.append(f"{process} does not know all prefill replicas")
-        if set(ingress._fleets.decode.live_names) != set(world.replicas["decode"]):
+        if set(ingress._fleets.decode.live_workers) != set(world.replicas["decode"]):
             problems.append(f"{process} does not know all decode replicas")
     return problems
 

@@ -49,9 +49,9 @@ MUTATIONS = (
     Mutation(
         "a retry decodes from blocks that were read before",
         "eldr_serve.pipeline.attempt",
-        "self._prompt = await self._prefill.prepare(context, admission)",
-        "self._prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission)\n"
-        "                context.__dict__['kept'] = self._prompt",
+        "prompt = await self._prefill.prepare(context, admission_result)",
+        "prompt = context.__dict__.get('kept') or await self._prefill.prepare(context, admission_result)\n"
+        "                context.__dict__['kept'] = prompt",
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
@@ -122,7 +122,7 @@ MUTATIONS = (
     Mutation(
         "a prompt that fails stays in the queue for prefill",
         "eldr_serve.pipeline.prefill.split_prefill",
-        "        finally:\n            self._queues.leave(ticket)",
+        "        finally:\n            self._admission.queues.leave(ticket)",
         "        finally:\n            pass",
     ),
     Mutation(

@@ -67,7 +67,7 @@ class FakeFleet(Fleet):
         self.lost: set[str] = set()  # replicas without a channel
 
     @property
-    def live_names(self) -> tuple[str, ...]:
+    def live_workers(self) -> tuple[str, ...]:
         return tuple(name for name in self.directory.known_workers if name not in self.lost)
 
     @property
@@ -77,14 +77,14 @@ class FakeFleet(Fleet):
     @property
     def open_calls(self) -> dict[str, int]:
         counts = Counter(sent.replica for sent in self._open)
-        return {name: counts[name] for name in self.live_names}
+        return {name: counts[name] for name in self.live_workers}
 
     def slot_calls_of(self, worker: str) -> int:
         return sum(sent.replica == worker and sent.method in SLOT_METHODS for sent in self._open)
 
     @property
     def oldest_call_ages_s(self) -> dict[str, float]:
-        return {name: 0.0 for name in self.live_names}
+        return {name: 0.0 for name in self.live_workers}
 
     @property
     def requests(self) -> list[Sent]:
@@ -99,7 +99,7 @@ class FakeFleet(Fleet):
     async def stop(self) -> None: ...
 
     def call(self, replica: str, method: str, request: EngineRequest) -> Call:
-        if replica not in self.live_names:
+        if replica not in self.live_workers:
             raise ChannelLostError(f"there is no channel to {replica}")
         header = msgspec.msgpack.decode(msgspec.msgpack.encode(request))
         sent = Sent(replica, method, header, header.pop("body"))

@@ -120,8 +120,8 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
         server = HttpServer(application(), deployment.gate.options)
         holder.port, holder.ingress = server.port, deployment
         await wait_until(lambda: server._server.started, 30)
-        await wait_until(lambda: len(deployment._fleets.prefill.live_names) == len(prefill), 30)
-        await wait_until(lambda: len(deployment._fleets.decode.live_names) == len(decode), 30)
+        await wait_until(lambda: len(deployment._fleets.prefill.live_workers) == len(prefill), 30)
+        await wait_until(lambda: len(deployment._fleets.decode.live_workers) == len(decode), 30)
         try:
             yield holder
         finally:

@@ -61,6 +61,12 @@ def test_the_exit_status_is_0_if_all_parts_pass(parts: dict[str, list[str]], tmp
     assert suite.run({"passes": parts["passes"]}, tmp_path / "out") == 0
 
 
+def test_processes_of_the_parts_collect_garbage_less_often(tmp_path: Path) -> None:
+    test = tmp_path / "test_threshold.py"
+    test.write_text("import gc\ndef test_threshold(): assert gc.get_threshold()[0] == 50_000")
+    assert suite.run({"passes": ["-p", "no:cacheprovider", str(test)]}, tmp_path / "out") == 0
+
+
 def test_a_command_beside_the_parts_runs_with_them_and_its_errors_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,12 +28,10 @@ class AdmissionResult:
 
     Attributes:
         prediction: predicted latencies; None for a request without an objective, and for a retry.
-        late_replicas: prefill replicas on which the request would miss its objective.
-        late_workers: whole replicas on which the request would miss its objective.
+        late_workers: prefill-capable workers on which the request would miss its objective.
     """
 
     prediction: LatencyPrediction | None = None
-    late_replicas: tuple[str, ...] = ()
     late_workers: tuple[str, ...] = ()
 
 
@@ -87,7 +85,6 @@ class LatencyAdmission:
         margins_s = self._recorder.compute_margins_s(load)
         prediction = LatencyPrediction(latencies.ttft_s, tpot_s, load, *margins_s)
         ttft_delays, tpot_delays = self._predict_delays(context, latencies, prediction)
-        late_replicas: tuple[str, ...] = ()
         late_workers: tuple[str, ...] = ()
         if self._fleets.whole:  # one worker must meet both
             delays = {
@@ -100,11 +97,11 @@ class LatencyAdmission:
                 late_workers = late_names(delays)
         else:
             delay_s = max(min(d.values(), default=0.0) for d in (ttft_delays, tpot_delays))
-            late_replicas = late_names(ttft_delays)
+            late_workers = late_names(ttft_delays)
         if delay_s:
             self._refuse_unless_trial(context, prediction, delay_s)
         self._retries.claim(context.retry_key)
-        return AdmissionResult(prediction, late_replicas, late_workers)
+        return AdmissionResult(prediction, late_workers)
 
     def _predict_delays(
         self, context: RequestContext, latencies: WorkerLatencies, prediction: LatencyPrediction

@@ -88,7 +88,7 @@ class LatencyPredictor:
         divided by the mean uncached share of prompts, because a rate counts all tokens of prompts, including
         those in the prefix cache.
         """
-        queues, names = self._queues, self._fleets.prefill_capable.live_names
+        queues, names = self._queues, self._fleets.prefill_capable.live_workers
         if not queues.is_measured(names):
             return {}
         tokens = dict.fromkeys(names, num_tokens)

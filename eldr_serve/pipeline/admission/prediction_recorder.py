@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.queues.prediction import ConcurrencyMeter, PredictionAccuracy
 from eldr_serve.queues.wait_estimate import WaitEstimator
-from eldr_serve.request import needs_whole_replica
+from eldr_serve.request import why_not_split
 
 
 class PredictionRecorder:
@@ -71,7 +71,7 @@ class PredictionRecorder:
             return
         if context.failures.attempts or context.drained_workers:
             return
-        if needs_whole_replica(request.method, request.fields) is not None:
+        if why_not_split(request.method, request.fields) is not None:
             return
         assert context.lease is not None
         worker = record.prefill_replica or context.lease.worker

@@ -42,11 +42,11 @@ class PrefillAdmission:
 
     def discard_dead_queues(self) -> None:
         """Discard the empty queues of workers that are not live."""
-        self.queues.keep(self._fleet.live_names)
+        self.queues.keep(self._fleet.live_workers)
 
     def estimate_waits(self) -> dict[str, float]:
         """Estimate the wait for prefill at each live worker, s."""
-        return {name: round(self.queues.estimate_wait_s(name), 3) for name in self._fleet.live_names}
+        return {name: round(self.queues.estimate_wait_s(name), 3) for name in self._fleet.live_workers}
 
     def estimate_tokens(self, context: RequestContext) -> float:
         """Estimate the number of tokens to compute: the prompt and the tokens generated so far."""
@@ -100,5 +100,5 @@ class PrefillAdmission:
             num_tokens: number of its tokens.
         """
         self.queues.leave(ticket, num_tokens)
-        if not self._measured.is_set() and self.queues.is_measured(self._fleet.live_names):
+        if not self._measured.is_set() and self.queues.is_measured(self._fleet.live_workers):
             self._measured.set()

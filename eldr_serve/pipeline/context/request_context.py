@@ -26,7 +26,7 @@ from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
 class RequestContext:
     """A request over all its attempts, and a context manager for the work on it.
 
-    Within an attempt, the steps return an AdmissionResult, a Prompt and a Lease, which Attempt passes on.
+    Within an attempt, steps return an AdmissionResult, a Prompt and a Lease, which AttemptSteps passes on.
 
     Attributes:
         request: the client's request.
@@ -36,8 +36,8 @@ class RequestContext:
         trace_id: id of the trace; "" if the request is not traced.
         request_id: id in answers, logs and engines.
 
-        lease: newest lease of a decode worker; set by Attempt.
-        prefilled_ids: uint32[n], the prompt's token ids from a prefill engine, set by Attempt; None before.
+        lease: newest lease of a decode worker; set by AttemptSteps.
+        prefilled_ids: uint32[n], the prompt's token ids from prefill, set by AttemptSteps; None before.
         tokenised_ids: uint32[n], its token ids from this ingress, set by PromptTokenizer; None before.
         failures: failures of the attempts.
         drained_workers: decode workers that the answer has left because their replicas drain.

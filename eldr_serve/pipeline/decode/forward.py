@@ -21,7 +21,7 @@ async def forward(fleet: Fleet, outliers: OutlierDetector, request: EngineReques
     open_calls = fleet.open_calls
     if not open_calls:
         raise OverloadedError("no decode replica can be reached: send the request again")
-    worker = min(outliers.usable_names, key=lambda name: (open_calls[name], random.random()))
+    worker = min(outliers.usable_workers, key=lambda name: (open_calls[name], random.random()))
     call = fleet.call(worker, request.method, request)
     call.set_timeouts(timeout_s, timeout_s)  # the times count from now, since the call waits for no slot
     try:

@@ -34,7 +34,7 @@ class MoveLimiter:
         answer, drained_workers = context.answer, context.drained_workers
         if answer.is_complete or not answer.can_continue or len(drained_workers) >= MAX_MOVES:
             return False
-        targets = set(self._decode.live_names).difference(drained_workers, [worker])
+        targets = set(self._decode.live_workers).difference(drained_workers, [worker])
         # Answers that are moving already will need a slot too.
         if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.num_free_slots, targets))):
             return False

@@ -54,7 +54,7 @@ class PlacementStep:
         wait_s = self._options.prefill_wait_s
         until_s = clock() + wait_s
         with self._fleet.waiters.take_turn() as wait_until:
-            while not self._fleet.live_names:
+            while not self._fleet.live_workers:
                 if clock() >= until_s:
                     raise OverloadedError(
                         f"no decode replica could be reached for {wait_s:g} s; see `eldr status`"
@@ -120,10 +120,10 @@ class PlacementStep:
         - workers that would compute the prompt or the answer too late
         """
         past_workers = (*context.failures.decode_workers, *context.drained_workers)
-        replicas, usable_workers = set(map(replica_of, past_workers)), set(self._outliers.usable_names)
+        replicas, usable_workers = set(map(replica_of, past_workers)), set(self._outliers.usable_workers)
         other_workers = (
             name
-            for name in self._fleet.live_names
+            for name in self._fleet.live_workers
             if name not in usable_workers or replica_of(name) in replicas
         )
         return tuple(dict.fromkeys((*past_workers, *other_workers, *prompt.workers_to_avoid)))

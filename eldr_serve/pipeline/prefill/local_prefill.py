@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 from eldr_serve.metrics import IngressEvent
@@ -14,6 +15,7 @@ from eldr_serve.pipeline.context.stage_latencies import StageLatencies
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.prefill.prompt import TicketedPrompt
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
+from eldr_serve.queues.prefill_queue import PrefillQueues
 from eldr_serve.router_client.client import RouterClient
 
 _MARGIN = 0.2  # the cost at the decode engine counts as larger by this share
@@ -58,7 +60,11 @@ class LocalPrefill:
         self._stage_latencies = stage_latencies
         self._tokenizer = tokenizer
         # The prompts that decode engines have yet to compute.
-        self._local = PrefillAdmission(fleets.decode, bound_s=math.inf, counters=counters)
+        self._queues = PrefillQueues(
+            math.inf,
+            reports=lambda: fleets.decode.directory.reports,
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
 
     async def choose(self, context: RequestContext) -> TicketedPrompt | None:
         """Return the prompt if its decode engine should compute it; None if a prefill engine should.
@@ -75,14 +81,7 @@ class LocalPrefill:
         if not context.record.prefilled_locally or not self._is_short(context):
             return None
         num_tokens = self._admission.estimate_tokens(context)
-        ticket = self._local.queues.enter(None, num_tokens, context.retry_key)
-        return TicketedPrompt(
-            ticket,
-            self._local,
-            context.prompt_ids,
-            num_generated=context.answer.num_ids,
-            workers_to_avoid=workers_to_avoid,
-        )
+        return TicketedPrompt(context, num_tokens, self._queues, self._queues.leave, workers_to_avoid)
 
     def _is_short(self, context: RequestContext) -> bool:
         return bool(self._max_tokens) and self._admission.estimate_tokens(context) <= self._max_tokens
@@ -96,8 +95,8 @@ class LocalPrefill:
         if loads is None or loads.waiting or handover_s is None or num_tokens > self._max_tokens:
             return ()
         latencies = self._predictor.predict(num_tokens, loads, 0.0)
-        self._local.discard_dead_queues()
-        costs_s = self._predictor.predict_local_costs(latencies, self._local.queues)
+        self._queues.keep(self._fleets.decode.live_workers)
+        costs_s = self._predictor.predict_local_costs(latencies, self._queues)
         if not latencies.ttft_s:
             return ()
         split_s = min(latencies.ttft_s.values()) + handover_s

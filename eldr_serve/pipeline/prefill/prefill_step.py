@@ -12,8 +12,5 @@ from eldr_serve.pipeline.prefill.prompt import Prompt
 class PrefillStep(Protocol):
     """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
 
-    async def tokenise_for_admission(self, context: RequestContext) -> None:
-        """Tokenise the prompt for its admission, if no prefill engine will tokenise it."""
-
-    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+    async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Return the prompt, ready for placement."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ from numpy.typing import NDArray
 
 from eldr_serve.channel import Call
 from eldr_serve.engine.calls import expert_counts_of
-from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.prefill.kv_release import KvRelease
-from eldr_serve.queues.prefill_queue import Ticket
+from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
 
 
 class Prompt:
@@ -117,24 +118,25 @@ class TicketedPrompt(Prompt):
     """A prompt that the decode engine computes, with a ticket for its prefill queue.
 
     Args:
-        num_generated: number of tokens of a resumed answer, which the engine computes too.
+        num_tokens: estimated number of tokens to compute; a resumed answer's tokens are computed too.
+        on_computed: removes the ticket from its queue, and records the number of computed tokens.
     """
 
     def __init__(
         self,
-        ticket: Ticket,
-        admission: PrefillAdmission,
-        ids_to_compute: NDArray[np.uint32] | None,
-        *,
-        num_generated: int,
+        context: RequestContext,
+        num_tokens: float,
+        queues: PrefillQueues,
+        on_computed: Callable[[Ticket, int], None],
         workers_to_avoid: tuple[str, ...],
     ) -> None:
-        self.ids_to_compute = ids_to_compute
+        self.ids_to_compute = context.prompt_ids
         self.workers_to_avoid = workers_to_avoid
-        self.tokens_to_compute = ticket.num_tokens
-        self._num_generated = num_generated
-        self._ticket = ticket
-        self._admission, self._queues = admission, admission.queues
+        self.tokens_to_compute = num_tokens
+        self._num_generated = context.answer.num_ids
+        self._ticket = queues.enter(None, num_tokens, context.retry_key)
+        self._queues = queues
+        self._on_computed = on_computed
 
     @property
     def remaining_s(self) -> float:
@@ -148,7 +150,7 @@ class TicketedPrompt(Prompt):
             num_computed = round(self._ticket.num_tokens)
         else:
             num_computed = len(self.ids_to_compute) + self._num_generated
-        self._admission.finish(self._ticket, num_computed)
+        self._on_computed(self._ticket, num_computed)
 
     def close(self, reader: Call | None) -> None:
         self._queues.leave(self._ticket)

@@ -28,7 +28,7 @@ from eldr_serve.pipeline.prefill.prompt import HeldPrompt, Prompt, UncomputedPro
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
-from eldr_serve.request import needs_whole_replica, prompt_head
+from eldr_serve.request import prompt_head, why_not_split
 from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
@@ -68,7 +68,7 @@ class SplitPrefill:
     ) -> None:
         self._fleets = fleets
         self._fleet = fleets.prefill
-        self._admission, self._queues = admission, admission.queues
+        self._admission = admission
         self._options = options
         self._counters = counters
         self._kv_release = kv_release
@@ -80,10 +80,7 @@ class SplitPrefill:
             options.prefilled_by_decode_per_s, clock=lambda: asyncio.get_running_loop().time()
         )
 
-    async def tokenise_for_admission(self, context: RequestContext) -> None:
-        """Do nothing: admission needs no token ids here, and `prepare` adds them."""
-
-    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+    async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Return the prompt, prefilled if the request can be split between two engines.
 
         A short prompt that a decode engine computes sooner is left to that engine (see LocalPrefill).
@@ -95,12 +92,12 @@ class SplitPrefill:
             CallFailedError: the request is at fault.
         """
         prompt: Prompt = UncomputedPrompt()
-        if needs_whole_replica(context.request.method, context.request.fields) is None:
+        if why_not_split(context.request.method, context.request.fields) is None:
             local_prompt = await self._local_prefill.choose(context)
             if local_prompt is not None:
                 return local_prompt
             try:
-                prompt = await self._prefill(context, admission)
+                prompt = await self._prefill(context, admission_result)
             except (OverloadedError, CallFailedError, PrefillFailedError) as error:
                 if not context.answer.num_tokens:
                     raise
@@ -112,7 +109,7 @@ class SplitPrefill:
             await self._tokenizer.add_ids_to(context)
         return prompt
 
-    async def _prefill(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+    async def _prefill(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Prefill the prompt; return it uncomputed if a decode engine must prefill it.
 
         Raises:
@@ -125,19 +122,19 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
-        replicas = [name for name in replicas if name not in admission.late_replicas] or replicas
-        open_calls, other_calls = self._fleet.open_calls, self._queues.other_calls(replicas)
+        replicas = [name for name in replicas if name not in admission_result.late_workers] or replicas
+        open_calls, other_calls = self._fleet.open_calls, self._admission.queues.other_calls(replicas)
         replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),
             {name: open_calls[name] + other_calls[name] for name in replicas},
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )
-        ticket = self._queues.enter(replica, num_tokens, context.retry_key)
+        ticket = self._admission.queues.enter(replica, num_tokens, context.retry_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
-            self._queues.leave(ticket)
+            self._admission.queues.leave(ticket)
 
     async def _call(self, context: RequestContext, replica: str, ticket: Ticket) -> HeldPrompt:
         request = context.request
@@ -220,7 +217,7 @@ class SplitPrefill:
             with self._fleet.waiters.take_turn() as wait_until:
                 while not self._replicas_with_room():
                     now_s = clock()
-                    is_reachable = bool(self._fleet.live_names)
+                    is_reachable = bool(self._fleet.live_workers)
                     if turn_s is None and not is_reachable:
                         after_s = self._without_prefill.reserve(max(0.0, until_s - now_s))
                         turn_s = None if after_s is None else now_s + after_s
@@ -244,7 +241,7 @@ class SplitPrefill:
         if not is_reachable:
             return OverloadedError("no prefill replica can be reached")
         why = "the KV caches of all prefill replicas are full"
-        return self._admission.make_refusal(why, list(self._fleet.live_names), num_tokens, context.retry_key)
+        return self._admission.make_refusal(why, [*self._fleet.live_workers], num_tokens, context.retry_key)
 
     def _replicas_with_room(self) -> list[str]:
-        return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_names)
+        return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_workers)

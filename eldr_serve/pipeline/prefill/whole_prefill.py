@@ -7,8 +7,7 @@ from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
 from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.prefill.prompt import Prompt, TicketedPrompt
-from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
-from eldr_serve.request import needs_whole_replica
+from eldr_serve.request import why_not_split
 
 
 class WholePrefill:
@@ -16,25 +15,16 @@ class WholePrefill:
 
     Args:
         outliers: excludes workers that fail repeatedly.
-        tokenizer: tokenises prompts before placement.
     """
 
-    def __init__(
-        self, outliers: OutlierDetector, admission: PrefillAdmission, tokenizer: PromptTokenizer | None
-    ) -> None:
+    def __init__(self, outliers: OutlierDetector, admission: PrefillAdmission) -> None:
         self._outliers = outliers
-        self._admission, self._queues = admission, admission.queues
-        self._tokenizer = tokenizer
+        self._admission = admission
 
-    async def tokenise_for_admission(self, context: RequestContext) -> None:
-        """Tokenise the prompt, to find its cached tokens."""
-        if self._tokenizer is not None:
-            await self._tokenizer.add_ids_to(context)
-
-    async def prepare(self, context: RequestContext, admission: AdmissionResult) -> Prompt:
+    async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
-        A prompt whose answer arrives only as a whole is neither counted in the queue nor refused because of it,
+        A prompt whose answer arrives only as a whole is neither counted in the queue nor refused for it,
         because such an answer does not show when its prompt has been computed.
 
         Raises:
@@ -43,18 +33,13 @@ class WholePrefill:
         if context.tokenised_ids is not None:
             self._admission.learn_size(context, len(context.tokenised_ids))
         fields = context.request.fields
-        num_tokens, workers_to_avoid = 0.0, admission.late_workers
-        if fields.stream or needs_whole_replica(context.request.method, fields) is None:
+        num_tokens, workers_to_avoid = 0.0, admission_result.late_workers
+        if fields.stream or why_not_split(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
             if not context.is_retry:
-                workers_to_avoid = await self._admit(context, num_tokens, admission.late_workers)
-        ticket = self._queues.enter(None, num_tokens, context.retry_key)
+                workers_to_avoid = await self._admit(context, num_tokens, workers_to_avoid)
         return TicketedPrompt(
-            ticket,
-            self._admission,
-            context.prompt_ids,
-            num_generated=context.answer.num_ids,
-            workers_to_avoid=workers_to_avoid,
+            context, num_tokens, self._admission.queues, self._admission.finish, workers_to_avoid
         )
 
     async def _admit(
@@ -65,6 +50,6 @@ class WholePrefill:
         Raises:
             OverloadedError: no decode engine has room.
         """
-        with_room = await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_names)
-        chosen = [name for name in with_room if name not in late_workers] or with_room
-        return tuple(name for name in self._outliers.usable_names if name not in chosen)
+        with_room = await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_workers)
+        chosen = [worker for worker in with_room if worker not in late_workers] or with_room
+        return tuple(worker for worker in self._outliers.usable_workers if worker not in chosen)

@@ -18,7 +18,7 @@ class Replicas:
 
     def __init__(self, **calls: int) -> None:
         self.calls = calls
-        self.live_names = list(calls)
+        self.live_workers = list(calls)
         self.metadata = {name: {SLOTS: 2} for name in calls}
         self.reports: dict[str, QueueReport] = {}
         self.directory = self

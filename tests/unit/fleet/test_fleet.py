@@ -37,7 +37,7 @@ async def test_a_replica_that_refuses_connections_is_logged_once_and_tried_less_
     directory.publish({"r0": {ADDRESS: {"host": "h", "port": 1, "secret": "s"}}})
     fleet = Fleet(directory)
     fleet.start()
-    await wait_until(lambda: fleet.live_names == ("r0",))
+    await wait_until(lambda: fleet.live_workers == ("r0",))
     waits_s = [after - before for before, after in itertools.pairwise(tries_s)]
     assert all(map(float.__ge__, waits_s, (0.0099, 0.0199, 0.0399, 0.0399)))
     assert [message.split(":")[0] for message in caplog.messages] == [
@@ -72,15 +72,15 @@ async def test_a_replica_that_leaves_and_returns_has_one_channel(
     for replicas in (known, {}, known):
         directory.publish(replicas)
         await asyncio.sleep(0.01)
-        assert fleet.live_names == (() if is_connecting else tuple(replicas))
+        assert fleet.live_workers == (() if is_connecting else tuple(replicas))
     accepts.set()
-    await wait_until(lambda: fleet.live_names == ("r0",))
+    await wait_until(lambda: fleet.live_workers == ("r0",))
     assert len(channels) == 1
     channels[0].closed.set_result("it is lost")
-    await wait_until(lambda: len(channels) == 2 and fleet.live_names)
+    await wait_until(lambda: len(channels) == 2 and fleet.live_workers)
     directory.publish({})
     channels[1].closed.set_result("the replica has ended")
     await wait_until(lambda: not fleet.is_connected("r0"))
     directory.publish(known)
-    await wait_until(lambda: len(channels) == 3 and fleet.live_names)
+    await wait_until(lambda: len(channels) == 3 and fleet.live_workers)
     await fleet.stop()

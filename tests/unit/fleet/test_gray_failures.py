@@ -132,7 +132,7 @@ class Outliers(OutlierDetector):
 
     def __init__(self, live: str) -> None:
         self.clock, self.counters = Clock(), RecordedCounters()
-        self.fleet: Any = SimpleNamespace(live_names=tuple(live))
+        self.fleet: Any = SimpleNamespace(live_workers=tuple(live))
         super().__init__(self.fleet, self.counters, clock=self.clock)
 
     def fail(self, replica: str, times: int = 3) -> bool:
@@ -162,7 +162,7 @@ def test_each_ejection_is_longer_until_a_success() -> None:
         assert outliers.fail("a", 1)
         assert not outliers.fail("a", 1)  # an earlier call
         began = outliers.clock.now
-        while outliers.usable_names == ["b", "c"]:
+        while outliers.usable_workers == ["b", "c"]:
             outliers.clock.now += 1.0
         ejected_s.append(outliers.clock.now - began)
     assert ejected_s == [10, 20, 40, 80, 120, 120]
@@ -170,7 +170,7 @@ def test_each_ejection_is_longer_until_a_success() -> None:
     assert not outliers.fail("a", 2)
     assert outliers.fail("a", 1)
     outliers.clock.now += 10.0
-    assert outliers.usable_names == ["a", "b", "c"]
+    assert outliers.usable_workers == ["a", "b", "c"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
@@ -184,16 +184,16 @@ def test_none_is_ejected_if_more_than_half_would_be(events: list[tuple[str, bool
             outliers.record_success(name)
             failures[name] = 0
         ejected = {name for name in "abcde" if failures[name] >= 3}
-        assert set(outliers.usable_names) == (set("abcde") - ejected if len(ejected) <= 2 else set("abcde"))
+        assert set(outliers.usable_workers) == (set("abcde") - ejected if len(ejected) <= 2 else set("abcde"))
 
 
 def test_a_replica_that_reconnects_stays_ejected() -> None:
     outliers = Outliers("abc")
     outliers.fail("a")
-    outliers.fleet.live_names = ("b", "c")
-    assert outliers.usable_names == ["b", "c"]
-    outliers.fleet.live_names = ("a", "b", "c")
-    assert outliers.usable_names == ["b", "c"]
+    outliers.fleet.live_workers = ("b", "c")
+    assert outliers.usable_workers == ["b", "c"]
+    outliers.fleet.live_workers = ("a", "b", "c")
+    assert outliers.usable_workers == ["b", "c"]
 
 
 def test_a_record_is_forgotten_ten_minutes_after_the_last_failure() -> None:

@@ -70,7 +70,7 @@ async def engines(*names: str) -> AsyncIterator[tuple[Fleet, dict[str, Any]]]:
             running[name], _ = await stack.enter_async_context(at_work)
         fleet.start()
         directory.publish({name: await one.record_replica_metadata() for name, one in running.items()})
-        await wait_until(lambda: len(fleet.live_names) == 2 * len(names))
+        await wait_until(lambda: len(fleet.live_workers) == 2 * len(names))
         yield fleet, running
         await fleet.stop()
 
@@ -82,7 +82,7 @@ def generate(fleet: Fleet, worker: str) -> Any:
 
 async def test_calls_are_counted_on_their_rank() -> None:
     async with engines("a") as (fleet, running):
-        assert fleet.live_names == ("a/0", "a/1")
+        assert fleet.live_workers == ("a/0", "a/1")
         calls = [generate(fleet, worker) for worker in ("a/1", "a/1", "a/0")]
         for call in calls:
             assert await call.read() is not None
@@ -93,7 +93,7 @@ async def test_calls_are_counted_on_their_rank() -> None:
         for call in calls:
             call.cancel()
             await call.wait_until_ended()
-        assert [fleet.slot_calls_of(worker) for worker in fleet.live_names] == [0, 0]
+        assert [fleet.slot_calls_of(worker) for worker in fleet.live_workers] == [0, 0]
         idle = running["a"].report()[RANKS]
         assert [report[QUEUE]["calls"] for report in idle] == [0, 0]
 
@@ -103,7 +103,7 @@ async def test_a_drain_takes_all_ranks_of_a_replica() -> None:
         call = generate(fleet, "a/1")
         assert await call.read() is not None
         assert await drain(fleet, "a") == 1
-        await wait_until(lambda: fleet.live_names == ("b/0", "b/1"))
+        await wait_until(lambda: fleet.live_workers == ("b/0", "b/1"))
         assert call.is_leaving
         call.cancel()
         with pytest.raises(LastReplicaError, match="b is the only decode replica that takes calls"):
@@ -113,7 +113,7 @@ async def test_a_drain_takes_all_ranks_of_a_replica() -> None:
 async def test_the_ranks_of_a_lost_replica_leave_together() -> None:
     async with engines("a", "b") as (fleet, running):
         running["a"]._channel_server.suspend("its core is dead")
-        await wait_until(lambda: fleet.live_names == ("b/0", "b/1"))
+        await wait_until(lambda: fleet.live_workers == ("b/0", "b/1"))
         with pytest.raises(ChannelLostError):
             fleet.call("a/1", "generate", EngineRequest())
 
@@ -123,12 +123,12 @@ def test_failures_of_any_rank_eject_their_replica() -> None:
     counters = RecordedCounters()
     outliers = OutlierDetector(fleet, counters)
     for failure in range(FAILURES):
-        assert outliers.usable_names == list(WORKERS)
+        assert outliers.usable_workers == list(WORKERS)
         outliers.record_failure(f"d0/{failure % 2}", RuntimeError("no"))
-    assert outliers.usable_names == ["d1/0", "d1/1"]
+    assert outliers.usable_workers == ["d1/0", "d1/1"]
     assert counters.events == ["ejected"]
     outliers.record_success("d0/1")
-    assert outliers.usable_names == list(WORKERS)
+    assert outliers.usable_workers == list(WORKERS)
 
 
 @pytest.mark.parametrize("lost", [ChannelLostError("its rank 1 was killed"), refusal(500)])
@@ -149,7 +149,7 @@ def test_slots_are_those_of_a_rank() -> None:
     fleet.directory.publish({"a": {RANKS: 2, SLOTS: 3}})
     fleet.directory.update_reports({"a": {RANKS: [{QUEUE: {"calls": calls}} for calls in (1, 4)]}})
     starts = DecodeStartEstimator(fleet)
-    assert [starts.num_free_slots(worker) for worker in fleet.live_names] == [2, 0]
+    assert [starts.num_free_slots(worker) for worker in fleet.live_workers] == [2, 0]
 
 
 def test_the_router_leases_and_loses_ranks() -> None:

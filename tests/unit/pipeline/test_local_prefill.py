@@ -37,7 +37,7 @@ def busy_pipeline(*, queued: float = 5000.0, handover_s: float = 0.01, **options
 
 def queue_prompts(pipeline: Pipeline, queued: float, *, number: int = 0) -> None:
     report = {"number": number, "rate": 1000.0, "measured_s": 60.0, "num_ingresses": 2, "tokens": queued}
-    reports = {name: {QUEUE: report} for name in pipeline.prefill.live_names}
+    reports = {name: {QUEUE: report} for name in pipeline.prefill.live_workers}
     pipeline.prefill.directory.update_reports(reports)
 
 
@@ -146,7 +146,7 @@ async def test_prompts_that_arrive_together_count_each_other() -> None:
     # The first four wait for 0, 0.1, 0.2 and 0.3 s of prompts and take 0.12 s. Elsewhere each takes 0.61 s.
     assert pipeline.counters.events.count("prefilled_locally") == 4
     assert len(pipeline.prefill.requests) == 2
-    assert pipeline.services.prefill._local_prefill._local.queues.outstanding == 0
+    assert pipeline.services.prefill._local_prefill._queues.outstanding == 0
 
 
 @pytest.mark.parametrize("is_local", [True, False])

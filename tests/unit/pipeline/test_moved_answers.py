@@ -135,7 +135,7 @@ def test_only_so_many_answers_move_at_once() -> None:
 def test_an_answer_moves_a_limited_number_of_times() -> None:
     moves, fleet = limiter("a", "b", "c", "d", "e", "f")
     context = answer_context()
-    begun = [moves.begin(context, name) for name in fleet.live_names]
+    begun = [moves.begin(context, name) for name in fleet.live_workers]
     assert begun == [True] * MAX_MOVES + [False] * (len(begun) - MAX_MOVES)
 
 

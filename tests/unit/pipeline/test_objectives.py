@@ -91,7 +91,7 @@ class Service:
         self._reports += 1
         report = {"number": self._reports, "rate": rate, "measured_s": 60.0, "num_ingresses": 2}
         reports = {
-            name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live_names
+            name: {QUEUE: report | {"tokens": queued * (name == replica)}} for name in fleet.live_workers
         }
         fleet.directory.update_reports(reports)
 

@@ -21,7 +21,7 @@ from eldr_serve.fleet.kv_usage import KvUsage
 from eldr_serve.pipeline.context.stage_latencies import WINDOW, StageLatencies
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill import kv_release
-from eldr_serve.request import RequestFields, needs_whole_replica, num_sequences, prompt_head, prompt_key
+from eldr_serve.request import RequestFields, num_sequences, prompt_head, prompt_key, why_not_split
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
 from tests.support.fake_router import wait_until
 from tests.support.request_path import (
@@ -86,7 +86,7 @@ async def test_the_calls_of_other_ingresses_count_in_the_load_of_a_prefill_repli
     hashed = pipeline.prefill.requests[0].replica
     reports = {
         name: {QUEUE: {"number": 0, "num_ingresses": 2, "calls": 9 if name == hashed else 0}}
-        for name in pipeline.prefill.live_names
+        for name in pipeline.prefill.live_workers
     }
     pipeline.prefill.directory.update_reports(reports)
     await pipeline.run()
@@ -461,7 +461,7 @@ def test_prompts_and_embeddings_are_counted_as_sequences(fields: dict[str, Any],
     ],
 )
 async def test_requests_that_cannot_be_split_run_whole(fields: dict[str, Any], reason: str | None) -> None:
-    assert needs_whole_replica("completions", request_context(**fields).request.fields) == reason
+    assert why_not_split("completions", request_context(**fields).request.fields) == reason
     pipeline = Pipeline()
     await pipeline.run(**fields)
     assert len(pipeline.prefill.requests) == (reason is None)

@@ -1,0 +1,8 @@
+"""Collect garbage less often, so that importing vLLM takes a fifth less CPU time in each process of the suite.
+
+Python imports this module at startup if its folder is in PYTHONPATH (see `tests.suite`).
+"""
+
+import gc
+
+gc.set_threshold(50_000, 10, 10)  # the first is 700 by default
