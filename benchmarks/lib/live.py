@@ -129,6 +129,8 @@ class LiveComparison:
 
     def measure(self, table: RoutingTable, load: dict[str, Any], *, port: int) -> None:
         """Swap the table into the application at `port`, and run loadgen.compare, or resume it."""
+        if self._journal.get("begun") is None and (self.folder / "comparison" / "compare.json").exists():
+            self._move_report()  # `finish` of the previous comparison was interrupted
         self._journal.put("begun", True)
         url = f"http://127.0.0.1:{port}"
         out = self.folder / "comparison"
@@ -164,7 +166,10 @@ class LiveComparison:
 
     def finish(self) -> None:
         """Mark the figures as published: the next run starts a new comparison. The report stays."""
+        self._journal.remove()  # first, since `rows` reads what is moved
+        self._move_report()
+
+    def _move_report(self) -> None:
         for name in ("cpu_speed", "published"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / "comparison").rename(self.folder / "published")
-        self._journal.remove()

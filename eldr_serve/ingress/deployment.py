@@ -80,6 +80,7 @@ class EldrIngress:
     _started: asyncio.Task[None] | None = None
     _tokenizer_task: asyncio.Task[None] | None = None
     _http: HttpServer | None = None
+    _metrics: IngressMetrics | None = None
 
     def __init__(
         self,
@@ -219,7 +220,9 @@ class EldrIngress:
         await self._http.wait()
 
     async def _export(self) -> None:
-        metrics = IngressMetrics()
+        # If this runs again after a failure, the counters continue.
+        metrics = self._metrics = self._metrics or IngressMetrics()
+        self._services.stage_latencies.on_recorded = metrics.observe_stage
         while True:
             metrics.export(self._status.own_status())
             await asyncio.sleep(PERIOD_S)

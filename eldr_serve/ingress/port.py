@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -104,17 +105,18 @@ def _lock_port(port: int, owner: str) -> int:
             "make it writable, or set TMPDIR to a writable folder",
         ) from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this succeeds if no process holds the port
-        os.ftruncate(file, 0)
-        os.pwrite(file, owner.encode(), 0)
-    except BlockingIOError:
-        pass
-    # If several processes write their name, the last one before they get the shared lock owns the port.
-    fcntl.flock(file, fcntl.LOCK_SH)
-    actual_owner = os.pread(file, 4096, 0).decode()
-    if actual_owner != owner:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this succeeds if no process holds the port
+            os.ftruncate(file, 0)
+            os.pwrite(file, owner.encode(), 0)
+        # If several processes write their name, the last one before they get the shared lock owns the port.
+        fcntl.flock(file, fcntl.LOCK_SH)
+        actual_owner = os.pread(file, 4096, 0).decode(errors="replace")
+        if actual_owner != owner:
+            raise PortTakenError(f"{_cannot_listen(port)}: it is in use by {actual_owner}")
+    except BaseException:
         os.close(file)
-        raise PortTakenError(f"{_cannot_listen(port)}: it is in use by {actual_owner}")
+        raise
     return file
 
 

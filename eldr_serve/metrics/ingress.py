@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from eldr_serve.metrics.definition import COUNTER, GAUGE, Metric, index_by_name
+from eldr_serve.metrics.definition import COUNTER, GAUGE, HISTOGRAM, Metric, index_by_name
 
 _WITH_PREFILL = "with prefill engines"
 
@@ -57,10 +57,11 @@ INGRESS_STATUS = {
     ),
     "stages": Metric(
         "eldr_stage_seconds",
-        GAUGE,
+        HISTOGRAM,
         "s",
-        "stage time over the last 256 requests",
-        ("stage", "quantile"),
+        "time of a stage of a request until its first token",
+        ("stage",),
+        (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60),
         only="with prefill engines, once a request was served",
     ),
 }
@@ -79,10 +80,10 @@ EXPERTS = {
         only=_MOVABLE,
     ),
     "experts_moved": Metric(
-        "eldr_experts_moved",
-        GAUGE,
+        "eldr_experts_moved_total",
+        COUNTER,
         "experts",
-        "changes of slots since the replica's start",
+        "experts moved between slots since the replica's start",
         ("worker",),
         only=_MOVABLE,
     ),

@@ -34,7 +34,8 @@ class PlacementRequestFactory:
         self._reads_counts = reads_counts
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._kind = requests.kind.tolist()
-        self._similarity: dict[int, NDArray[np.float32]] = {}  # similarities of each kind
+        # Similarities of each kind, by predicted or by measured counts.
+        self._similarity: dict[tuple[int, bool], NDArray[np.float32]] = {}
 
     def discard_similarities(self) -> None:
         """Discard similarities to the previous table."""
@@ -57,9 +58,6 @@ class PlacementRequestFactory:
         if self._experts is None:
             return PlacementRequest(str(index), prompt, output, prompt_key=key, blocks=prefix, may_wait=True)
         kind = self._kind[index]
-        table = self._policy.table
-        if table is not None and kind not in self._similarity:
-            self._similarity[kind] = table.similarity(self._experts.counts[kind])
         predicted = self._whole is not None and self._experts.predicted is not None
         counts_of = self._experts.predicted_counts if predicted else self._experts.expert_counts
         counts = counts_of(kind, prompt) if self._reads_counts else None
@@ -69,7 +67,7 @@ class PlacementRequestFactory:
             max_new_tokens=output,
             expert_counts=counts,
             domain=self._experts.domains[kind],
-            similarity=self._similarity.get(kind),
+            similarity=self._find_similarity(self._experts, kind, predicted),
             prompt_key=key,
             predicted=predicted,
             blocks=prefix,
@@ -77,8 +75,22 @@ class PlacementRequestFactory:
         )
 
     def replace_predicted_counts(self, index: int, request: PlacementRequest) -> PlacementRequest | None:
-        """Return the request with the counts of its prefill, or None if its counts are not predicted."""
+        """Return the request with the counts of its prefill and the similarity of these.
+
+        Return None if the request has no predicted counts.
+        """
         if self._experts is None or not request.predicted or request.expert_counts is None:
             return None
-        counts = self._experts.expert_counts(self._kind[index], self._prompt[index])
-        return replace(request, expert_counts=counts, predicted=False)
+        kind = self._kind[index]
+        counts = self._experts.expert_counts(kind, self._prompt[index])
+        similarity = self._find_similarity(self._experts, kind, predicted=False)
+        return replace(request, expert_counts=counts, similarity=similarity, predicted=False)
+
+    def _find_similarity(self, experts: Experts, kind: int, predicted: bool) -> NDArray[np.float32] | None:
+        """Return the similarity of a kind's counts to the policy's table; None without a table."""
+        table = self._policy.table
+        if table is not None and (kind, predicted) not in self._similarity:
+            counts = experts.predicted if predicted else experts.counts
+            assert counts is not None
+            self._similarity[kind, predicted] = table.similarity(counts[kind])
+        return self._similarity.get((kind, predicted))

@@ -28,7 +28,7 @@ Bools = NDArray[np.bool_]
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]
 Products = Callable[[Tensor, Tensor], Tensor]  # rows [n, H], slot int64[n] of each -> outputs [n, H]
 Routing = Callable[[Ints, Ints], Ints]  # experts int[T, k], home rank int[T] -> serving rank int[T, k]
-OnExchange = Callable[[Ints, Ints], None]  # bytes to and from each rank, int[G]; at the end of an all-to-all
+OnExchange = Callable[[Ints, Ints], None]  # bytes to and from each rank, int[G]; at the end of an exchange
 
 
 class _Trip(NamedTuple):
@@ -47,7 +47,7 @@ class ParallelLayer:
         products: computes this rank's slots.
         placement: int[P], the logical expert of each slot of all ranks, rank-major; ValueError if uneven.
         route: the serving rank of each (token, expert) pair; the same function on every rank.
-        on_exchange: called after each all-to-all of `run_exchanged`.
+        on_exchange: called after each exchange of `run_exchanged`, whose parts it counts as one message.
     """
 
     def __init__(
@@ -177,7 +177,11 @@ class ParallelLayer:
         return total.index_add_(0, row, outputs.float() * gates.float()[:, None]).to(tokens.dtype)
 
     def _exchange(self, parts: list[Tensor], sent: Ints, received: Ints) -> list[Tensor]:
-        """Exchange sent[g] rows of each part for received[g] rows of rank g. All parts are one message."""
+        """Exchange sent[g] rows of each part for received[g] rows of rank g.
+
+        Each part is a collective of its own. `on_exchange` counts them as one message, as an implementation
+        that packs them would send.
+        """
         arrived = [part.new_empty((int(received.sum()), *part.shape[1:])) for part in parts]
         for rows, part in zip(arrived, parts, strict=True):
             dist.all_to_all_single(

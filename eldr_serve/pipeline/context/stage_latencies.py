@@ -1,8 +1,9 @@
-"""Durations of the stages between prefill and the first token, for `/eldr/status`."""
+"""Durations of the stages between prefill and the first token, for `/eldr/status` and metrics."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,17 +16,22 @@ class StageLatencies:
     Stages of a request: `prefill` (the prefill call), `place` (router), `first_token` (decode call to its
     first chunk: the stages `transport` and `first_token` of `DecodeStages` together), and `handover` (end of
     the last prefill to first decode chunk).
+
+    Attributes:
+        on_recorded: called with the stage's name and each of its durations, s.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, deque[float]] = {}
         self._counts: dict[str, int] = {}
+        self.on_recorded: Callable[[str, float], None] = lambda name, seconds: None
 
     def record(self, **seconds: float) -> None:
         """Add the durations of one request, s."""
         for name, value in seconds.items():
             self._seconds.setdefault(name, deque(maxlen=WINDOW)).append(value)
             self._counts[name] = self._counts.get(name, 0) + 1
+            self.on_recorded(name, value)
 
     def median_s(self, name: str) -> float | None:
         """Return the median duration of a stage over the newest requests, s; None if there is none."""

@@ -5,6 +5,7 @@ import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,10 +62,17 @@ def test_a_comparison_is_kept_until_its_figures_are_published(
     (tmp_path / "comparison" / JOURNAL).unlink()
     comparison_at("4").measure(table, {"rate": "4"}, port=1)
     assert comparison_at("4").result == {"rate": "4"}
-    comparison_at("4").finish()
-    assert comparison_at("8").result is None
+    with monkeypatch.context() as patches:
+        patches.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            comparison_at("4").finish()
+    assert comparison_at("8").result is None  # no journal is left without what `rows` reads
+    comparison_at("8").measure(table, {"rate": "8"}, port=1)
     assert json.loads((tmp_path / "published" / "compare.json").read_text()) == {"rate": "4"}
-    assert len(tables) == 2
+    comparison_at("8").finish()
+    assert comparison_at("2").result is None
+    assert json.loads((tmp_path / "published" / "compare.json").read_text()) == {"rate": "8"}
+    assert len(tables) == 3
     assert tables[-1] == file.read_bytes()
     assert len(RoutingTable.load(file).centroids) == 2
 

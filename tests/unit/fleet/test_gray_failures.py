@@ -173,6 +173,18 @@ def test_each_ejection_is_longer_until_a_success() -> None:
     assert outliers.usable_workers == ["a", "b", "c"]
 
 
+def test_a_success_during_an_ejection_does_not_end_it() -> None:
+    outliers = Outliers("abc")
+    assert outliers.fail("a")
+    outliers.record_success("a")  # an earlier call
+    assert outliers.usable_workers == ["b", "c"]
+    outliers.clock.now += 10.0
+    assert outliers.usable_workers == ["a", "b", "c"]
+    assert outliers.fail("a")
+    outliers.clock.now += 19.0
+    assert outliers.usable_workers == ["b", "c"]  # the second ejection takes 20 s
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=60))
 def test_none_is_ejected_if_more_than_half_would_be(events: list[tuple[str, bool]]) -> None:
     outliers, failures = Outliers("abcde"), dict.fromkeys("abcde", 0)
@@ -182,7 +194,7 @@ def test_none_is_ejected_if_more_than_half_would_be(events: list[tuple[str, bool
             failures[name] += 1
         else:
             outliers.record_success(name)
-            failures[name] = 0
+            failures[name] = failures[name] if failures[name] >= 3 else 0  # time does not pass
         ejected = {name for name in "abcde" if failures[name] >= 3}
         assert set(outliers.usable_workers) == (set("abcde") - ejected if len(ejected) <= 2 else set("abcde"))
 

@@ -26,6 +26,7 @@ from eldr_serve.queues.reports import QueueReport
 from eldr_serve.replicas import decode_reporter, servers
 from eldr_serve.scheduling import PrefixCacheSize, StepAnswer, StepSums
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
+from tests.support.clock import Clock
 from tests.support.engine_server import serving
 from tests.support.fake_fleet import FakeFleet, answer_with, refusal
 from tests.support.fake_router import place_one, router_state, wait_until
@@ -120,14 +121,18 @@ async def test_the_ranks_of_a_lost_replica_leave_together() -> None:
 
 def test_failures_of_any_rank_eject_their_replica() -> None:
     fleet: Any = FakeFleet(good_decode, *WORKERS)
-    counters = RecordedCounters()
-    outliers = OutlierDetector(fleet, counters)
+    counters, clock = RecordedCounters(), Clock()
+    outliers = OutlierDetector(fleet, counters, clock=clock)
     for failure in range(FAILURES):
         assert outliers.usable_workers == list(WORKERS)
         outliers.record_failure(f"d0/{failure % 2}", RuntimeError("no"))
     assert outliers.usable_workers == ["d1/0", "d1/1"]
     assert counters.events == ["ejected"]
+    clock.now += 10.0
+    for _ in range(FAILURES - 1):
+        outliers.record_failure("d0/0", RuntimeError("no"))
     outliers.record_success("d0/1")
+    outliers.record_failure("d0/0", RuntimeError("no"))
     assert outliers.usable_workers == list(WORKERS)
 
 

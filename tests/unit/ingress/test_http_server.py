@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -115,6 +118,20 @@ def test_a_lock_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch
     monkeypatch.setattr("eldr_serve.ingress.port.tempfile.gettempdir", lambda: str(tmp_path / "none"))
     with pytest.raises(PortTakenError, match=r"cannot lock port \d+ with the file .*none.*: No such file"):
         Port("127.0.0.1", 0, "application 'a'")
+
+
+def test_a_lock_file_that_cannot_be_read_is_left_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eldr_serve.ingress.port.tempfile.gettempdir", lambda: str(tmp_path))
+    with monkeypatch.context() as patches:
+        broken = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+        patches.setattr("eldr_serve.ingress.port.os.pread", broken)
+        with pytest.raises(PortTakenError, match="Input/output error"):
+            Port("127.0.0.1", 0, "application 'a'")
+    (lock,) = tmp_path.iterdir()
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if a descriptor were still open
 
 
 def test_a_port_belongs_to_one_application_until_its_last_replica_releases_it() -> None:

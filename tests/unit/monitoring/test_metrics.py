@@ -180,6 +180,7 @@ def test_the_router_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric])
 async def test_an_ingress_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric]) -> None:
     metrics = IngressMetrics()
     async with running_app() as app:
+        app.ingress._services.stage_latencies.on_recorded = metrics.observe_stage
         await app.post(COMPLETIONS, HELLO)
         own = (await app.status())["ingress"]
     experts = {"slices_left": 2, "experts_moved": 30, "replica_bytes": 4096, "placement": "0123456789ab"}
@@ -191,15 +192,19 @@ async def test_an_ingress_exports_all_its_metrics(fake_metrics: dict[str, FakeMe
     for key, metric in EXPERTS.items():
         assert fake_metrics[metric.name].samples == {(("worker", "r1"),): [experts[key]]}
     stages = fake_metrics["eldr_stage_seconds"].samples
-    median = stages[(("quantile", "0.5"), ("stage", "prefill"))]
-    assert median == [own["stages"]["prefill"]["p50_ms"] / 1000]
+    assert stages.keys() == {(("stage", name),) for name in own["stages"]}
+    (prefill_s,) = stages[(("stage", "prefill"),)]
+    assert own["stages"]["prefill"]["p50_ms"] == pytest.approx(1000 * prefill_s, abs=1e-3)
     for metric in OBJECTIVES.values():
         assert set(fake_metrics[metric.name].samples) == {(("latency", "ttft"),), (("latency", "tpot"),)}
     totals = dict.fromkeys(OBJECTIVES, 0.0) | {"predicted_s": 2.5}
     for _ in range(2):  # only the increase counts
-        metrics.export(own | {"objectives": {"ttft": totals}})
+        metrics.export(
+            own | {"objectives": {"ttft": totals}, "experts": {"r1": experts | {"experts_moved": 34}}}
+        )
     predicted = fake_metrics["eldr_predicted_seconds_total"].samples[(("latency", "ttft"),)]
     assert (len(predicted), sum(predicted)) == (2, 2.5)
+    assert fake_metrics["eldr_experts_moved_total"].samples == {(("worker", "r1"),): [30, 4]}
 
 
 def test_an_event_loop_exports_all_its_metrics(fake_metrics: dict[str, FakeMetric]) -> None:

@@ -13,8 +13,10 @@ from eldr_serve.scheduling import Decision, Loads, PlacementRequest, QueuedPolic
 from loadgen.statistics import LatencyObjective
 from offline.simulation.cluster import Cluster, Decode, Prefill, Whole
 from offline.simulation.outcome import Outcome
+from offline.simulation.placement_requests import PlacementRequestFactory
 from offline.simulation.requests import Experts, Requests, SimulationError, rank_masks
 from offline.simulation.run import OperatorChange, simulate
+from tests.support.tables import counts_for, unit_table
 from tests.support.traces import observed_experts, random_routes
 
 COST = StepCost(fixed_s=1.0, per_request_s=0.1, per_kv_token_s=0.001, per_expert_s=0.01)
@@ -349,6 +351,22 @@ def test_good_requests_meet_both_objectives() -> None:
     row = outcome.summary(LatencyObjective(3000, 1400))
     assert (row["good_pct"], row["goodput_per_s"]) == pytest.approx((200 / 3, 2 / 91))
     assert "good_pct" not in outcome.summary()
+
+
+def test_similarities_are_those_of_the_predicted_then_of_the_measured_counts() -> None:
+    routes = random_routes(np.random.default_rng(0), 1, (3, 4), layers=2, experts=8, top_k=2)
+    experts = observed_experts(counts_for(0)[None], np.array([20]), routes, ["d"])
+    experts = replace(experts, predicted=counts_for(1)[None])
+    requests = Requests(np.zeros(1), np.array([20]), np.array([3]), np.zeros(1, np.int64))
+    policy = make_policy("random").set_table(unit_table(2))
+    factory = PlacementRequestFactory(requests, experts, policy, Whole(), reads_counts=True)
+    placed = factory.make_request(0, ())
+    assert placed.similarity.tolist() == pytest.approx([0, 1])
+    counted = factory.replace_predicted_counts(0, placed)
+    assert counted.similarity.tolist() == pytest.approx([1, 0])
+    assert factory.make_request(0, ()).similarity.tolist() == pytest.approx([0, 1])
+    prefilled = PlacementRequestFactory(requests, experts, policy, None, reads_counts=True)
+    assert prefilled.make_request(0, ()).similarity.tolist() == pytest.approx([1, 0])
 
 
 def test_mixtures_decode_the_steps_of_requests_of_one_domain() -> None:
