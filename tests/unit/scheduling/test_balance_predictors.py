@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_serve.scheduling import BoostedTrees, Loads, Oracle, PromptKeyed, Survival, make_policy
-from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
+from eldr_serve.scheduling.policies.balance_route.forecast import Forecast
 from eldr_serve.scheduling.policies.length_predictors import LENGTH_PREDICTORS
 from tests.support.tables import request
 
