@@ -57,7 +57,8 @@ from eldr_serve.errors import ServiceFailedError
 from eldr_serve.experts.signature import pack_counts, unpack_counts
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol.messages import LiveSettings, Place, decoder, encode
-from eldr_serve.scheduling import DEFAULT_POLICY, Loads, PlacementRequest, make_policy
+from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
+from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY
 from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 

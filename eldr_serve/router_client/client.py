@@ -44,7 +44,10 @@ from eldr_serve.router_protocol.messages import (
     decoder,
     encode,
 )
-from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
+from eldr_serve.scheduling import PlacementRequest
+from eldr_serve.scheduling.decode_loads import DecodeLoads
+from eldr_serve.scheduling.prefixes import PromptBlocks
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 _MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
