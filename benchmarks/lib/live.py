@@ -159,7 +159,7 @@ class LiveComparison:
             **{name: inputs[name] for name in ("warm_up_s", "seconds", "seed")},
         )
         return [{"clock": "wall", **row} for row in self.result["rows"]] + [
-            {"clock": NORMALISED, **row, "pace_felt": sensitivity} for row in rows
+            {"clock": NORMALISED, **row, "cpu_speed_sensitivity": sensitivity} for row in rows
         ]
 
     def finish(self) -> None:
