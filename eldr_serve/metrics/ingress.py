@@ -98,7 +98,7 @@ EXPERTS = {
 EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key, metric in EXPERTS.items()}
 
 # Metrics of predicted latencies, by their keys under `ingress.objectives.ttft` and `.tpot`.
-_PREDICTED = {
+_LATENCY_PREDICTION = {
     "requests": ("eldr_predicted_requests_total", COUNTER, "requests", "answers with an objective, measured"),
     "met": ("eldr_objectives_met_total", COUNTER, "requests", "answers whose latency met their objective"),
     "predicted_s": ("eldr_predicted_seconds_total", COUNTER, "s", "sum of predicted latencies"),
@@ -111,8 +111,8 @@ _PREDICTED = {
         "safety margin added to predictions (97.5 % of recent answers)",
     ),
 }
-OBJECTIVES = {
+LATENCY_PREDICTION = {
     key: Metric(*definition, ("latency",), status=f"ingress.objectives.LATENCY.{key}")
-    for key, definition in _PREDICTED.items()
+    for key, definition in _LATENCY_PREDICTION.items()
 }
-INGRESS = index_by_name(*INGRESS_STATUS.values(), *EXPERTS.values(), *OBJECTIVES.values())
+INGRESS = index_by_name(*INGRESS_STATUS.values(), *EXPERTS.values(), *LATENCY_PREDICTION.values())
