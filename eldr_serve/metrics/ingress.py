@@ -90,7 +90,7 @@ EXPERTS = {
         "eldr_expert_replica_bytes",
         GAUGE,
         "bytes",
-        "size of slots for replicas of experts, all ranks",
+        "memory of the slots for expert replicas, summed over all ranks",
         ("worker",),
         only=_MOVABLE,
     ),
@@ -108,7 +108,7 @@ _LATENCY_PREDICTION = {
         "eldr_prediction_margin_seconds",
         GAUGE,
         "s",
-        "safety margin added to predictions (97.5 % of recent answers)",
+        "safety margin added to a prediction, so that it covers 97.5 % of recent answers",
     ),
 }
 LATENCY_PREDICTION = {
