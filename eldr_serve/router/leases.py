@@ -123,7 +123,7 @@ class Leases:
         self._keep_counts(request)
 
     def remove_unusable_predictions(self) -> None:
-        """Remove predicted counts whose shape is not that of the engines."""
+        """Remove predicted counts whose shape differs from the engines'."""
         for lease in (*self._placer.running.values(), *self._placer.queue.leases.values()):
             lease.request = self._check.remove_unusable_prediction(lease.request)
 

@@ -102,8 +102,8 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     expert_placements: Annotated[tuple[bytes, ...], BeforeValidator(_read_placements)] = Field(
         default=(),
         description="folder with an ExpertPlacement for each cluster of `table` (`eldr place --cluster-of`), "
-        "read where the app is built; each decode engine gets that of its position; without it, engines keep "
-        "the placement of their configuration",
+        "read where the app is built; each decode engine gets its position's placement; without it, engines "
+        "keep the placement of their configuration",
     )
     ingress_timeout_s: float = Field(
         default=6.0,

@@ -204,7 +204,7 @@ class RouterClient:
         Args:
             token_ids: uint32[n] from which the counts were predicted; None if they were not.
             counts: unsigned[L,E].
-            prompt_tokens: number of counted tokens, with those of a chat template, which `token_ids` lack.
+            prompt_tokens: number of counted tokens, with a chat template's tokens, which `token_ids` lack.
         """
         if token_ids is not None:
             self.scorer.train(token_ids, counts, prompt_tokens)
