@@ -1,4 +1,4 @@
-"""A client's request for generated text, and those of its fields that placement reads."""
+"""A client's request for generated text, and the fields of it that placement reads."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def why_not_split(method: str, fields: RequestFields) -> str | None:
 def has_exact_ids(request: Request) -> bool:
     """Return whether the ids of a prompt that was tokenised here are those that its engine computes.
 
-    The ids of a chat are not exact, since the engine's template surrounds it. Nor are those of an adapter's
+    The ids of a chat are not exact, since the engine's template surrounds it. Nor are the ids of an adapter's
     prompt, since the engine reports no ids of the adapter's blocks.
     """
     fields = request.fields

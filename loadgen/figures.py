@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.arrays import Floats
-from eldr_serve.scheduling import balancer_names
+from eldr_serve.scheduling.policies.registry import balancer_names
 from loadgen.statistics import (
     ROUNDS_TO_RESAMPLE,
     Interval,

@@ -57,7 +57,8 @@ from eldr_serve.errors import ServiceFailedError
 from eldr_serve.experts.signature import pack_counts, unpack_counts
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol.messages import LiveSettings, Place, decoder, encode
-from eldr_serve.scheduling import DEFAULT_POLICY, Loads, PlacementRequest, make_policy
+from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
+from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY
 from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci
 
@@ -78,7 +79,7 @@ _ROW_RESET = "row reset alone"  # a part of the count scatter
 _PROMPTS_TIMES_LAYERS = 80 * LAYERS  # prompts times layers whose blocks a GPU engine keeps for a second
 
 
-class _Router:
+class _StubMoeRouter:
     """Stand-in for the capture hook of vLLM's BaseRouter."""
 
     top_k, global_num_experts = TOP_K, EXPERTS
@@ -94,7 +95,7 @@ def parts(tokens: int, block_size: int, device: str, calls: int, seed: int) -> d
     rng = np.random.default_rng(seed)
     torch.set_num_threads(1)
     blocks = -(-tokens // block_size)
-    routers = [_Router() for _ in range(LAYERS)]
+    routers = [_StubMoeRouter() for _ in range(LAYERS)]
     capture = DeviceCapture(
         routers, max_tokens=tokens, device=device, num_blocks=4 * blocks, block_size=block_size
     )
@@ -232,8 +233,8 @@ def _measure_engine(
         for number in range(-_WARM_UP, requests):
             first, *rest = rng.integers(1, 4000, tokens).tolist()
             by_capture = {}
-            for place, capture in enumerate(rng.permutation([False, True]).tolist()):
-                by_capture[capture] = engine.prefill([1 + (first + place) % 3999, *rest], capture)
+            for position, capture in enumerate(rng.permutation([False, True]).tolist()):
+                by_capture[capture] = engine.prefill([1 + (first + position) % 3999, *rest], capture)
             if number >= 0:
                 seconds_of_pairs.append((by_capture[False][0], *by_capture[True]))
     without_capture, with_capture, counting = map(list, zip(*seconds_of_pairs, strict=True))

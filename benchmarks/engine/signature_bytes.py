@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine.signature_bytes --gptoss RECORDS
 
-The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 per token. Rows `even` choose experts uniformly at
-random. In rows `tastes`, each prompt prefers some experts in each layer, by normal noise in the scores that
+The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 per token. Rows `uniform` choose experts uniformly at
+random. In rows `skewed`, each prompt prefers some experts in each layer, by normal noise in the scores that
 is twice as strong as the noise of single tokens. Rows `GPT-OSS-20B` use its published routes. They put eight
 prompts' counts [24, 32] side by side, which gives 16 of 128 experts per token. packed_p50_bytes is the size
 of the text, and cells_bytes that of the counts before compression.
@@ -83,7 +83,7 @@ def signature_bytes(
     rows = [
         summary_row(name, tokens, [draw_counts(tokens, preference_scale, rng) for _ in range(prompts)])
         for tokens in _LENGTHS
-        for name, preference_scale in (("even", 0.0), ("tastes", 2.0))
+        for name, preference_scale in (("uniform", 0.0), ("skewed", 2.0))
     ]
     if gptoss is not None:
         cut = {"prompt_tokens": _LENGTHS[0], "output_tokens": 1, "min_output_tokens": 1}

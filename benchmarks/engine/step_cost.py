@@ -42,7 +42,7 @@ from benchmarks.lib.synthetic import (
 )
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
-from eldr_serve.scheduling import StepSums
+from eldr_serve.scheduling.cost import StepSums
 from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import median_ci

@@ -103,8 +103,10 @@ def stop_application(name: str) -> None:
     serve.delete(name)
 
 
-def serve_without_table(arguments: dict[str, Any], *, port: int) -> AbstractContextManager[OperatorClient]:
-    """Run the application as `serve_application` does, but without a signature pool that fits tables."""
+def serve_shortest_queue_without_pool(
+    arguments: dict[str, Any], *, port: int
+) -> AbstractContextManager[OperatorClient]:
+    """Run the application as `serve_application` does, with shortest-queue and without a signature pool."""
     return serve_application(
         arguments | {"signatures": {"actors": 0}, "router": {"policy": "shortest-queue"}}, port=port
     )
@@ -161,7 +163,7 @@ class LiveComparison:
             **{name: inputs[name] for name in ("warm_up_s", "seconds", "seed")},
         )
         return [{"clock": "wall", **row} for row in self.result["rows"]] + [
-            {"clock": NORMALISED, **row, "pace_felt": sensitivity} for row in rows
+            {"clock": NORMALISED, **row, "cpu_speed_sensitivity": sensitivity} for row in rows
         ]
 
     def finish(self) -> None:

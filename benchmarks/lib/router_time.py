@@ -6,7 +6,9 @@ import time
 
 import numpy as np
 
-from eldr_serve.scheduling import Lease, LeaseState, Placer, Policy
+from eldr_serve.scheduling import Policy
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.types import Lease, LeaseState
 from loadgen.results import read_rows
 from offline.simulation.placement_requests import PlacementRequestFactory
 from offline.simulation.requests import Experts, Requests

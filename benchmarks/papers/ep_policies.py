@@ -38,7 +38,9 @@ from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
-from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, StepCost, make_policy
+from eldr_serve.scheduling import PlacementRequest, StepCost, make_policy
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.types import Lease, LeaseState
 from loadgen.journal import Journal
 from loadgen.results import column_notes, publish
 from loadgen.statistics import paired_change_percent

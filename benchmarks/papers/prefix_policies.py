@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
+from eldr_serve.queues.prefill_replica_choice import choose_prefill_replica
 from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy
 from eldr_serve.scheduling.policies.base import available_workers, choose_shortest
-from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
 class _LoadLimitedPolicy(Policy):

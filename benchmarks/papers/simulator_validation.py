@@ -29,7 +29,7 @@ from benchmarks.lib.replay.rows import LAYERS
 from benchmarks.lib.replay.schedule import ReplayCase, ReplayExperiment
 from eldr_serve.commands.errors import run
 from eldr_serve.errors import UserInputError
-from eldr_serve.scheduling import StepSums
+from eldr_serve.scheduling.cost import StepSums
 from loadgen.plots import save
 from loadgen.results import publish
 

@@ -61,7 +61,7 @@ from benchmarks.lib.client import Send, closed_loop, completion_sender, count_fa
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.ep.turns import Minutes, measure_in_turns
-from benchmarks.lib.live import serve_without_table
+from benchmarks.lib.live import serve_shortest_queue_without_pool
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints
 from eldr_serve.commands.client import OperatorClient
@@ -142,7 +142,7 @@ def _service(
     """Run the application. The prefill engine has all stems in its prefix cache."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with serve_without_table(arguments, port=port) as service:
+    with serve_shortest_queue_without_pool(arguments, port=port) as service:
         asyncio.run(
             _send_one_by_one(completion_sender(service.url), [request_body(stem, 2) for stem in stems])
         )

@@ -30,7 +30,7 @@ from benchmarks.lib.live import (
     decode_replicas_of,
     length_options,
     select_prompts,
-    serve_without_table,
+    serve_shortest_queue_without_pool,
     wide_arguments,
 )
 from benchmarks.lib.normalised_time import NORMALISED
@@ -83,7 +83,7 @@ def live(
     fit_in = select_prompts(prompts, data.trace.ids, max_prompt_tokens)
     arguments = wide_arguments(deployment, widen_model(intermediate, work), stream_interval)
     if unfinished := {group: c for group, c in comparisons.items() if c.result is None}:
-        with serve_without_table(arguments, port=port):
+        with serve_shortest_queue_without_pool(arguments, port=port):
             for group, comparison in unfinished.items():
                 fit, rest = data.split(group, 0.4, seed)
                 held_out = {data.trace.ids[i] for i in rest}

@@ -28,7 +28,10 @@ from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
 from eldr_serve.commands.errors import run
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
-from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer, make_policy, prompt_blocks
+from eldr_serve.scheduling import PlacementRequest, make_policy
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.prefixes import prompt_blocks
+from eldr_serve.scheduling.types import Lease, LeaseState
 from loadgen.results import p50_p99_us, publish, time_calls
 
 BENCHMARKS = {"predict_signature": "default"}

@@ -22,7 +22,7 @@ from benchmarks.lib.live import (
     decode_replicas_of,
     length_options,
     select_prompts,
-    serve_without_table,
+    serve_shortest_queue_without_pool,
     wide_arguments,
 )
 from benchmarks.lib.normalised_time import NORMALISED
@@ -79,7 +79,7 @@ def prefix_cache(
     for state, comparison in comparisons.items():
         arguments["prefill_config"]["engine_kwargs"] |= {"enable_prefix_caching": state == "on"}
         if comparison.result is None:
-            with serve_without_table(arguments, port=port):
+            with serve_shortest_queue_without_pool(arguments, port=port):
                 comparison.measure(table, load | {"prompts": repeated}, port=port)
         rows += [{"prefix_cache": state, **row} for row in comparison.rows()]
     last = comparisons["off"].result or {}

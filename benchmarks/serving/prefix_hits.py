@@ -29,7 +29,7 @@ from benchmarks.lib import options
 from benchmarks.lib.client import open_session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.live import serve_without_table
+from benchmarks.lib.live import serve_shortest_queue_without_pool
 from benchmarks.lib.prompts import MODEL
 from benchmarks.lib.whole.workloads import SHRINK, SHRINK_ANSWERS, conversations
 from eldr_serve.commands.errors import run
@@ -142,7 +142,7 @@ def prefix_hits(
     rows = []
     for name in names:
         arguments["decode_config"]["engine_kwargs"] = kwargs | {"kv_events_config": MAPS[name]}
-        with serve_without_table(arguments, port=port) as client:
+        with serve_shortest_queue_without_pool(arguments, port=port) as client:
             client.set_policy(policy)
             before = client.status()["counters"]
             load = {"in_flight": in_flight, "think_s": think_seconds, "longest": kwargs["max_model_len"]}

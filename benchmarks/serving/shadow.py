@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import unwind_on_sigterm
-from benchmarks.lib.live import length_options, serve_without_table, wide_arguments
+from benchmarks.lib.live import length_options, serve_shortest_queue_without_pool, wide_arguments
 from benchmarks.lib.prompts import MODEL, no_longer_than
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import OperatorClient
@@ -175,7 +175,7 @@ def shadow(
         key = partial("{}, {}".format, width)
         if missing := [step for step in steps if journal.get(key(step.key)) is None]:
             arguments = wide_arguments(deployment, widen_model(width, work), stream_interval)
-            with serve_without_table(arguments, port=port) as service:
+            with serve_shortest_queue_without_pool(arguments, port=port) as service:
                 for step in missing:
                     (other_policy,) = {*names} - {step.policy}
                     typer.echo(f"experts of {width}: {step.policy}, round {step.round + 1}", err=True)

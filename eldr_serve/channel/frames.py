@@ -12,8 +12,8 @@ little-endian. An ingress needs these ids to continue the answer on another engi
 A call ends with one END or FAIL, also after a CANCEL; the engine does no further work on it.
 An open call (OpenCall, OpenCallHandler) ends with its CANCEL. A NOTE is a one-way message about an open call.
 Both frames carry the number of tokens that the call's request has generated so far.
-The payload of an engine's PING is its status report, that of an END is its report on the call (msgpack, may
-be empty).
+The payload of an engine's PING is its status report, and the payload of its END is its report on the call
+(msgpack, may be empty).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ExpertsChange(BaseModel):
     load: list[list[float]] | None = Field(
         default=None,
         description="expected tokens per expert, [layers][experts], for replica choices that need them; "
-        "null: those of the placement",
+        "null: the placement's own",
     )
     replicas: list[str] | None = Field(default=None, min_length=1, description="decode replicas; null: all")
 

@@ -81,9 +81,7 @@ class CalibrationTrace(Artifact):
         if self.routes is None or self.route_offsets is None:
             return
         offsets = np.concatenate([[0], np.cumsum(self.decode_steps, dtype=np.int64)])
-        require(
-            np.array_equal(self.route_offsets, offsets), "route offsets are not those of the decode steps"
-        )
+        require(np.array_equal(self.route_offsets, offsets), "route offsets do not match the decode steps")
         expected = (int(offsets[-1]), shape[1], self.top_k)
         require(self.routes.shape == expected, f"routes have shape {self.routes.shape}, not {expected}")
         require(not self.routes.size or int(self.routes.max()) < shape[2], "a route names an unknown expert")

@@ -22,7 +22,7 @@ class OnlinePredictor:
     """Predicts a prompt's expert counts, and learns from its true counts once they are known.
 
     The rows of tokens are learnt by recursive least squares with a diagonal covariance, so that the row of a
-    frequent token changes little and that of a new token changes a lot. Each prompt also rotates the
+    frequent token changes little and the row of a new token changes a lot. Each prompt also rotates the
     directions towards its residual (a step of GROUSE, Balzano et al. 2010), which keeps them orthonormal. The
     mean does not change.
 

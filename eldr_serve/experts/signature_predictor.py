@@ -1,7 +1,7 @@
 """Prediction of a prompt's expert counts from its token ids alone: a signature before prefill.
 
-The predicted expert frequencies are those of the mean prompt plus the mean of the tokens' contributions. A
-token's contribution consists of only r numbers, which an [r, L*E] matrix maps to expert frequencies.
+The predicted expert frequencies are the mean prompt's frequencies plus the mean of the tokens' contributions.
+A token's contribution consists of only r numbers, which an [r, L*E] matrix maps to expert frequencies.
 Array sizes: V token ids, L MoE layers, E experts per layer, r rank.
 """
 

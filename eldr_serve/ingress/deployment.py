@@ -115,7 +115,7 @@ class EldrIngress:
             tokenizer=self._tokenizer,
         )
         show_request_lines()
-        self._log = RequestLog(every=options.log_requests == "all", tracing=_tracing(options.tracing))
+        self._tracing = _tracing(options.tracing)
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
         self._warmup = Warmup(fleets=fleets, handles=handles, router=router, model_id=model_id)
@@ -124,7 +124,8 @@ class EldrIngress:
             request_path=RequestPath(self._services),
             router=router,
             counters=counters,
-            log=self._log,
+            log=RequestLog(every=options.log_requests == "all"),
+            tracing=self._tracing,
             max_sequences=options.max_sequences,
             model_cards=model_cards,
             openapi=openapi,
@@ -241,7 +242,8 @@ class EldrIngress:
             await self._http.drain()
         elif self._port is not None:
             self._port.release()
-        await self._log.stop()
+        if self._tracing is not None:
+            await self._tracing.stop()
 
     async def stop(self) -> None:
         """Stop the background work and close all channels.
@@ -252,7 +254,8 @@ class EldrIngress:
             self._started.cancel()
         if self._tokenizer_task is not None:
             self._tokenizer_task.cancel()
-        await self._log.stop()
+        if self._tracing is not None:
+            await self._tracing.stop()
         await self._router.stop()
         await self._fleets.prefill.stop()
         await self._fleets.decode.stop()

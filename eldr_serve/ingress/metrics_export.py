@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eldr_serve.metrics import EXPERTS, GAUGE, HISTOGRAM, INGRESS, INGRESS_STATUS, OBJECTIVES, Metric
+from eldr_serve.metrics import EXPERTS, GAUGE, HISTOGRAM, INGRESS, INGRESS_STATUS, LATENCY_PREDICTION, Metric
 from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
 
 
@@ -35,7 +35,7 @@ class IngressMetrics:
             for key, metric in EXPERTS.items():
                 self._export_value(metric, experts[key], worker=worker)
         for latency, totals in own["objectives"].items():
-            for key, metric in OBJECTIVES.items():
+            for key, metric in LATENCY_PREDICTION.items():
                 self._export_value(metric, totals[key], latency=latency)
 
     def _export_value(self, metric: Metric, value: float, **labels: str) -> None:

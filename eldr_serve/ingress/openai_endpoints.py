@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from starlette.requests import Request as HTTPRequest
@@ -35,6 +35,9 @@ from eldr_serve.request import (
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.router_protocol.messages import StreamLatencies
 
+if TYPE_CHECKING:
+    from eldr_serve.ingress.tracing import Tracing
+
 _NOT_FOR_ENGINES = {
     "authorization",
     "content-encoding",
@@ -55,7 +58,8 @@ class OpenAIEndpoints:
         request_path: runs requests through the prefill and decode deployments.
         router: client of the router, started by the first request.
         counters: counters of this ingress.
-        log: request log, which makes the context of each request.
+        log: request log.
+        tracing: traces of the requests; None: no request is traced.
         max_sequences: maximum number of answers to one request.
         model_cards: the model and its adapters as `GET /v1/models` describes them, the model first.
         openapi: the OpenAPI document.
@@ -68,6 +72,7 @@ class OpenAIEndpoints:
         router: RouterClient,
         counters: IngressCounters,
         log: RequestLog,
+        tracing: Tracing | None,
         max_sequences: int,
         model_cards: list[dict[str, Any]],
         openapi: dict[str, Any],
@@ -76,6 +81,7 @@ class OpenAIEndpoints:
         self._router = router
         self._counters = counters
         self._log = log
+        self._tracing = tracing
         self._max_sequences = max_sequences
         self._model_cards = {card["id"]: card for card in model_cards}
         self._base_model = next(iter(self._model_cards))
@@ -92,7 +98,7 @@ class OpenAIEndpoints:
         sending = _SendingTask(self._counters)
         adapter = "" if fields.model == self._base_model else fields.model or ""
         pipeline_request = _request(method, request, body, fields, adapter)
-        context = self._log.begin(request.scope["path"], pipeline_request, on_overflow=sending.cancel)
+        context = self._begin(pipeline_request, request.scope["path"], sending.cancel)
         state.reservation.set_usage(partial(context.used_tokens, prompt_tokens))
         state.id_headers = _id_headers(context)
         run = self._request_path.generate(context)
@@ -107,6 +113,19 @@ class OpenAIEndpoints:
         except BaseException:
             await run.aclose()
             raise
+
+    def _begin(self, request: Request, url_path: str, on_overflow: Callable[[], None]) -> RequestContext:
+        """Return the context of a request, whose end writes the log and ends the trace."""
+        if self._tracing is None:
+            return RequestContext(request, url_path, self._log.write, on_overflow)
+        trace = self._tracing.begin(url_path, request.headers)
+        request.headers.update(trace.headers)
+
+        def end(context: RequestContext) -> None:
+            self._log.write(context)
+            trace.end(context)
+
+        return RequestContext(request, url_path, end, on_overflow, trace_id=trace.id)
 
     def _count_answers(self, fields: RequestFields) -> int:
         """Return the number of answers to a request; raise BadRequestError if that is too many."""

@@ -1,4 +1,7 @@
-"""The port of an ingress replica, which only replicas of one application share, and a port's owner."""
+"""The listening port of an ingress replica.
+
+Replicas of one application share it; a lock file names its owner.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class SharedLimits:
         self._usage: dict[str, tuple[float, Usage]] = {}
 
     def exchange(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        """Store one replica's usage since its start; return that of the other replicas."""
+        """Store one replica's usage since its start; return the usage of the other replicas."""
         now_s = self._clock()
         self._usage[ingress] = (now_s, usage)
         self._usage = {name: item for name, item in self._usage.items() if now_s - item[0] <= _SILENT_S}

@@ -24,7 +24,7 @@ class Bucket:
     """Token bucket with the capacity of one minute, and at least one unit.
 
     Usage may exceed what is left; the debt must be refilled before the next request. So within any t seconds
-    at most `per_minute * (1 + t / 60)` units are used, plus those of the last request.
+    at most `per_minute * (1 + t / 60)` units are used, plus the last request's units.
 
     Args:
         per_minute: units per minute; None: no limit.
@@ -177,7 +177,7 @@ class Tenants:
         """Share usage with the other ingress replicas, until cancelled.
 
         Args:
-            exchange: sends this replica's usage, and returns that of each other replica; raises
+            exchange: sends this replica's usage, and returns the usage of each other replica; raises
                 ConnectionError if it cannot.
         """
         while self._path is not None:

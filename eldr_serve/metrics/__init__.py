@@ -19,7 +19,7 @@ from eldr_serve.metrics.counters import (
 from eldr_serve.metrics.definition import APPLICATION, COUNTER, GAUGE, HISTOGRAM, PREFIX, Metric
 from eldr_serve.metrics.engine import ENGINE, REPLICA
 from eldr_serve.metrics.event_loop import LOOP, PROCESS, STALL_S
-from eldr_serve.metrics.ingress import EXPERTS, INGRESS, INGRESS_STATUS, OBJECTIVES
+from eldr_serve.metrics.ingress import EXPERTS, INGRESS, INGRESS_STATUS, LATENCY_PREDICTION
 from eldr_serve.metrics.router import ROUTER
 
 __all__ = [
@@ -33,9 +33,9 @@ __all__ = [
     "HISTOGRAM",
     "INGRESS",
     "INGRESS_STATUS",
+    "LATENCY_PREDICTION",
     "LOOP",
     "METRICS",
-    "OBJECTIVES",
     "PREFIX",
     "PROCESS",
     "REPLICA",

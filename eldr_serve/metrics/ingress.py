@@ -91,7 +91,7 @@ EXPERTS = {
         "eldr_expert_replica_bytes",
         GAUGE,
         "bytes",
-        "size of slots for replicas of experts, all ranks",
+        "memory of the slots for expert replicas, summed over all ranks",
         ("worker",),
         only=_MOVABLE,
     ),
@@ -99,7 +99,7 @@ EXPERTS = {
 EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key, metric in EXPERTS.items()}
 
 # Metrics of predicted latencies, by their keys under `ingress.objectives.ttft` and `.tpot`.
-_PREDICTED = {
+_LATENCY_PREDICTION = {
     "requests": ("eldr_predicted_requests_total", COUNTER, "requests", "answers with an objective, measured"),
     "met": ("eldr_objectives_met_total", COUNTER, "requests", "answers whose latency met their objective"),
     "predicted_s": ("eldr_predicted_seconds_total", COUNTER, "s", "sum of predicted latencies"),
@@ -109,11 +109,11 @@ _PREDICTED = {
         "eldr_prediction_margin_seconds",
         GAUGE,
         "s",
-        "safety margin added to predictions (97.5 % of recent answers)",
+        "safety margin added to a prediction, so that it covers 97.5 % of recent answers",
     ),
 }
-OBJECTIVES = {
+LATENCY_PREDICTION = {
     key: Metric(*definition, ("latency",), status=f"ingress.objectives.LATENCY.{key}")
-    for key, definition in _PREDICTED.items()
+    for key, definition in _LATENCY_PREDICTION.items()
 }
-INGRESS = index_by_name(*INGRESS_STATUS.values(), *EXPERTS.values(), *OBJECTIVES.values())
+INGRESS = index_by_name(*INGRESS_STATUS.values(), *EXPERTS.values(), *LATENCY_PREDICTION.values())

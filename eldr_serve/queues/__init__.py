@@ -1,1 +1,1 @@
-"""Queues and rates: estimated waits, retry times, expected starts at an engine."""
+"""Queues and rates: estimated waits, retry times, expected starts at an engine, prefill replicas."""

@@ -1,4 +1,4 @@
-"""The expert placement of a replica's engine: calls of PLACE_EXPERTS, and that of the replica's position."""
+"""The expert placement of a replica's engine, by PLACE_EXPERTS calls or by the replica's position."""
 
 from __future__ import annotations
 

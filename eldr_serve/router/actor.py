@@ -31,15 +31,10 @@ from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import live_status, router_status
 from eldr_serve.router_protocol import methods
 from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy
-from eldr_serve.scheduling import (
-    BlockChanges,
-    DecodeLoads,
-    LoadedAdapters,
-    PrefixCacheSize,
-    PromptBlocks,
-    StepAnswer,
-    StepSums,
-)
+from eldr_serve.scheduling.adapters import LoadedAdapters
+from eldr_serve.scheduling.cost import StepAnswer, StepSums
+from eldr_serve.scheduling.decode_loads import DecodeLoads
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PromptBlocks
 from eldr_serve.signatures.coordinator import RouterView
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,10 @@ from typing import Any
 from eldr_serve.errors import one_line_message
 from eldr_serve.metrics import RouterEvent
 from eldr_serve.router_protocol.messages import LiveSettings
-from eldr_serve.scheduling import Placer, Policy, Shadow, StepCost, StepSums
+from eldr_serve.scheduling import Policy, StepCost
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.shadow import Shadow
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from eldr_serve.router_protocol.messages import (
     decoder,
     encode,
 )
-from eldr_serve.scheduling import Lease, LeaseState
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from eldr_serve.router.leases import Leases
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.positions import Positions
 from eldr_serve.router_protocol.messages import IngressReport
-from eldr_serve.scheduling import Placer
+from eldr_serve.scheduling.placer import Placer
 
 
 class Ingresses:

@@ -13,8 +13,10 @@ from eldr_serve.router.live_settings import LiveSettingsStore
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
-from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, Placer
+from eldr_serve.scheduling import PlacementRequest
 from eldr_serve.scheduling.cached_share import CachedShare
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 _MAX_RECENT_COUNTS = 1024
 
@@ -121,7 +123,7 @@ class Leases:
         self._keep_counts(request)
 
     def remove_unusable_predictions(self) -> None:
-        """Remove predicted counts whose shape is not that of the engines."""
+        """Remove predicted counts whose shape differs from the engines'."""
         for lease in (*self._placer.running.values(), *self._placer.queue.leases.values()):
             lease.request = self._check.remove_unusable_prediction(lease.request)
 

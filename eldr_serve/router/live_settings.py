@@ -110,7 +110,7 @@ class LiveSettingsStore:
     # -- other changes ---------------------------------------------------------------------------
 
     def set_deployed_fingerprint(self, fingerprint: str, *, overrides: LiveSettings | None) -> None:
-        """Mark the settings as those of the deployment with this fingerprint.
+        """Mark the settings as the settings of the deployment with this fingerprint.
 
         Args:
             overrides: older settings, which do not replace these when an ingress restores them; None: the

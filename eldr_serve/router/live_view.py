@@ -12,7 +12,10 @@ import numpy as np
 
 from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane, Point
 from eldr_serve.router_protocol.messages import StreamLatencies
-from eldr_serve.scheduling import CentroidTable, Lease, LeaseState, Placer, StepSums
+from eldr_serve.scheduling import CentroidTable
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 _POINTS = 400  # newest requests shown in the signature space
 _SPANNING = 64  # requests whose counts span the plane if there is no table

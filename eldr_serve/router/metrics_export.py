@@ -11,7 +11,7 @@ from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import StreamLatencies
-from eldr_serve.scheduling import Lease
+from eldr_serve.scheduling.types import Lease
 
 _SCALES = {"ms": 1000.0, "pct": 100.0}  # units of the status by which a metric's value is smaller
 

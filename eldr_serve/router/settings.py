@@ -15,8 +15,9 @@ from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.router.expert_placements import check_placements, load_placements, parse_placements
 from eldr_serve.router_protocol.messages import NamedPolicy
-from eldr_serve.scheduling import DEFAULT_POLICY, StepCost, make_policy
+from eldr_serve.scheduling import StepCost, make_policy
 from eldr_serve.scheduling.cost_file import FittedCost
+from eldr_serve.scheduling.policies.registry import DEFAULT_POLICY
 from eldr_serve.signatures.settings import PoolSettings
 
 # A change of these fields does not override what an operator has changed.
@@ -101,8 +102,8 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
     expert_placements: Annotated[tuple[bytes, ...], BeforeValidator(_read_placements)] = Field(
         default=(),
         description="folder with an ExpertPlacement for each cluster of `table` (`eldr place --cluster-of`), "
-        "read where the app is built; each decode engine gets that of its position; without it, engines keep "
-        "the placement of their configuration",
+        "read where the app is built; each decode engine gets its position's placement; without it, engines "
+        "keep the placement of their configuration",
     )
     ingress_timeout_s: float = Field(
         default=6.0,

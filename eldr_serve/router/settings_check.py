@@ -80,7 +80,7 @@ class SettingsCheck:
             raise SwapRefusedError(str(error)) from error
 
     def remove_unusable_prediction(self, request: PlacementRequest) -> PlacementRequest:
-        """Return the request, without its predicted counts if their shape is not that of the engines."""
+        """Return the request, without its predicted counts if their shape differs from the engines'."""
         counts = request.expert_counts
         if not request.predicted or counts is None or self.shape is None or counts.shape == self.shape:
             return request

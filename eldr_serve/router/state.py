@@ -23,17 +23,13 @@ from eldr_serve.router.positions import Positions
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router.step_costs import StepCosts
 from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy, Restore
-from eldr_serve.scheduling import (
-    BlockChanges,
-    DecodeLoads,
-    Lease,
-    LoadedAdapters,
-    Placer,
-    PrefixCacheSize,
-    PromptBlocks,
-    StepCost,
-    StepSums,
-)
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.adapters import LoadedAdapters
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.decode_loads import DecodeLoads
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PromptBlocks
+from eldr_serve.scheduling.types import Lease
 
 _MAX_REPORTERS = 10_000  # workers whose newest report is remembered; also those that have gone
 

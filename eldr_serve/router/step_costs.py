@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eldr_serve.scheduling import StepCost, StepSums, StepTimeModel
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.decode_loads import StepTimeModel
 
 _HALF_LIFE_S = 600.0  # half-life of a decode step's weight in the fitted cost
 

@@ -44,7 +44,10 @@ from eldr_serve.router_protocol.messages import (
     decoder,
     encode,
 )
-from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
+from eldr_serve.scheduling import PlacementRequest
+from eldr_serve.scheduling.decode_loads import DecodeLoads
+from eldr_serve.scheduling.prefixes import PromptBlocks
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 _MAX_STREAMS = 1024  # newest ended streams that are kept until they are reported
 _REPORT_S = 0.25
@@ -201,7 +204,7 @@ class RouterClient:
         Args:
             token_ids: uint32[n] from which the counts were predicted; None if they were not.
             counts: unsigned[L,E].
-            prompt_tokens: number of counted tokens, with those of a chat template, which `token_ids` lack.
+            prompt_tokens: number of counted tokens, with a chat template's tokens, which `token_ids` lack.
         """
         if token_ids is not None:
             self.scorer.train(token_ids, counts, prompt_tokens)

@@ -9,7 +9,8 @@ import numpy as np
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
-from eldr_serve.scheduling import Lease, LeaseState, LoadLedger
+from eldr_serve.scheduling.ledger import LoadLedger
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 
 class LocalFallback:

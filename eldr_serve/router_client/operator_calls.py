@@ -25,7 +25,7 @@ class OperatorCalls:
         return await self._subscription.call(methods.LIVE, methods.NoArguments())
 
     async def settings(self) -> LiveSettings:
-        """Return the live settings at the actor, which may be newer than those of the ingress."""
+        """Return the live settings at the actor, which may be newer than the ingress's settings."""
         return await self._subscription.call(methods.SETTINGS, methods.NoArguments())
 
     async def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:

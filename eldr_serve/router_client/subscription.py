@@ -25,7 +25,7 @@ from eldr_serve.router_protocol.messages import (
     encode,
 )
 from eldr_serve.router_protocol.methods import Arguments, Result, RouterMethod
-from eldr_serve.scheduling import Lease
+from eldr_serve.scheduling.types import Lease
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.queues.wait_estimate import WaitEstimator
-from eldr_serve.scheduling import Lease, LeaseState
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 
 @dataclass(eq=False, slots=True)

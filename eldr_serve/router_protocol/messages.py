@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, reads_counts
+from eldr_serve.scheduling import PlacementRequest
+from eldr_serve.scheduling.policies.registry import reads_counts
+from eldr_serve.scheduling.types import Lease, LeaseState
 
 LOCAL_FALLBACK = "local-fallback"  # `Granted.policy` of a lease that its ingress has made
 

@@ -13,7 +13,8 @@ import msgspec
 
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.router_protocol.messages import LiveSettings, NamedPolicy, decoder, encode
-from eldr_serve.scheduling import DecodeLoads, PromptBlocks
+from eldr_serve.scheduling.decode_loads import DecodeLoads
+from eldr_serve.scheduling.prefixes import PromptBlocks
 
 Arguments = TypeVar("Arguments", bound=msgspec.Struct)
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from eldr_serve.scheduling.worker_names import rank_of, replica_of
 class StepBarrier:
     """The replica of each worker; all ranks of a replica end a step together.
 
-    The requests and KV tokens of a step take as long as those of the slowest rank. The experts that the
+    The requests and KV tokens of a step take as long as they do on the slowest rank. The experts that the
     requests of all ranks activate are assumed to be divided evenly among the ranks, since the router does not
     know which rank has which expert.
 

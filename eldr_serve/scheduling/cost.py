@@ -39,7 +39,7 @@ class StepCost:
     some sizes only. `batch_s` lists this part for some sizes; between two of them and beyond the last one, it
     is linear.
 
-    The ratios of the defaults are those of a small model on a CPU core. Placement hardly depends on them,
+    The ratios of the defaults hold for a small model on a CPU core. Placement hardly depends on them,
     and fitted values replace them after the first steps.
     """
 
@@ -48,12 +48,12 @@ class StepCost:
     per_kv_token_s: Seconds = Field(default=0.0, description="each KV token of the batch, s")
     per_expert_s: Seconds = Field(
         default=4e-5,
-        description="each active expert, summed over MoE layers, s; under EP, those of the slowest rank",
+        description="each active expert, summed over MoE layers, s; under EP, each of the slowest rank",
     )
     per_prompt_token_s: Seconds = Field(
         default=0.0,
         description="each prompt token that a whole replica computes in the step, including the experts that "
-        "it activates beyond those of a decode step, s; 0 with separate prefill engines",
+        "it activates beyond the experts of a decode step, s; 0 with separate prefill engines",
     )
     batch_s: dict[Batch, Seconds] = Field(
         default_factory=dict,

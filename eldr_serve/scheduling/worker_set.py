@@ -69,7 +69,7 @@ class WorkerSet:
                 self.prefixes.record_prompt(lease.worker, blocks)
 
     def excluded_for(self, lease: Lease) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the workers that a request avoids, and those of them that its ingress cannot reach."""
+        """Return all workers that a request avoids, and which of these its ingress cannot reach."""
         unreachable = self._unreachable.get(lease.ingress, frozenset())
         return unreachable.union(lease.request.exclude), unreachable
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.scheduling import StepCost, StepSums
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.cost_file import FittedCost
 from offline.simulation.requests import SimulationError
 

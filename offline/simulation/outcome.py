@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.scheduling import PolicyComparison
+from eldr_serve.scheduling.shadow import PolicyComparison
 from loadgen.statistics import LatencyObjective
 
 

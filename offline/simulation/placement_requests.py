@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling import PlacementRequest, Policy, PromptBlocks
+from eldr_serve.scheduling import PlacementRequest, Policy
+from eldr_serve.scheduling.prefixes import PromptBlocks
 from offline.simulation.cluster import Whole
 from offline.simulation.requests import Experts, Requests
 

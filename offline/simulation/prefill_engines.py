@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eldr_serve.scheduling import PrefixCache
-from eldr_serve.scheduling.prefill import choose_prefill_replica
+from eldr_serve.queues.prefill_replica_choice import choose_prefill_replica
+from eldr_serve.scheduling.prefixes import PrefixCache
 from offline.simulation.cluster import Prefill
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eldr_serve.scheduling import PolicyComparison
+from eldr_serve.scheduling.shadow import PolicyComparison
 from offline.simulation.outcome import Outcome
 from offline.simulation.requests import Requests
 

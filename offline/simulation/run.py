@@ -9,17 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling import (
-    CentroidTable,
-    Lease,
-    LeaseState,
-    LoadLedger,
-    Placer,
-    Policy,
-    PolicyComparison,
-    PrefixCacheSize,
-    Shadow,
-)
+from eldr_serve.scheduling import CentroidTable, Policy
+from eldr_serve.scheduling.ledger import LoadLedger
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.prefixes import PrefixCacheSize
+from eldr_serve.scheduling.shadow import PolicyComparison, Shadow
+from eldr_serve.scheduling.types import Lease, LeaseState
 from eldr_serve.scheduling.worker_names import worker_names
 from offline.simulation.cluster import Cluster
 from offline.simulation.decode_workers import DecodeWorkers
@@ -72,7 +67,7 @@ def simulate(
         changes: in any order.
         in_flight: number of requests of a closed loop, in which the next one arrives when one ends, whatever
             its arrival time; None: an open loop with the given arrival times.
-        shadow: a new policy that places the same requests beside the policy (see scheduling.Shadow); its
+        shadow: a new policy that places the same requests beside the policy (see Shadow); its
             `shadow_comparison` is in the outcome.
         on_finished: callback with the number of requests that ended since its last call.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from eldr_serve.scheduling import PrefixCache
+from eldr_serve.scheduling.prefixes import PrefixCache
 from offline.simulation.cluster import Whole
 
 

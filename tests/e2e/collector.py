@@ -19,7 +19,7 @@ from tests.support.otlp import HttpCollector
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedSpan:
     """A received span. Ids are hexadecimal.
 
     Attributes:
@@ -50,10 +50,10 @@ class Collector(HttpCollector, TraceServiceServicer):
         add_TraceServiceServicer_to_server(self, self._grpc)
         self.grpc_url = f"http://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
 
-    def spans(self, trace: str) -> list[Received]:
+    def spans(self, trace: str) -> list[ReceivedSpan]:
         """Return the spans of a trace received so far."""
         return [
-            Received(
+            ReceivedSpan(
                 span.name,
                 trace,
                 span.span_id.hex(),

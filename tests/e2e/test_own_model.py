@@ -84,7 +84,7 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Pop
             command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        wait_http(f"{URL}/eldr/ready", process, log, 240)
+        wait_http(f"{URL}/eldr/ready", process, log, 600)
         yield process
     finally:
         process.kill()

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eldr_serve.metrics import METRICS, PREFIX
-from tests.e2e.collector import Collector, Received
+from tests.e2e.collector import Collector, ReceivedSpan
 from tests.e2e.service import HTTP, Service, wait_for
 from tests.support.monitoring_files import FOREIGN, expressions
 
@@ -79,7 +79,7 @@ def test_our_spans_and_those_of_both_engines_are_one_tree(service: Service, coll
     assert not collector.spans(not_sampled)
 
 
-def generated_tokens(span: Received) -> int:
+def generated_tokens(span: ReceivedSpan) -> int:
     """Return the tokens that vLLM generated in the span."""
     return int(span.attributes["gen_ai.usage.completion_tokens"])
 

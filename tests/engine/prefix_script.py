@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from eldr_serve.engine.protocol import EngineRequest
-from eldr_serve.scheduling import PrefixMap, prompt_blocks
+from eldr_serve.scheduling.prefixes import PrefixMap, prompt_blocks
 from tests.engine import contract_script
 from tests.engine.contract_script import end, start
 

@@ -24,7 +24,7 @@ from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
 from loadgen.workload import read_prompts
 from tests.faults.chaos import Options, run_chaos
-from tests.faults.checks import Run
+from tests.faults.checks import SimulatedRun
 from tests.faults.mutations import MUTATIONS, search
 from tests.faults.operations import FAULTS
 from tests.faults.record import APART, NOTES, Record, find_problems, rows
@@ -56,7 +56,7 @@ def simulate(
         raise typer.Exit(1)
 
 
-def _print_run(result: Run) -> None:
+def _print_run(result: SimulatedRun) -> None:
     """Print the events, outcomes and violations of a run."""
     console = Console(highlight=False, soft_wrap=True)
     for event in result.events:

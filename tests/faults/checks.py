@@ -19,7 +19,7 @@ LOST_AFTER = 2
 
 
 @dataclass
-class Run:
+class SimulatedRun:
     """The results of a seed.
 
     Attributes:
@@ -48,7 +48,7 @@ class Run:
 class Checks:
     """Checks of one run. Each adds what does not hold to the violations of `run`."""
 
-    def __init__(self, run: Run, world: World) -> None:
+    def __init__(self, run: SimulatedRun, world: World) -> None:
         self.run, self.world = run, world
 
     @property

@@ -6,7 +6,7 @@ since only those fields show what a process still holds.
 
 from typing import Any
 
-from eldr_serve.scheduling import LeaseState
+from eldr_serve.scheduling.types import LeaseState
 from tests.faults.fake_engines import DecodeEngine, PrefillEngine
 from tests.faults.virtual_time import Process
 from tests.faults.world import ROLES, World

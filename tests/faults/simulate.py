@@ -16,7 +16,7 @@ A run has these phases (`_Simulation.run_phases`):
 5. The application must be as idle as before, no engine may have cached a wrong block, and ingresses that stop
    leave no task.
 
-Whatever does not hold is a sentence in `Run.violations`. A run without violations passes.
+Whatever does not hold is a sentence in `SimulatedRun.violations`. A run without violations passes.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import gc
 import logging
 import random
 
-from tests.faults.checks import Checks, Run
+from tests.faults.checks import Checks, SimulatedRun
 from tests.faults.clients import ClientScript, RequestOutcome, ask
 from tests.faults.invariants import (
     count_tasks,
@@ -57,7 +57,7 @@ _SETTLE_S = LEASE_S + INGRESS_TIMEOUT_S + 12.0  # within this time an idle appli
 
 def run_seed(
     seed: int, *, requests: list[ClientScript] | None = None, injected: list[Fault] | None = None
-) -> Run:
+) -> SimulatedRun:
     """Run one seed. The same seed gives the same run.
 
     Args:
@@ -72,7 +72,7 @@ def run_seed(
         rng = random.Random(seed)
         loop = VirtualLoop(random.Random(rng.random()))  # type: ignore[abstract]
         loop.network = Network(loop, random.Random(rng.random()))
-        run = Run(seed, faults=draw_faults(rng) if injected is None else injected)
+        run = SimulatedRun(seed, faults=draw_faults(rng) if injected is None else injected)
         requests = draw_scripts(rng) if requests is None else requests
         world = World(loop, random.Random(rng.random()))
         with patch_serving_code(loop, world, random.Random(rng.random())):
@@ -92,7 +92,9 @@ def run_seed(
 class _Simulation:
     """One run. Its methods add to the violations of `run`."""
 
-    def __init__(self, run: Run, world: World, requests: list[ClientScript], rng: random.Random) -> None:
+    def __init__(
+        self, run: SimulatedRun, world: World, requests: list[ClientScript], rng: random.Random
+    ) -> None:
         self.run, self.world, self.requests, self.rng = run, world, requests, rng
         self.checks = Checks(run, world)
         self._long_streams: list[asyncio.Task[RequestOutcome]] = []  # streams that run during comparisons

@@ -9,7 +9,8 @@ import numpy as np
 from eldr_serve.ingress.http_server import HttpServer
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.router_protocol.messages import IngressReport, NamedPolicy, Restore, StreamLatencies
-from eldr_serve.scheduling import StepCost, StepSums
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.cost import StepSums
 from tests.support.fake_router import FakeActor, place, release
 from tests.support.ingress_app import App, running_app, stream_answer
 from tests.support.tables import request

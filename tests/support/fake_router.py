@@ -27,7 +27,8 @@ from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.router_protocol import methods
 from eldr_serve.router_protocol.messages import Counted, Place, Restore, decoder
-from eldr_serve.scheduling import Decision, Lease, LeaseState, Loads, PlacementRequest, QueuedPolicy
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, QueuedPolicy
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.tables import counts_for, request, unit_table
 
 

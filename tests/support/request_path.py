@@ -23,7 +23,10 @@ from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
 from eldr_serve.request import Request, RequestFields
-from eldr_serve.scheduling import DecodeLoads, Lease, LeaseState, PlacementRequest, PromptBlocks
+from eldr_serve.scheduling import PlacementRequest
+from eldr_serve.scheduling.decode_loads import DecodeLoads
+from eldr_serve.scheduling.prefixes import PromptBlocks
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.faults.virtual_time import VirtualLoop
 from tests.support.fake_fleet import FakeFleet, answer_with, prefill_result
 

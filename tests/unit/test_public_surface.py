@@ -9,6 +9,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import eldr_serve
+import eldr_serve.scheduling
 from eldr_serve.cli import app
 from eldr_serve.router.status import router_status
 from tests.support.busy_router import busy_actor
@@ -52,6 +53,11 @@ def test_the_public_names_are_complete_and_exist() -> None:
     assert sorted(eldr_serve.__all__) == PUBLIC
     for name in PUBLIC:
         assert getattr(eldr_serve, name).__name__ == name
+
+
+def test_the_page_for_authors_of_policies_names_all_that_scheduling_exports() -> None:
+    page = (ROOT / "docs/extend.md").read_text()
+    assert not [name for name in eldr_serve.scheduling.__all__ if name not in page]
 
 
 @pytest.mark.parametrize(

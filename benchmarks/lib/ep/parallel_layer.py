@@ -31,8 +31,8 @@ Routing = Callable[[Ints, Ints], Ints]  # experts int[T, k], home rank int[T] ->
 OnExchange = Callable[[Ints, Ints], None]  # bytes to and from each rank, int[G]; at the end of an exchange
 
 
-class _Trip(NamedTuple):
-    """The way that tokens took to other ranks, along which their results return."""
+class _Dispatch(NamedTuple):
+    """Tokens that a rank has sent and received, by which results return to their senders."""
 
     token: Tensor  # row of each sent token at its sender, in the order of the receiving ranks
     tokens: int  # number of rows at the sender
@@ -118,22 +118,22 @@ class ParallelLayer:
         on_stage("route")
         pairs = torch.as_tensor(ranks * self._num_experts + chosen_experts).to(x.device)
         tokens = [x, weights, pairs]
-        trips: list[_Trip] = []
+        dispatches: list[_Dispatch] = []
         if nodes > 1:
             entries = first_of_each_node(self._serving_ranks(pairs), nodes, self._rank)
-            tokens, trip = self._send(tokens, entries, np.ones(self._ranks, bool))
-            trips.append(trip)
+            tokens, dispatch = self._send(tokens, entries, np.ones(self._ranks, bool))
+            dispatches.append(dispatch)
         node_of = Topology(ranks=self._ranks, nodes=nodes).node_of
         is_near = node_of == node_of[self._rank]
-        tokens, trip = self._send(tokens, self._serving_ranks(tokens[2]) & is_near, is_near)
-        trips.append(trip)
+        tokens, dispatch = self._send(tokens, self._serving_ranks(tokens[2]) & is_near, is_near)
+        dispatches.append(dispatch)
         on_stage("dispatch")
-        visitors, gates, pairs = tokens
+        received_tokens, gates, pairs = tokens
         rank, expert = np.divmod(pairs.cpu().numpy(), self._num_experts)
-        partial = self._sum_experts(visitors, gates, np.where(rank == self._rank, expert, -1))
+        partial = self._sum_experts(received_tokens, gates, np.where(rank == self._rank, expert, -1))
         on_stage("experts")
-        for trip in reversed(trips):
-            partial = self._return(partial, trip)
+        for dispatch in reversed(dispatches):
+            partial = self._return(partial, dispatch)
         on_stage("combine")
         return partial
 
@@ -143,25 +143,27 @@ class ParallelLayer:
         is_serving: Bools = (ranks[:, None, :] == np.arange(self._ranks)[None, :, None]).any(axis=2)
         return is_serving
 
-    def _send(self, parts: list[Tensor], visits: Bools, is_peer: Bools) -> tuple[list[Tensor], _Trip]:
-        """Send each token's row of all parts to the ranks that it visits, bool[T, G]. Return what arrives.
+    def _send(
+        self, parts: list[Tensor], is_destination: Bools, is_peer: Bools
+    ) -> tuple[list[Tensor], _Dispatch]:
+        """Send each token's row of all parts to its destinations, bool[T, G]. Return what arrives.
 
         Args:
             is_peer: bool[G], the only ranks to which tokens go and from which they come.
         """
-        token = torch.as_tensor(np.nonzero(visits.T)[1]).to(parts[0].device)
-        sent, received = visits.sum(axis=0), np.zeros(self._ranks, np.int64)
+        token = torch.as_tensor(np.nonzero(is_destination.T)[1]).to(parts[0].device)
+        sent, received = is_destination.sum(axis=0), np.zeros(self._ranks, np.int64)
         counts = torch.as_tensor(sent[is_peer]).to(parts[0].device)
         (arrived_counts,) = self._exchange([counts], is_peer.astype(np.int64), is_peer.astype(np.int64))
         received[is_peer] = arrived_counts.cpu().numpy()
         arrived = self._exchange([part[token] for part in parts], sent, received)
-        return arrived, _Trip(token, len(visits), sent, received)
+        return arrived, _Dispatch(token, len(is_destination), sent, received)
 
-    def _return(self, results: Tensor, trip: _Trip) -> Tensor:
-        """Return the results [n, H] of a trip's tokens to their senders, and sum those of each token."""
-        (returned,) = self._exchange([results], trip.received, trip.sent)
-        total = torch.zeros(trip.tokens, results.shape[1], device=results.device)
-        return total.index_add_(0, trip.token, returned.float()).to(results.dtype)
+    def _return(self, results: Tensor, dispatch: _Dispatch) -> Tensor:
+        """Return the results [n, H] of a dispatch's tokens to their senders, and sum those of each token."""
+        (returned,) = self._exchange([results], dispatch.received, dispatch.sent)
+        total = torch.zeros(dispatch.tokens, results.shape[1], device=results.device)
+        return total.index_add_(0, dispatch.token, returned.float()).to(results.dtype)
 
     def _sum_experts(self, tokens: Tensor, weights: Tensor, requested: Ints) -> Tensor:
         """Return [T, H] weighted sums over this rank's experts; requested int[T, k], -1: served elsewhere."""
@@ -219,7 +221,11 @@ def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
 
 
 def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
-    """Route all tokens of an expert to one replica: `choose` maps a batch's tokens int[E] to ranks int[E]."""
+    """Return a routing that sends all tokens of an expert to one replica.
+
+    Args:
+        choose: maps a batch's tokens int[E] to ranks int[E].
+    """
 
     def route(experts: Ints, home: Ints) -> Ints:
         return choose(np.bincount(experts.reshape(-1), minlength=num_experts))[experts]
@@ -228,7 +234,10 @@ def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
 
 
 def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
-    """Spread an expert's tokens evenly over its replicas like `route_even`, first tokens to the first."""
+    """Return a routing that spreads an expert's tokens evenly over its replicas, as `route_even` does.
+
+    The first tokens go to the first replica.
+    """
 
     def route(experts: Ints, home: Ints) -> Ints:
         pairs = experts.reshape(-1)
@@ -253,7 +262,7 @@ def top_k_gate(weight: Tensor, top_k: int) -> Gate:
 
 
 def vllm_products(w13: Tensor, w2: Tensor) -> Products:
-    """Compute experts with vLLM's fused kernel in bf16: its CPU kernel, or Triton's on CUDA.
+    """Return a function that computes experts with vLLM's fused kernel in bf16, on CPUs or by Triton on CUDA.
 
     Each (token, expert) pair is a row with one expert, so that a rank computes only its own pairs.
     """

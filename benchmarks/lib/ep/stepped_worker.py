@@ -4,6 +4,6 @@ from eldr_serve.engine.vllm.worker import EldrWorkerExtension
 
 
 class SteppedWorker(EldrWorkerExtension):
-    """Mixin of vLLM's worker whose data-parallel ranks all receive a call between the same two steps."""
+    """Mixin for vLLM's worker: all data-parallel ranks receive a call between the same two steps."""
 
     eldr_called_together = True

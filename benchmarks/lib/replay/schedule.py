@@ -37,17 +37,10 @@ from eldr_serve.experts.fitting.clustering import kmeans
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM
-from eldr_serve.scheduling import (
-    Decision,
-    LoadLedger,
-    Loads,
-    MarginalCost,
-    PlacementRequest,
-    Policy,
-    StepCost,
-    StepSums,
-    make_policy,
-)
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy, StepCost, make_policy
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.ledger import LoadLedger
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 from examples.demo_model import WEIGHTS
 from loadgen.journal import Journal
 from loadgen.progress import progress_bar

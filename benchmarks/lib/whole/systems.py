@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.lib.client import Send, completion_sender
 from benchmarks.lib.engines import vllm_router, vllm_servers
-from benchmarks.lib.live import serve_without_table
+from benchmarks.lib.live import serve_shortest_queue_without_pool
 from benchmarks.lib.prometheus import total
 from benchmarks.lib.whole.report import SERVER_TIMES, STEPS
 from eldr_serve.commands.client import OperatorClient
@@ -32,7 +32,7 @@ SystemControls = tuple[Callable[[str], Send], Callable[[], dict[str, float]]]
 @contextmanager
 def _serve_eldr(arguments: dict[str, Any], predictor: bytes, port: int) -> Iterator[SystemControls]:
     """Run eldr_serve's application. Selecting a policy resets what the policy has learnt."""
-    with serve_without_table(arguments, port=port) as client:
+    with serve_shortest_queue_without_pool(arguments, port=port) as client:
         client.swap_predictor(predictor)
 
         def select_policy(name: str) -> Send:

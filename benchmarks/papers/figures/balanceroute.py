@@ -28,7 +28,8 @@ from benchmarks.papers.figures.common import (
     with_progress,
 )
 from benchmarks.papers.figures.traffic import Traffic
-from eldr_serve.scheduling import BalanceRouteHorizon, Policy, StepCost, make_policy
+from eldr_serve.scheduling import Policy, StepCost, make_policy
+from eldr_serve.scheduling.policies.balance_route.balance import BalanceRouteHorizon
 from eldr_serve.scheduling.policies.length_predictors import Oracle
 from loadgen.plots import save
 from offline.simulation.cluster import Cluster, Decode

@@ -20,7 +20,8 @@ from benchmarks.papers.figures.common import Options, Rows, bar_plot, each_seed,
 from benchmarks.papers.figures.eldr import COST
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.scheduling import MarginalCost, make_policy
+from eldr_serve.scheduling import make_policy
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 from offline.scenario import read_calibration_trace
 from offline.simulation.cluster import Cluster, Decode
 from offline.simulation.requests import Experts

@@ -9,7 +9,7 @@ from typing import Any
 class RankClient:
     """A proxy of a vLLM engine client whose `generate` runs on one data-parallel rank.
 
-    vLLM's endpoints read the rank from a header, except those of the Responses API.
+    vLLM's endpoints read the rank from a header, except the endpoints of the Responses API.
 
     Args:
         client: vLLM's client of the engine.

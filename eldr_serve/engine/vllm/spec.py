@@ -68,7 +68,7 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
         check_gpus(config)
     if runs_in_one_process(config["engine_kwargs"], accelerator):
         config_class = OneProcessLLMConfig
-        # Ray would infer a CPU from bundles without GPUs; the replica has those of the engine.
+        # Ray would infer a CPU from bundles without GPUs; the replica has the engine's CPUs.
         config["accelerator_config"] = config.get("accelerator_config") or {"kind": accelerator}
         config["engine_kwargs"].pop("distributed_executor_backend", None)  # Ray knows only its own names
         environment.update(ONE_PROCESS | environment)

@@ -35,7 +35,7 @@ _TOKEN_SECONDS = "eldr_decode_token_seconds_total"
 class EldrStats(KVConnectorStats):
     """NIXL's transfer stats, step records and capture times.
 
-    `data` has these keys. If a step verifies drafts, its experts and KV tokens include those of the drafts.
+    `data` has these keys. If a step verifies drafts, its experts and KV tokens include the drafts'.
 
     - nixl: data of NIXL's stats, or None.
     - steps: records of decode steps: requests, kv_tokens, active_experts (mean over layers),

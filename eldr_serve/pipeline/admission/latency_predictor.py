@@ -11,7 +11,7 @@ from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.queues.prefill_queue import PrefillQueues
-from eldr_serve.scheduling import DecodeLoads
+from eldr_serve.scheduling.decode_loads import DecodeLoads
 
 _MAX_CACHED_SHARE = 0.95
 

@@ -8,7 +8,7 @@ from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import DecodeLoads
+from eldr_serve.scheduling.decode_loads import DecodeLoads
 
 _ROUTER_TIMEOUT_S = 0.1  # without the router's answer in this time, nothing is predicted from loads
 

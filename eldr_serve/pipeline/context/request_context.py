@@ -19,7 +19,8 @@ from eldr_serve.pipeline.context.failures import Failures
 from eldr_serve.pipeline.context.partial_answer import PartialAnswer
 from eldr_serve.pipeline.context.request_record import RequestRecord
 from eldr_serve.request import Request, has_exact_ids
-from eldr_serve.scheduling import Lease, PromptBlocks, prompt_blocks
+from eldr_serve.scheduling.prefixes import PromptBlocks, prompt_blocks
+from eldr_serve.scheduling.types import Lease
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill.prompt import Prompt
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import Lease
+from eldr_serve.scheduling.types import Lease
 
 
 class DecodeStep:

@@ -18,7 +18,7 @@ from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill.prompt import Prompt
 from eldr_serve.request import make_placement_request, prompt_key
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import Lease
+from eldr_serve.scheduling.types import Lease
 from eldr_serve.scheduling.worker_names import replica_of
 
 

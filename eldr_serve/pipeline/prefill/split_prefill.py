@@ -28,8 +28,8 @@ from eldr_serve.pipeline.prefill.prompt import HeldPrompt, Prompt, UncomputedPro
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from eldr_serve.queues.prefill_queue import Ticket
+from eldr_serve.queues.prefill_replica_choice import choose_prefill_replica
 from eldr_serve.request import prompt_head, why_not_split
-from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 
 async def read_prefill_reply(call: Call) -> PrefillReply:

@@ -149,7 +149,7 @@ class QueuedPolicy(Policy):
 
 
 def worker_similarity(similarity: NDArray[np.float32], num_workers: int) -> NDArray[np.float32]:
-    """Return the cosine of each worker, float32[W], from that of each centroid, float32[K].
+    """Return the cosine of each worker, float32[W], from the cosine of each centroid, float32[K].
 
     With K >= W, worker w serves the centroids c with c mod W == w and takes the largest cosine. With
     K < W, worker w serves centroid w mod K, so that load decides between workers that share a centroid.

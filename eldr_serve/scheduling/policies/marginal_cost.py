@@ -54,8 +54,8 @@ class MarginalCost(Policy):
        would be slow compared with the median, or its batch large compared with the mean.
 
     Since data-parallel ranks wait for each other in every step (see StepBarrier), the step, the requests, the
-    active experts and the profile are those of their replica. Within the replica the request goes to the rank
-    where it adds the least time, or to the least loaded rank if it adds none at several.
+    active experts and the profile are taken from the whole replica. Within the replica the request goes to
+    the rank where it adds the least time, or to the least loaded rank if it adds none at several.
     """
 
     name = "marginal-cost"

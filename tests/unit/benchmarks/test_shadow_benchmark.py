@@ -82,7 +82,7 @@ def test_each_policy_is_live_once_in_each_round_with_the_other_as_shadow(
         monkeypatch.setattr(module, "_STARTS_S", 0.5)
         monkeypatch.setattr(client, "_STABLE_S", 0.1)  # the fake's steps are counted at once
         served = nullcontext(client.OperatorClient(service.url, KEY))
-        monkeypatch.setattr(module, "serve_without_table", lambda arguments, port: served)
+        monkeypatch.setattr(module, "serve_shortest_queue_without_pool", lambda arguments, port: served)
         load = {"rounds": 1, "trial_seconds": 6, "warm_up_seconds": 1, "in_flight": 4, "output_tokens": 8}
         shadow(policies=",".join(policies), intermediate="32", work=tmp_path, out=out, **load)
     assert sorted(service.policies_set) == sorted(service.shadows) == policies

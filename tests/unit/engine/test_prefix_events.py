@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 
 from eldr_serve.engine.vllm import prefix_events as module
 from eldr_serve.engine.vllm.prefix_events import PrefixEvents, prefix_events
-from eldr_serve.scheduling import BlockChanges, PrefixMap, TrackedBlocks, prompt_blocks
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixMap, TrackedBlocks, prompt_blocks
 
 SIZE = 4  # tokens of a block
 ROOM = 12  # blocks, one of which vLLM never uses

@@ -15,7 +15,7 @@ from eldr_serve.limits.tenants import Tenants
 from eldr_serve.pipeline.prefill.split_prefill import SplitPrefill
 from eldr_serve.router.leases import Leases
 from eldr_serve.router_client.client import RouterClient
-from eldr_serve.scheduling import Placer
+from eldr_serve.scheduling.placer import Placer
 from tests.faults import virtual_time
 from tests.faults.__main__ import mutate, simulate
 from tests.faults.clients import ClientScript

@@ -24,7 +24,8 @@ from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.fleet.outliers import FAILURES, OutlierDetector
 from eldr_serve.queues.reports import QueueReport
 from eldr_serve.replicas import decode_reporter, servers
-from eldr_serve.scheduling import PrefixCacheSize, StepAnswer, StepSums
+from eldr_serve.scheduling.cost import StepAnswer, StepSums
+from eldr_serve.scheduling.prefixes import PrefixCacheSize
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from tests.support.clock import Clock
 from tests.support.engine_server import serving

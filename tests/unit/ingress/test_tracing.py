@@ -51,7 +51,7 @@ class Traced:
         return root, sorted(children, key=lambda span: span.start_time or 0)
 
     def all(self) -> tuple[ReadableSpan, ...]:
-        self.app.ingress._log._tracing._provider.force_flush()
+        self.app.ingress._tracing._provider.force_flush()
         return self._exporter.get_finished_spans()
 
 

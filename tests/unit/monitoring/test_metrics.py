@@ -22,9 +22,9 @@ from eldr_serve.metrics import (
     HISTOGRAM,
     INGRESS,
     INGRESS_STATUS,
+    LATENCY_PREDICTION,
     LOOP,
     METRICS,
-    OBJECTIVES,
     PREFIX,
     PROCESS,
     REPLICA,
@@ -98,7 +98,9 @@ async def test_each_status_key_of_the_ingress_has_a_metric() -> None:
         await app.post(COMPLETIONS, HELLO)
         status = await app.status()
     assert set(status["ingress"]) == set(INGRESS_STATUS) | {"experts", "objectives"}
-    assert {key for entry in status["ingress"]["objectives"].values() for key in entry} == set(OBJECTIVES)
+    assert {key for entry in status["ingress"]["objectives"].values() for key in entry} == set(
+        LATENCY_PREDICTION
+    )
     assert set(status["loops"]["ingress"]) == set(LOOP)
 
 
@@ -195,9 +197,9 @@ async def test_an_ingress_exports_all_its_metrics(fake_metrics: dict[str, FakeMe
     assert stages.keys() == {(("stage", name),) for name in own["stages"]}
     (prefill_s,) = stages[(("stage", "prefill"),)]
     assert own["stages"]["prefill"]["p50_ms"] == pytest.approx(1000 * prefill_s, abs=1e-3)
-    for metric in OBJECTIVES.values():
+    for metric in LATENCY_PREDICTION.values():
         assert set(fake_metrics[metric.name].samples) == {(("latency", "ttft"),), (("latency", "tpot"),)}
-    totals = dict.fromkeys(OBJECTIVES, 0.0) | {"predicted_s": 2.5}
+    totals = dict.fromkeys(LATENCY_PREDICTION, 0.0) | {"predicted_s": 2.5}
     for _ in range(2):  # only the increase counts
         metrics.export(
             own | {"objectives": {"ttft": totals}, "experts": {"r1": experts | {"experts_moved": 34}}}

@@ -11,8 +11,9 @@ import pytest
 from benchmarks.papers.figures import whole
 from benchmarks.papers.prefix_policies import LongestPrefix, SessionHash
 from benchmarks.papers.reproduce import reproduce
-from eldr_serve.scheduling import Loads, MarginalCost, StepCost, check_policy
+from eldr_serve.scheduling import Loads, StepCost, check_policy
 from eldr_serve.scheduling.cost_file import FittedCost
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 from loadgen.traces import read_arrival_trace
 from offline.predictor import fit_signature_predictor
 from offline.scenario import read_calibration_trace

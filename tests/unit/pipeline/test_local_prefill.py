@@ -10,7 +10,8 @@ import pytest
 
 from eldr_serve.engine.report_fields import BLOCK_TOKENS, QUEUE
 from eldr_serve.pipeline.context.request_context import RequestContext
-from eldr_serve.scheduling import DecodeLoads, StepCost, StepTimeModel, WorkerLoads
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.decode_loads import DecodeLoads, StepTimeModel, WorkerLoads
 from tests.support.fake_fleet import Sent, refusal
 from tests.support.request_path import Pipeline, good_decode, request_context
 

@@ -21,7 +21,8 @@ from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.services import Services
-from eldr_serve.scheduling import DecodeLoads, StepCost, StepTimeModel, WorkerLoads
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.decode_loads import DecodeLoads, StepTimeModel, WorkerLoads
 from tests.support.fake_fleet import FakeFleet, Sent, prefill_result
 from tests.support.request_path import (
     FakeRouterClient,

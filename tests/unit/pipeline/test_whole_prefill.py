@@ -23,7 +23,7 @@ from eldr_serve.pipeline.path import RequestPath
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.queues.throughput import DEFAULT_RATE
 from eldr_serve.request import RequestFields, has_exact_ids
-from eldr_serve.scheduling import prompt_blocks
+from eldr_serve.scheduling.prefixes import prompt_blocks
 from tests.support.fake_fleet import Sent, answer_with
 from tests.support.fake_router import wait_until
 from tests.support.request_path import COUNTS, Pipeline, pack_ids, request_context

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import Restore
-from eldr_serve.scheduling import Lease, LeaseState
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.clock import Clock
 from tests.support.fake_router import SLOTS, SlotPolicy, ingress_lease, loads, place, release, router_state
 from tests.support.tables import counts_for, request, unit_table

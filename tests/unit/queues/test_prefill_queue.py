@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from eldr_serve.queues.call_start import CallStartEstimator
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
+from eldr_serve.queues.prefill_replica_choice import choose_prefill_replica
 from eldr_serve.queues.prompt_sizes import PromptSizes
 from eldr_serve.queues.reports import PromptMeter, QueueReport
 from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
-from eldr_serve.scheduling.prefill import choose_prefill_replica
 from tests.support.clock import Clock
 
 BOUND_S = 30.0

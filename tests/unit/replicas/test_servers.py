@@ -19,7 +19,8 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.report_fields import KV_USAGE, QUEUE, REPORT_NUMBER
 from eldr_serve.pipeline.prefill.split_prefill import read_prefill_reply
 from eldr_serve.replicas import decode_reporter, servers
-from eldr_serve.scheduling import BlockChanges, PrefixCacheSize, StepAnswer, StepSums
+from eldr_serve.scheduling.cost import StepAnswer, StepSums
+from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import COUNTS, generate, serving
 from tests.support.fake_router import wait_until

@@ -10,7 +10,8 @@ from eldr_serve.router.signature_plane import CentroidPlane, CountsPlane
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import NamedPolicy, Restore
-from eldr_serve.scheduling import Decision, LeaseState, Policy
+from eldr_serve.scheduling import Decision, Policy
+from eldr_serve.scheduling.types import LeaseState
 from tests.support.fake_router import place, place_one, router_and_client, router_state
 from tests.support.tables import counts_for, request, unit_table
 

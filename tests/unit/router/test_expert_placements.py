@@ -1,4 +1,4 @@
-"""The expert placements of a deployment: their files, their fit to the table, and the one of a position."""
+"""The expert placements of a deployment: files, fit to the table, and which placement a position gets."""
 
 from pathlib import Path
 from typing import Any

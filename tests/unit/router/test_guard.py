@@ -5,17 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eldr_serve.scheduling import (
-    Decision,
-    GuardedPolicy,
-    LeaseState,
-    Loads,
-    NoWorkerError,
-    Policy,
-    QueuedPolicy,
-    make_policy,
-)
+from eldr_serve.scheduling import Decision, Loads, NoWorkerError, Policy, QueuedPolicy, make_policy
+from eldr_serve.scheduling.guarded_policy import GuardedPolicy
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute
+from eldr_serve.scheduling.types import LeaseState
 from tests.support.fake_router import ingress_lease, loads, place_one, release, router_state
 from tests.support.tables import request
 

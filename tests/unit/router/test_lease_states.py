@@ -26,7 +26,7 @@ from eldr_serve.router_protocol.messages import (
     decoder,
     encode,
 )
-from eldr_serve.scheduling import Lease, LeaseState
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.fake_router import FakeActor
 from tests.support.tables import request, unit_table
 

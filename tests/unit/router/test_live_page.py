@@ -18,7 +18,7 @@ from eldr_serve.dashboard import live_page
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.status import live_status
 from eldr_serve.router_protocol.messages import NamedPolicy, StreamLatencies
-from eldr_serve.scheduling import StepSums
+from eldr_serve.scheduling.cost import StepSums
 from tests.support.busy_router import E, L, busy_actor, running_live_page
 from tests.support.clock import Clock
 from tests.support.fake_fleet import answer_with

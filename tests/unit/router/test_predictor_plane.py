@@ -18,8 +18,9 @@ from eldr_serve.router import settings_check
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import IngressReport, Restore, StreamLatencies
-from eldr_serve.scheduling import MarginalCost, prompt_blocks
 from eldr_serve.scheduling.activation import levels_of
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
+from eldr_serve.scheduling.prefixes import prompt_blocks
 from tests.support.fake_router import (
     FakeActor,
     connected_client,

@@ -15,8 +15,10 @@ from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import Restore
-from eldr_serve.scheduling import LeaseState, StepCost, StepSums
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.cost_file import FittedCost
+from eldr_serve.scheduling.types import LeaseState
 from eldr_serve.validation import first_problem
 from tests.support.clock import Clock
 from tests.support.fake_router import ingress_lease, loads, place, place_one, release, router_state

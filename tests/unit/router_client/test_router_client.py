@@ -10,7 +10,7 @@ from eldr_serve.errors import OverloadedError, SwapRefusedError
 from eldr_serve.router.status import router_status
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.router_protocol.messages import StreamLatencies
-from eldr_serve.scheduling import Lease, LeaseState
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.fake_router import (
     SLOTS,
     FakeActor,

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import Loads, Oracle, PlacementRequest, QueuedPolicy, StepCost, make_policy
+from eldr_serve.scheduling import Loads, PlacementRequest, QueuedPolicy, StepCost, make_policy
 from eldr_serve.scheduling.policies.balance_route.dispatch import WaitingTokens
-from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
+from eldr_serve.scheduling.policies.balance_route.forecast import Forecast
+from eldr_serve.scheduling.policies.length_predictors import Oracle
 from tests.support.tables import request
 
 RNG = np.random.default_rng(0)

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import BoostedTrees, Loads, Oracle, PromptKeyed, Survival, make_policy
-from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
-from eldr_serve.scheduling.policies.length_predictors import LENGTH_PREDICTORS
+from eldr_serve.scheduling import Loads, make_policy
+from eldr_serve.scheduling.policies.balance_route.forecast import Forecast
+from eldr_serve.scheduling.policies.length_predictors import (
+    LENGTH_PREDICTORS,
+    BoostedTrees,
+    Oracle,
+    PromptKeyed,
+    Survival,
+)
 from tests.support.tables import request
 
 H = 10

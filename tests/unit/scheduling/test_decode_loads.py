@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from eldr_serve.router_protocol.messages import decoder, encode
-from eldr_serve.scheduling import DecodeLoads, StepCost, StepSums, StepTimeModel, WorkerLoads, prompt_blocks
+from eldr_serve.scheduling import StepCost
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.decode_loads import DecodeLoads, StepTimeModel, WorkerLoads
+from eldr_serve.scheduling.prefixes import prompt_blocks
 from tests.support.fake_router import place_one, router_and_client, router_state
 
 COST = StepCost(fixed_s=4e-3, per_request_s=1e-4, per_kv_token_s=1e-6, per_expert_s=5e-5)

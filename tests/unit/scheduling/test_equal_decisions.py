@@ -17,7 +17,9 @@ import pytest
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.router.state import RouterState
 from eldr_serve.router_protocol.messages import LiveSettings, Restore
-from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, StepCost, StepSums, make_policy
+from eldr_serve.scheduling import PlacementRequest, StepCost, make_policy
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.types import Lease, LeaseState
 from offline.simulation.cluster import Cluster, Decode, Prefill
 from offline.simulation.requests import Requests
 from offline.simulation.run import OperatorChange, simulate

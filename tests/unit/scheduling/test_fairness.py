@@ -7,9 +7,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import Lease, LeaseState, PlacementRequest, make_policy
+from eldr_serve.scheduling import PlacementRequest, make_policy
 from eldr_serve.scheduling.fairness import fair_order
 from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.tables import fail
 
 PRIORITIES = {"a": 1.0, "b": 2.0, "c": 0.5}

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import LoadLedger
+from eldr_serve.scheduling.ledger import LoadLedger
 
 NAMES = st.sampled_from("abcdefgh")
 WORKERS = st.integers(0, 20)

@@ -5,18 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.scheduling import (
-    Decision,
-    Lease,
-    LeaseState,
-    LoadedAdapters,
-    Loads,
-    PlacementRequest,
-    Placer,
-    Policy,
-    StepCost,
-    make_policy,
-)
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy, StepCost, make_policy
+from eldr_serve.scheduling.adapters import LoadedAdapters
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.tables import fail, request
 
 WORKERS = ["w0", None, "w1"]

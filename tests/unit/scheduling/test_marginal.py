@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from eldr_serve.scheduling import Loads, MarginalCost, PlacementRequest, StepCost, StepSums, make_policy
+from eldr_serve.scheduling import Loads, PlacementRequest, StepCost, make_policy
 from eldr_serve.scheduling.activation import activation_of
-from eldr_serve.scheduling.cost import solve_non_negative
+from eldr_serve.scheduling.cost import StepSums, solve_non_negative
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)

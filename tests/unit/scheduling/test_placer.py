@@ -5,7 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.scheduling import Decision, Lease, LeaseState, Loads, PlacementRequest, Placer, Policy, Shadow
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.shadow import Shadow
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.tables import fail, request
 
 

@@ -15,18 +15,17 @@ from eldr_serve.router.settings import RouterSettings
 from eldr_serve.scheduling import (
     Decision,
     Loads,
-    MarginalCost,
     PlacementRequest,
     Policy,
     PolicyError,
     QueuedPolicy,
-    Survival,
     check_policy,
     make_policy,
     policy_names,
-    reads_counts,
 )
-from eldr_serve.scheduling.policies.registry import policy_class
+from eldr_serve.scheduling.policies.length_predictors import Survival
+from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
+from eldr_serve.scheduling.policies.registry import policy_class, reads_counts
 from tests.support.fake_router import place_one, router_state
 from tests.support.shipped import ROOT
 from tests.support.tables import request

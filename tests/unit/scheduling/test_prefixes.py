@@ -8,23 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.router.status import router_status
-from eldr_serve.scheduling import (
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy, prefixes
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.prefixes import (
     BlockChanges,
-    Decision,
-    Lease,
-    LeaseState,
-    Loads,
-    PlacementRequest,
-    Placer,
-    Policy,
     PrefixCache,
     PrefixCacheSize,
     PrefixMap,
     PromptBlocks,
-    StepSums,
-    prefixes,
     prompt_blocks,
 )
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.fake_router import loads, place, release, router_state
 from tests.support.tables import fail, request
 

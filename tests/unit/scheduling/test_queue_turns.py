@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import Lease, LeaseState
 from eldr_serve.scheduling.decode_queue import DecodeQueue
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.clock import Clock
 from tests.support.tables import request
 

@@ -10,15 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from eldr_serve.scheduling import (
-    Decision,
-    Loads,
-    balancer_names,
-    make_policy,
-    policy_names,
-    worker_similarity,
-)
+from eldr_serve.scheduling import Decision, Loads, make_policy, policy_names
+from eldr_serve.scheduling.policies.base import worker_similarity
 from eldr_serve.scheduling.policies.domain import divide_workers
+from eldr_serve.scheduling.policies.registry import balancer_names
 from tests.support.tables import counts_for, request, unit_table
 
 RNG = np.random.default_rng(0)

@@ -8,20 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_serve.scheduling import (
-    Decision,
-    Lease,
-    LeaseState,
-    Loads,
-    PlacementRequest,
-    Placer,
-    Policy,
-    Shadow,
-    StepCost,
-    StepSums,
-    make_policy,
-)
+from eldr_serve.scheduling import Decision, Loads, PlacementRequest, Policy, StepCost, make_policy
 from eldr_serve.scheduling.activation import activation_of, levels_of
+from eldr_serve.scheduling.cost import StepSums
+from eldr_serve.scheduling.placer import Placer
+from eldr_serve.scheduling.shadow import Shadow
+from eldr_serve.scheduling.types import Lease, LeaseState
 from tests.support.tables import fail
 
 L, E = 2, 6

@@ -2,7 +2,10 @@
 
 from collections.abc import Collection, Mapping
 
-from eldr_serve.scheduling import Lease, LeaseState, LoadedAdapters, LoadLedger, Loads
+from eldr_serve.scheduling import Loads
+from eldr_serve.scheduling.adapters import LoadedAdapters
+from eldr_serve.scheduling.ledger import LoadLedger
+from eldr_serve.scheduling.types import Lease, LeaseState
 from eldr_serve.scheduling.worker_set import WorkerSet
 from tests.support.tables import request
 

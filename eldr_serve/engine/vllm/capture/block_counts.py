@@ -26,7 +26,7 @@ class BlockExpertCounts:
         block_size: tokens per block.
         num_layers: L.
         num_experts: E.
-        device: device of the counts; that of the KV cache.
+        device: device of the counts and of the KV cache.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class RankDispatch(FusedMoEPrepareAndFinalizeModular):
     leaves the dummy token out, so it activates no expert.
 
     Args:
-        begins: whether a forward begins in this dispatch, that of the model's first MoE layer.
+        begins: whether a forward begins in this dispatch, since its layer is the model's first MoE layer.
         gathers: whether this dispatch gathers the tokens; False: they were gathered before top-k.
     """
 

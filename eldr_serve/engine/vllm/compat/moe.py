@@ -43,7 +43,7 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
         UnsupportedEngineError: a router does not expose its choices, or the model has no MoE layer.
     """
     layers: list[tuple[int, Any]] = []
-    model_prefix = None  # prefix of the model's layer names, which precede those of its drafter
+    model_prefix = None  # prefix of the model's layer names, which precede the drafter's layers
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         router = getattr(layer, "router", None)
         if router is None:
@@ -121,7 +121,7 @@ def _check_rotary(vllm_config: VllmConfig) -> None:
 
 
 def _check_router(name: str, router: BaseRouter) -> None:
-    """Raise UnsupportedEngineError if the router's reported choices are not those of the model."""
+    """Raise UnsupportedEngineError if the router reports other choices than the model makes."""
     if isinstance(router, ZeroExpertRouter):
         raise UnsupportedEngineError(
             f"layer {name} has zero experts, which vLLM {vllm.__version__} renames to expert 0 before it "

@@ -63,8 +63,8 @@ class EldrConnector(NixlPullConnector):
         check_engine(vllm_config, vllm_config.device_config.device_type)
         self.kv_group = counted_group(vllm_config, kv_cache_config)
         if vllm_config.kv_transfer_config.kv_role == "kv_both":
-            # NixlPullConnector's constructor does one thing more than that of its base: it makes the part
-            # that transfers blocks, which needs NIXL. The base leaves this part to its subclasses.
+            # NixlPullConnector's constructor does one thing more than the base's: it makes the part that
+            # transfers blocks, which needs NIXL. The base leaves this part to its subclasses.
             NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
             transfers: Any = WithoutTransfers()
             self.connector_scheduler = transfers if role == KVConnectorRole.SCHEDULER else None

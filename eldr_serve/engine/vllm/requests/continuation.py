@@ -1,10 +1,10 @@
-"""The continuation of an answer on another engine than the one that began it.
+"""The continuation of an answer on another engine, after the engine that began it was lost.
 
 This module runs in the replica. The ingress receives the ids of generated tokens with the bytes made from
 them, so that, if the engine is lost, another engine can compute the prompt and these ids as one prompt. There
 vLLM's output processor first replays the ids, whose output is dropped because it was already sent, and then
 processes the new tokens. In this way buffered text, stop strings, log-probabilities, usage and finish reasons
-equal those of a single engine.
+are the same as from a single engine.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from pydantic import Field, field_validator
 
 from eldr_serve.scheduling.parameters import MAX_COUNT, Count, Weight
 from eldr_serve.scheduling.policies.balance_route.dispatch import FreeSlots, WaitingTokens, dispatch
+from eldr_serve.scheduling.policies.balance_route.forecast import Forecast
 from eldr_serve.scheduling.policies.balance_route.fscore import MAX_CANDIDATES, FScore
-from eldr_serve.scheduling.policies.balance_route.horizon import Forecast
 from eldr_serve.scheduling.policies.base import QueuedPolicy, available_workers
 from eldr_serve.scheduling.policies.length_predictors import LengthPredictor, length_predictor_class
 from eldr_serve.scheduling.types import Decision, Loads, PlacementRequest

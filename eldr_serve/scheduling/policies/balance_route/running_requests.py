@@ -1,4 +1,4 @@
-"""Projection of the decode workers' loads from the running requests (paper, section C.1)."""
+"""The running requests of all workers, as columns of arrays."""
 
 from __future__ import annotations
 

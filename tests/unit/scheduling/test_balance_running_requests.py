@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from eldr_serve.scheduling.policies.balance_route.dispatch import FreeSlots, WaitingTokens
-from eldr_serve.scheduling.policies.balance_route.projection import RunningRequests
+from eldr_serve.scheduling.policies.balance_route.running_requests import RunningRequests
 
 H, WORKERS = 6, 3
 NAMES = st.sampled_from([f"r{i}" for i in range(90)])

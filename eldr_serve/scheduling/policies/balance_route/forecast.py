@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling.policies.balance_route.projection import FinishedRequest, RunningRequests
+from eldr_serve.scheduling.policies.balance_route.running_requests import FinishedRequest, RunningRequests
 from eldr_serve.scheduling.policies.length_predictors import (
     GuardedLengthPredictor,
     LengthPredictor,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_serve.queues.prefill_replica_choice import choose_prefill_replica
 from eldr_serve.request import RequestFields, prompt_head
-from eldr_serve.scheduling.prefill import choose_prefill_replica
 
 REPLICAS = [f"p{n}" for n in range(8)]
 IDLE = dict.fromkeys(REPLICAS, 0)
