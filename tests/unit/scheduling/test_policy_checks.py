@@ -34,7 +34,8 @@ PAGE = ROOT / "docs" / "policies.md"
 OUTSIDE_MODULE = """
 import numpy as np
 from pydantic import Field, model_validator
-from eldr_serve.scheduling import Decision, NoWorkerError, Policy, Survival
+from eldr_serve.scheduling import Decision, NoWorkerError, Policy
+from eldr_serve.scheduling.policies.length_predictors import Survival
 
 class Nearest(Policy):
     reads_counts = True
