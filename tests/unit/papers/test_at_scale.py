@@ -104,6 +104,7 @@ def test_a_router_delays_placements_and_several_share_its_work(
 ) -> None:
     names = "shortest-queue,marginal-cost"
     all_options = options | {"policies": names, "saving": "none", "seeds": "1", "workers": "8"}
+    monkeypatch.setattr(module, "placement_cpu_s", lambda *_: 5e-5)  # measured times vary
     row_by_setting = {}
     for routers, channel_s in ((1, 0.0), (1, 1e-3), (1, 0.05), (4, 1e-3)):
         monkeypatch.setattr(module, "channel_s", lambda s=channel_s: s)
@@ -117,7 +118,7 @@ def test_a_router_delays_placements_and_several_share_its_work(
     assert overloaded["router_load_pct"] > 1000
     assert overloaded["ttft_p50_ms"] > 1000  # its queue grows while requests arrive
     assert four["router_load_pct"] == pytest.approx(slow["router_load_pct"] / 4, rel=0.2)
-    assert four["ttft_p50_ms"] < slow["ttft_p50_ms"]
+    assert four["ttft_p99_ms"] < slow["ttft_p99_ms"]
     assert four["requests"] == slow["requests"]
     assert command(at_scale, **all_options | case | {"simulated_routers": 2}).exit_code == 0
     two = json.loads(Path(str(options["out"])).read_text())["rows"][0]
