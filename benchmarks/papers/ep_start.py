@@ -105,7 +105,7 @@ def ep_start(
         )
 
     trials = measure_in_turns(journal, keys, start_engine, measure, minutes)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for group in names:
         measured = {way: [b for turn in range(rounds) for b in trials[turn, group, way]] for way in WAYS}
         rows += start_rows(measured, group, seed)
