@@ -33,6 +33,7 @@ from benchmarks.lib.ep.turns import (
     NUM_HEADS,
     DataParallel,
     Minutes,
+    MovesPerSlice,
     Ranks,
     Rounds,
     Tokens,
@@ -195,7 +196,7 @@ def ep_shift(
     data_parallel: DataParallel = None,
     tokens: Tokens = 48,
     rounds: Rounds = 4,
-    moves_per_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
+    moves_per_slice: MovesPerSlice = 8,
     cost: Annotated[Path, typer.Option(help="LayerCost (JSON) for DIRECTOR's plans.")] = (
         RESULTS / "layer_cost_cpu.json"
     ),

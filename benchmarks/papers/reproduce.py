@@ -13,6 +13,7 @@ import typer
 
 from benchmarks.papers.figures import (
     balanceroute,
+    balanceroute_proxy,
     director,
     eldr,
     eldr_domains,
@@ -38,7 +39,7 @@ PAPERS = {
     | eldr_signatures.FIGURES
     | eldr_domains.FIGURES
     | eldr_gates.FIGURES,
-    "balanceroute": balanceroute.FIGURES,
+    "balanceroute": balanceroute.FIGURES | balanceroute_proxy.FIGURES,
     "grace": grace.FIGURES | grace_forms.FIGURES,
     "metro": metro.FIGURES,
     "director": director.FIGURES,

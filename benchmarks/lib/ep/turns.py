@@ -35,6 +35,7 @@ DataParallel = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated per request.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
+MovesPerSlice = Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")]
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 
 

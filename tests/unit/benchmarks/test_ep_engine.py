@@ -13,7 +13,7 @@ import pytest
 from benchmarks.engine import ep_engine
 from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
 from benchmarks.lib.ep.engine import DecodedBatch
-from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
+from benchmarks.lib.ep.rows import KEEPS, MIGRATES, PHASES, STARTS, choice_rows, shift_rows, start_rows
 from benchmarks.lib.ep.turns import (
     SKIPPED_STEPS,
     choose_homes,
@@ -125,6 +125,7 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
             seconds,
             move_s=0,
             experts_moved=0,
+            received_bytes=0,
             slices=0,
             slices_left=0,
             log=log,
@@ -226,3 +227,29 @@ def test_a_shift_is_summarised_by_phase_including_moves() -> None:
     assert last["step_pct"] == pytest.approx(100 * (11 / 13 - 1))
     assert last["with_moves_pct"] == pytest.approx(100 * (15 / 13 - 1))
     assert (last["slices"], last["slices_left"], last["plan_ms"]) == (4, 1, 5)
+
+
+def test_the_ways_to_a_placement_are_compared_in_the_steps_during_and_after_the_migration() -> None:
+    def batch(during: float, after: float, slices: int = 0, **moved: float) -> dict[str, Any]:
+        steps = [99.0] * SKIPPED_STEPS + [during] * 3 + [after] * 6  # a migration of 5 slices
+        still = {"experts_moved": 0, "received_mib": 0.0, "migration_ms": 0.0, "slices": slices}
+        return measurement(0) | still | moved | {"steps_ms": steps}
+
+    moved = {"experts_moved": 40, "received_mib": 20.0, "migration_ms": 50.0}
+    rows = start_rows(
+        {
+            STARTS: [batch(10, 10), batch(20, 20)],
+            MIGRATES: [batch(12, 10, 5, **moved), batch(24, 20, 5, **moved)],
+            KEEPS: [batch(11, 11), batch(22, 22)],
+        },
+        "task",
+        0,
+    )
+    starts, migrates, keeps = rows
+    assert [row["engine"] for row in (starts, migrates, keeps)] == [STARTS, MIGRATES, KEEPS]
+    assert [row["during_pct"] for row in (starts, migrates, keeps)] == pytest.approx([0, 20, 10])
+    assert [row["after_pct"] for row in (starts, migrates, keeps)] == pytest.approx([0, 0, 10])
+    assert migrates["with_moves_ms"] == 18 + 50 / 5
+    assert migrates["holds_after_ms"] == pytest.approx(50 + 99 + 3 * (12 + 24) / 2)
+    assert [row["holds_after_ms"] for row in (starts, keeps)] == [0, 0]
+    assert (migrates["slices"], migrates["experts_moved"], starts["experts_moved"]) == (5, 40, 0)

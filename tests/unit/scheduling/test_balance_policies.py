@@ -332,6 +332,18 @@ def test_the_horizon_includes_workers_that_become_empty_soon() -> None:
     assert ahead.select(newcomer, state, RNG).position == 0
 
 
+@pytest.mark.parametrize("new_requests_end", [True, False])
+def test_a_request_that_is_placed_at_once_counts_at_every_step(new_requests_end: bool) -> None:
+    """As in Equation 2. Until its expected end it would fit on workers 1 and 2."""
+    options: dict[str, Any] = {"queue": False, "horizon": 20, "gamma": 1.0}
+    policy: Any = make_policy("balance-route-horizon", new_requests_end=new_requests_end, **options)
+    policy.length_predictor = Oracle({"a": 1, "b": 500, "c": 500, "new": 1})
+    for worker, (name, tokens) in enumerate([("a", 1000), ("b", 600), ("c", 300)]):
+        policy.on_assigned(request(name, tokens, 900), worker)
+    state = Loads.from_counts([1, 1, 1], [1000, 600, 300])
+    assert policy.select(request("new", 400, 900), state, RNG).position == 0
+
+
 def test_load_beyond_the_policys_own_requests_counts() -> None:
     forecast = Forecast(3, "survival", 4, 0.5)
     forecast.on_assigned(request("a", 100, 900), 1)

@@ -203,8 +203,8 @@ class BalanceRouteHorizon(BalanceRoute):
         )
         new_requests_end: bool = Field(
             default=True,
-            description="false: F counts a new request at every step ahead, as in the paper; true: until its "
-            "expected end",
+            description="false: F counts a waiting request at every step ahead, as in the paper; true: until "
+            "its expected end. A request that is placed at once counts at every step",
         )
         count_down_from_horizon: bool = Field(
             default=False,
