@@ -14,6 +14,8 @@ import typer
 from benchmarks.papers.figures import (
     balanceroute,
     director,
+    director_forecast,
+    director_forms,
     eldr,
     eldr_domains,
     eldr_gates,
@@ -41,7 +43,7 @@ PAPERS = {
     "balanceroute": balanceroute.FIGURES,
     "grace": grace.FIGURES | grace_forms.FIGURES,
     "metro": metro.FIGURES,
-    "director": director.FIGURES,
+    "director": director.FIGURES | director_forms.FIGURES | director_forecast.FIGURES,
     "together": together.FIGURES,
     "predicted": predicted.FIGURES,
     "whole": whole.FIGURES,
