@@ -305,9 +305,9 @@ def test_rounded_placements_are_above_their_bounds(small: Options, monkeypatch: 
             np.ones(1),
         )
 
-    monkeypatch.setattr(director, "_synthetic", synthetic)
+    monkeypatch.setattr(director, "synthetic_case", synthetic)
     rows = director.FIGURES["fig11"].run(small)
-    methods = {"LP rounding", "LP rounding, tokens by expert alone", "Algorithm 1 as written"}
+    methods = {"LP rounding", "LP rounding, tokens by expert alone"}
     assert {row["method"] for row in rows} == methods
     for row in rows:
         assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
