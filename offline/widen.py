@@ -43,8 +43,8 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
     """
     try:
         config = json.loads((model / "config.json").read_text("utf-8"))
-        present_size = config["moe_intermediate_size"]
-        present_heads, head_size = config["num_attention_heads"], config["head_dim"]
+        current_size = config["moe_intermediate_size"]
+        current_heads, head_size = config["num_attention_heads"], config["head_dim"]
         kv_heads = config["num_key_value_heads"]
         with safe_open(model / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -52,14 +52,14 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         raise UserInputError(
             f"{model} is not a mixture-of-experts model in one safetensors file: {error}"
         ) from error
-    if intermediate < present_size or intermediate % 32:
+    if intermediate < current_size or intermediate % 32:
         raise UserInputError(
-            f"--intermediate must be a multiple of 32 and at least {present_size}, got {intermediate}"
+            f"--intermediate must be a multiple of 32 and at least {current_size}, got {intermediate}"
         )
-    heads = present_heads if heads is None else heads
-    if heads < present_heads or heads % kv_heads:
+    heads = current_heads if heads is None else heads
+    if heads < current_heads or heads % kv_heads:
         raise UserInputError(
-            f"--heads must be a multiple of {kv_heads} and at least {present_heads}, got {heads}"
+            f"--heads must be a multiple of {kv_heads} and at least {current_heads}, got {heads}"
         )
     if out.exists():
         raise UserInputError(f"{out} exists already")
@@ -68,7 +68,7 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         if match:
             axis = 1 if match.group(1) == "down" else 0  # down [H, I]; gate, up [I, H]
             shape = list(tensor.shape)
-            shape[axis] = intermediate - present_size
+            shape[axis] = intermediate - current_size
             tensors[name] = torch.cat([tensor, tensor.new_zeros(shape)], axis).contiguous()
         elif name.endswith(".self_attn.q_proj.weight"):  # [heads * head_size, hidden]
             tensors[name] = _add_heads(tensor, kv_heads, head_size, heads)

@@ -344,7 +344,7 @@ def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:
 
 
 Migration = tuple[Ints, Floats] | None  # placement and load; None: nothing moves
-# From a window's requests, the present placement, and the routes of the previous window.
+# From a window's requests, the current placement, and the routes of the previous window.
 PlanMigration = Callable[[Ints, Ints, Ints | None], Migration]
 
 

@@ -28,7 +28,7 @@ def unwind_on_sigterm() -> None:
 
 
 def python_path(*folders: Path) -> str:
-    """Return PYTHONPATH for processes that import this checkout and `folders`, then its present value."""
+    """Return PYTHONPATH for processes that import this checkout and `folders`, then its current value."""
     return os.pathsep.join(filter(None, [*map(str, (ROOT, *folders)), os.environ.get("PYTHONPATH")]))
 
 

@@ -188,7 +188,7 @@ class Tenants:
                 continue
 
     def local_usage(self) -> Usage:
-        """Return the usage by this replica's requests, also of tenants that have no limit at present."""
+        """Return the usage by this replica's requests, also of tenants that have no limit now."""
         return {
             name: (tenant.requests.charged, tenant.tokens.charged) for name, tenant in self._tenants.items()
         }

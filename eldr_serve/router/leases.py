@@ -63,7 +63,7 @@ class Leases:
 
     @property
     def oldest_wait_s(self) -> float:
-        """Return the longest present wait for a worker, s; 0 if no request waits."""
+        """Return the longest current wait for a worker, s; 0 if no request waits."""
         queued_at_s = min((lease.queued_at_s for lease in self._placer.queue.leases.values()), default=None)
         return 0.0 if queued_at_s is None else self._clock() - queued_at_s
 

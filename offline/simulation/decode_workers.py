@@ -223,7 +223,7 @@ class DecodeWorkers:
         return first.active_experts_ahead.pop()
 
     def _active_ahead(self, replica: int, workers: list[_SimulatedWorker]) -> list[float]:
-        """Return the active experts of the next steps with the present requests, the last step first.
+        """Return the active experts of the next steps with the current requests, the last step first.
 
         They are those of the rank with most, or without a placement those of all ranks divided by the number
         of ranks.

@@ -224,12 +224,12 @@ def serve_adaptively(
     latency_s, moves = [], []
     for batch in batches:
         expected = forecast(batch)
-        present_s = cluster.step_s(expected, placement)
+        current_s = cluster.step_s(expected, placement)
         windows = cluster.windows_s(expected, placement)
         plans = []
         for target in (cluster.place(expected), cluster.place(expected, placement)):
             new = minimise_moves(placement, target, cluster.topology.ranks)
-            gain = present_s - cluster.step_s(expected, new)
+            gain = current_s - cluster.step_s(expected, new)
             plan = plan_migration(
                 placement,
                 new,
