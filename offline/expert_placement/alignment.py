@@ -1,4 +1,4 @@
-"""The order of a new placement's slots and ranks in which the fewest experts move."""
+"""Reordering of a new placement so that the fewest experts move."""
 
 from __future__ import annotations
 
