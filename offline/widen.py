@@ -4,7 +4,7 @@ A new neuron has zero gate, up and down weights, so it adds silu(0) * 0 = 0 to i
 has a zero query and a zero output projection, so whatever it attends to is multiplied by 0. The widened model
 gives the same logits and the same expert choices. But each expert is as large in memory as a real one, so
 that a decode step pays a realistic price for each expert that its batch selects. The number of heads can be
-a multiple of the ranks of tensor parallelism.
+a multiple of the number of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
 
 
 def _add_heads(weight: torch.Tensor, kv_heads: int, head_size: int, heads: int) -> torch.Tensor:
-    """Return the rows of each group of heads that share keys and values, and zeros for its new heads."""
+    """Return the rows of each head group that shares keys and values, and zeros for its new heads."""
     grouped = weight.reshape(kv_heads, -1, weight.shape[1])
     num_new_rows = heads // kv_heads * head_size - grouped.shape[1]
     new = grouped.new_zeros(kv_heads, num_new_rows, weight.shape[1])
@@ -97,7 +97,7 @@ def widen_experts(
         int, typer.Option(help="Neurons of an expert; 1,024 make 0.98 MB per expert in bf16.")
     ] = 1024,
     heads: Annotated[
-        int | None, typer.Option(help="Attention heads, a multiple of the ranks of tensor parallelism.")
+        int | None, typer.Option(help="Attention heads, a multiple of the number of tensor-parallel ranks.")
     ] = None,
     model: Annotated[Path, typer.Option(help="Model directory to widen.")] = _WEIGHTS,
 ) -> None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.objectives
 
-The objective is a multiple of the latencies of an idle service. The load that fits is the highest number of
+The objective is a multiple of an idle service's latencies. The load that fits is the highest number of
 requests in flight of which 95 % meet the objective. Then requests arrive at 1.5 times the rate of that load,
 in rounds of two applications in turn. Each has engines of its own, which are idle during the other's rounds.
 Prefill engines cache no prefixes, since prompts occur again.

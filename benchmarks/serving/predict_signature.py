@@ -83,7 +83,7 @@ def predict_signature(
 
 
 def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) -> dict[str, object]:
-    """Return a row: p50 and p99 of each part of a placement and of the whole, in microseconds."""
+    """Return a row with p50 and p99 of a whole placement and of each part, in microseconds."""
     online = OnlinePredictor(_random_predictor(64, rng))
     prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.uint32)
     policy = make_policy("marginal-cost")

@@ -176,7 +176,7 @@ class PrefillQueues:
         return queue.tokens / queue.rate_or_default
 
     def other_calls(self, workers: Sequence[str]) -> dict[str, int]:
-        """Estimate the number of open calls of all other ingresses to each of these prefill workers.
+        """Estimate how many open calls all other ingresses have at each of these prefill workers.
 
         A worker without a current report is assumed to have as many calls of each ingress as of this one.
         """

@@ -4,7 +4,7 @@ Tokens by source rank and expert give each expert a price on each rank (`LayerCo
 the time of each layer's slowest rank.
 
 The paper searches for the least budget that bounds the sum over layers. Since no constraint couples layers,
-this budget is the sum of the optima of one min-max LP per layer, and each LP is solved directly, without a
+this budget adds up the optimum of a min-max LP for each layer, and each LP is solved directly, without a
 search. Then replicas are counted and rounded by a random walk within the LP's polytope, packed into slots and
 improved by local search.
 """

@@ -135,7 +135,7 @@ class DecodeWorkers:
         return range(replica * self._ranks_per_replica, (replica + 1) * self._ranks_per_replica)
 
     def begin_round(self, replica: int) -> float:
-        """Admit and preempt requests, and begin a step of all ranks of a replica.
+        """Admit and preempt requests, and begin a step on all ranks of a replica.
 
         Return the time of the slowest rank, s, or 0 if there is nothing to do.
         """

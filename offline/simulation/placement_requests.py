@@ -76,7 +76,7 @@ class PlacementRequestFactory:
         )
 
     def replace_predicted_counts(self, index: int, request: PlacementRequest) -> PlacementRequest | None:
-        """Return the request with the counts of its prefill and the similarity of these.
+        """Return the request with its prefill's counts and their similarity.
 
         Return None if the request has no predicted counts.
         """

@@ -45,7 +45,7 @@ class ParallelLayer:
 
     Args:
         products: computes this rank's slots.
-        placement: int[P], the logical expert of each slot of all ranks, rank-major; ValueError if uneven.
+        placement: int[P], the logical expert in each slot, rank-major over all ranks; ValueError if uneven.
         route: the serving rank of each (token, expert) pair; the same function on every rank.
         on_exchange: called after each exchange of `run_exchanged`, whose parts it counts as one message.
     """
