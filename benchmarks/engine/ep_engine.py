@@ -70,11 +70,11 @@ _CHOICE_NOTES = column_notes(
         "homes": "Data-parallel ranks have equally many requests of a batch, in its order (blocks) or "
         "where most of their prompts' experts are. Tensor-parallel ranks have no requests: equal blocks of "
         "tokens stand in.",
-        "away_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
-        "moved_a_token": "Mean number of ranks other than the home rank that serve a token in a layer.",
-        "none_moved_pct": "Change of `moved_a_token` against the base arm.",
-        "blocks_pct, blocks_moved_pct": "Changes of the step time and of `moved_a_token` against the same "
-        "arm in equal blocks.",
+        "pairs_off_home_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
+        "other_ranks_per_token": "Mean number of ranks that serve a token in a layer beside its home rank.",
+        "moved_vs_base_pct": "Change of `other_ranks_per_token` against the base arm.",
+        "blocks_pct, moved_vs_blocks_pct": "Changes of the step time and of `other_ranks_per_token` against "
+        "the same arm in equal blocks.",
         "requests_equal_pct": "Share of answers whose tokens all equal those of the base arm.",
         "paper_experts_pct, paper_step_pct": "METRO's figures on its GPUs: of even spread against no "
         "replicas, and of METRO's choice against even spread.",

@@ -51,15 +51,25 @@ def choice_rows(
             **_interval("step", trials),
             **_means(
                 trials,
-                ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct", "moved_a_token"),
+                (
+                    "worst_rank_experts",
+                    "experts_all_ranks",
+                    "worst_rank_pairs",
+                    "pairs_off_home_pct",
+                    "other_ranks_per_token",
+                ),
             ),
             **_change("change", trials, base, "step_ms", seed),
             **(_change("even", trials, even, "step_ms", seed) if even else {}),
-            **({"even_experts_pct": _mean_pct(trials, even, "worst_rank_experts")} if even else {}),
+            **({"experts_vs_even_pct": _mean_pct(trials, even, "worst_rank_experts")} if even else {}),
             "none_experts_pct": _mean_pct(trials, base, "worst_rank_experts"),
-            "none_moved_pct": _mean_pct(trials, base, "moved_a_token"),
+            "moved_vs_base_pct": _mean_pct(trials, base, "other_ranks_per_token"),
             **(_change("blocks", trials, in_blocks, "step_ms", seed) if homes else {}),
-            **({"blocks_moved_pct": _mean_pct(trials, in_blocks, "moved_a_token")} if homes else {}),
+            **(
+                {"moved_vs_blocks_pct": _mean_pct(trials, in_blocks, "other_ranks_per_token")}
+                if homes
+                else {}
+            ),
             "requests_equal_pct": _equal_pct(trials, base),
             "paper_experts_pct": None,
             "paper_step_pct": None,
