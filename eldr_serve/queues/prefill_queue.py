@@ -197,11 +197,11 @@ class PrefillQueues:
         """Return the throughput of these workers together, tokens/s."""
         return sum(queue.rate_or_default for queue in self._refresh(workers)) or DEFAULT_RATE
 
-    def remaining_s(self, ticket: Ticket | None) -> float:
-        """Estimate the time until a prompt has been computed, s; 0 if it has no ticket."""
-        if ticket is None or ticket.waiting_call is None:
+    def remaining_s(self, ticket: Ticket) -> float:
+        """Estimate the time until a prompt has been computed, s; 0 if it is overdue or has no worker."""
+        if ticket.waiting_call is None:
             return 0.0
-        return ticket.waiting_call.expected_start_at_s - self._clock()
+        return max(0.0, ticket.waiting_call.expected_start_at_s - self._clock())
 
     def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
         """Process the newest reports of these workers; return their queues."""
