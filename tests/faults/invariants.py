@@ -104,7 +104,7 @@ def find_leftovers(world: World) -> list[str]:
             f"{process} ended streams to report": len(ingress._router._ended_streams),
             f"{process} local fallback": len(ingress._router._fallback._ledger),
             f"{process} background": services.kv_release.num_pending,
-            f"{process} prompts that wait for prefill": services.prefill_admission.queues.outstanding,
+            f"{process} prompts that wait for prefill": services.prefill_admission.queues.outstanding_tokens,
             f"{process} open calls": sum(ingress._fleets.prefill.open_calls.values())
             + sum(ingress._fleets.decode.open_calls.values()),
         }
