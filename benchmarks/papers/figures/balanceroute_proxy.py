@@ -83,7 +83,7 @@ def clusters(requests: Requests, load: float, options: Options) -> dict[str, Clu
         max_kv_usage=PrefillRouterOptions().max_kv_usage,
     )
     path = PathOptions()
-    bounded = prefill.model_copy(update={"max_wait_s": path.prefill_wait_s})
+    bounded = prefill.model_copy(update={"max_wait_s": path.replica_wait_s})
     return {
         PAPER: Cluster(decode=decode, prefill=prefill, handover_fixed_s=HANDOVER_S),
         OURS: Cluster(

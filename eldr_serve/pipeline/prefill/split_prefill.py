@@ -211,7 +211,7 @@ class SplitPrefill:
         limited rate.
         """
         clock = asyncio.get_running_loop().time
-        until_s = clock() + self._options.prefill_wait_s
+        until_s = clock() + self._options.replica_wait_s
         turn_s = None
         try:
             with self._fleet.waiters.take_turn() as wait_until:

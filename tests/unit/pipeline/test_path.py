@@ -250,7 +250,7 @@ async def test_the_release_says_whether_the_answer_is_complete() -> None:
 
 async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:
     full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
-    pipeline = Pipeline(prefill_wait_s=0.2)
+    pipeline = Pipeline(replica_wait_s=0.2)
     kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
     kv_usage.update({"p0": full, "p1": full})
     with pytest.raises(OverloadedError, match="are full"):
@@ -265,7 +265,7 @@ async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refus
 
 
 async def test_a_request_is_refused_without_a_prefill_replica() -> None:
-    pipeline = Pipeline(prefill_wait_s=0.05, prefilled_by_decode_per_s=0.0)
+    pipeline = Pipeline(replica_wait_s=0.05, prefilled_by_decode_per_s=0.0)
     pipeline.prefill.lost = {"p0", "p1"}
     with pytest.raises(OverloadedError, match="no prefill replica can be reached"):
         await pipeline.run()
@@ -273,7 +273,7 @@ async def test_a_request_is_refused_without_a_prefill_replica() -> None:
 
 async def test_a_request_waits_for_the_first_decode_replica() -> None:
     """An ingress has just started, or all decode replicas are being replaced."""
-    pipeline = Pipeline(prefill_wait_s=60.0)
+    pipeline = Pipeline(replica_wait_s=60.0)
     pipeline.decode.lost = {"d0", "d1", "d2"}
     answer = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.1)
@@ -298,7 +298,7 @@ async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool)
         raise ChannelLostError("it is dead")
         yield
 
-    pipeline = Pipeline(prefill=prefill, prefill_wait_s=0.0, prefilled_by_decode_per_s=0.001)
+    pipeline = Pipeline(prefill=prefill, replica_wait_s=0.0, prefilled_by_decode_per_s=0.001)
     if not dies:
         pipeline.prefill.lost = {"p0", "p1"}
     assert await pipeline.run() == b"abc"
@@ -314,7 +314,7 @@ def test_whole_requests_run_in_order_of_arrival() -> None:
     ended: list[int] = []
 
     async def main() -> None:
-        pipeline = Pipeline(prefill_wait_s=60.0, prefilled_by_decode_per_s=40.0)
+        pipeline = Pipeline(replica_wait_s=60.0, prefilled_by_decode_per_s=40.0)
         pipeline.prefill.lost = {"p0", "p1"}
 
         async def run(number: int) -> None:

@@ -143,7 +143,7 @@ async def test_a_prefill_replica_is_not_blamed_for_an_attempt_without_it() -> No
 
 async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
     full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
-    pipeline = Pipeline(decode=Engines((3, LOST)), prefill_wait_s=0.0)
+    pipeline = Pipeline(decode=Engines((3, LOST)), replica_wait_s=0.0)
     kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
 
     async def decode(sent: Any) -> AsyncIterator[Any]:
