@@ -16,7 +16,7 @@ A run has these phases (`_Simulation.run_phases`):
 5. The application must be as idle as before, no engine may have cached a wrong block, and ingresses that stop
    leave no task.
 
-Whatever does not hold is a sentence in `SimulatedRun.violations`. A run without violations passes.
+Each check that fails adds a sentence to `SimulatedRun.violations`. A run without violations passes.
 """
 
 import asyncio
