@@ -234,7 +234,7 @@ def _placement_headers(context: RequestContext) -> dict[str, str]:
         "x-eldr-policy": lease.policy,
     }
     if context.request.fields.stream and context.record.handover_s is not None:
-        # Only for streams: a whole answer arrives after its last token, so its hand-over includes decode.
+        # Only for streams: an unstreamed answer comes after its last token, so its hand-over includes decode.
         headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
     return headers
 

@@ -16,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 _RELOAD_PERIOD_S = 1.0
 _SHARE_PERIOD_S = 1.0
-_MAX_OUTAGE_S = 180.0  # usage in a longer outage of the router is not counted at other replicas
+# Usage in a longer outage of the router is not counted at other replicas: it is charged at once, without the
+# refill of that time, so that more of it would refuse a tenant that kept its limit.
+_MAX_OUTAGE_S = 60.0
 Usage = dict[str, tuple[float, float]]  # tenant -> requests and tokens charged since the process began
 _MINUTE_S = 60.0
 

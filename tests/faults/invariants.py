@@ -145,16 +145,16 @@ def find_added_tasks(world: World, before: dict[Process, int]) -> list[str]:
     ]
 
 
-def engine_violations(world: World, *, engines_well: bool) -> list[str]:
+def engine_violations(world: World, *, no_engine_faults: bool) -> list[str]:
     """Return wrong blocks in prefix caches, and KV leases that have expired.
 
     Args:
-        engines_well: whether no fault has hit an engine; otherwise leases may expire.
+        no_engine_faults: whether no fault has hit an engine; otherwise leases may expire.
     """
     violations = []
     for name, engine in world.engines.items():
         if isinstance(engine, PrefillEngine):
-            if engines_well and engine.expired:
+            if no_engine_faults and engine.expired:
                 violations.append(f"{name}: {engine.expired} prompts were neither read nor released")
         elif isinstance(engine, DecodeEngine):
             violations += [

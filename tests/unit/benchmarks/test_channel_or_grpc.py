@@ -85,7 +85,7 @@ def test_rows_are_compared_within_their_round() -> None:
 
 
 @pytest.mark.parametrize(("ways", "words"), [("nobody", "nobody"), ("grpc", "must include channel")])
-def test_bad_transports_are_a_sentence(ways: str, words: str) -> None:
+def test_bad_transports_are_refused_in_one_sentence(ways: str, words: str) -> None:
     assert words in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
 
 

@@ -292,7 +292,7 @@ async def test_channels_and_reports_wake_waiting_requests(change: Callable[[Flee
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
-async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool) -> None:
+async def test_without_prefill_a_limited_rate_of_requests_is_prefilled_by_decode_engines(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:
         pipeline.prefill.lost = {"p0", "p1"}
         raise ChannelLostError("it is dead")
@@ -309,7 +309,7 @@ async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool)
         await pipeline.run()
 
 
-def test_whole_requests_run_in_order_of_arrival() -> None:
+def test_requests_prefilled_by_decode_engines_run_in_order_of_arrival() -> None:
     """A cancelled request makes room for the next one."""
     ended: list[int] = []
 
@@ -460,7 +460,9 @@ def test_prompts_and_embeddings_are_counted_as_sequences(fields: dict[str, Any],
         ({"stop": ["x"], "stream": True}, None),
     ],
 )
-async def test_requests_that_cannot_be_split_run_whole(fields: dict[str, Any], reason: str | None) -> None:
+async def test_requests_that_cannot_be_split_are_prefilled_by_their_decode_engine(
+    fields: dict[str, Any], reason: str | None
+) -> None:
     assert why_not_split("completions", request_context(**fields).request.fields) == reason
     pipeline = Pipeline()
     await pipeline.run(**fields)
