@@ -9,7 +9,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from eldr_serve.metrics import NamedCounter, RouterEvent
-from eldr_serve.router.live_settings import LiveSettingsStore
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
@@ -29,7 +28,7 @@ class Leases:
 
     Args:
         placer: the placer that keeps the leases.
-        live_settings: the live settings, which include the version of the table.
+        table_version: returns the version of the live table.
         check: validation with the shape of the engines' expert counts.
         counters: counters of the status.
         view: data of the live page.
@@ -44,13 +43,13 @@ class Leases:
     def __init__(
         self,
         placer: Placer,
-        live_settings: LiveSettingsStore,
+        table_version: Callable[[], int],
         check: SettingsCheck,
         counters: Counter[str],
         view: LiveView,
         clock: Callable[[], float],
     ) -> None:
-        self._placer, self._live_settings, self._check = placer, live_settings, check
+        self._placer, self._table_version, self._check = placer, table_version, check
         self._counters, self._view, self._clock = counters, view, clock
         self.on_granted: Callable[[list[Lease]], None] = lambda leases: None
         self.cached_share = CachedShare()
@@ -73,8 +72,7 @@ class Leases:
 
     def is_stale(self, request: PlacementRequest) -> bool:
         """Return whether a request was scored with another table; its ingress will score it again."""
-        live_version = self._live_settings.current.table_version
-        return request.similarity is not None and request.table_version != live_version
+        return request.similarity is not None and request.table_version != self._table_version()
 
     def place(self, leases: list[Lease]) -> None:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
