@@ -37,7 +37,8 @@ class Leases:
     Attributes:
         on_granted: called with leases of new and of queued requests when they are granted.
         cached_share: share of recent prompts that was in the workers' prefix caches.
-        recent_counts: expert counts of recently placed prompts, which only `offline.live_placement` reads.
+        recent_counts: expert counts of the newest placed prompts, for forecasts of the experts' next load
+            while no request decodes or waits.
     """
 
     def __init__(
@@ -82,8 +83,6 @@ class Leases:
         # Ingresses send waiting requests again when the settings change.
         queue = self._placer.queue.leases
         new_leases = [lease for lease in current_leases if lease.request_id not in queue]
-        for lease in new_leases:
-            self._keep_counts(lease.request)
         granted_leases = self._placer.submit(current_leases)
         self._counters[RouterEvent.QUEUED] += sum(lease.state is LeaseState.QUEUED for lease in new_leases)
         self._grant(granted_leases)
@@ -151,6 +150,7 @@ class Leases:
     def _grant(self, leases: list[Lease]) -> None:
         self._view.add_leases(leases)
         for lease in leases:
+            self._keep_counts(lease.request)
             self._counters[RouterEvent.PLACED] += 1
             self._counters[NamedCounter.REASON.key(lease.reason)] += 1
             self._counters[RouterEvent.MOST_SIMILAR_WORKER] += lease.is_most_similar
