@@ -35,7 +35,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import bodies
 from eldr_serve.commands.client import OperatorClient, ServiceError
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import ServiceFailedError
 from examples.demo_model import WEIGHTS
 from loadgen import application
