@@ -25,7 +25,7 @@ import yaml
 from ray.exceptions import RayTaskError
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.data_root import model_folder
 from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.calls import DECODE_COUNTS_KEY, DECODE_STEPS_KEY, PREFILL_COUNTS_KEY, ROUTES_KEY

@@ -21,7 +21,7 @@ import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 

@@ -48,7 +48,7 @@ from benchmarks.lib.synthetic import (
     table_near,
     write_config,
 )
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, PrefillReply
 from eldr_serve.engine.methods import GENERATE
 from eldr_serve.engine.protocol import EngineRequest

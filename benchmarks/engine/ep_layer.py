@@ -32,7 +32,7 @@ from benchmarks.lib.ep.timing import (
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.plots import lines
 from loadgen.results import publish

@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.ep.replica_choice import route_optimal
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of

@@ -38,7 +38,7 @@ from benchmarks.lib.engines import ENGINE_ENV, TORCHVISION_CPU, TRITON_CPU
 from benchmarks.lib.exact import histogram
 from benchmarks.lib.families import FAMILIES, Reference
 from benchmarks.lib.family_engine import CHUNK
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import unpack_counts

@@ -40,7 +40,7 @@ from benchmarks.lib.synthetic import (
     VOCABULARY,
     write_config,
 )
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost import StepSums
 from loadgen.plots import lines

@@ -47,7 +47,7 @@ from benchmarks.lib import options
 from benchmarks.lib.router_time import channel_s, placement_cpu_s
 from benchmarks.papers.figures.common import mean
 from benchmarks.papers.scaled_arrivals import BASE, StudySettings, WorkerLoad, load_at_batch, scenario_of
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy
 from eldr_serve.scheduling.cost_file import FittedCost

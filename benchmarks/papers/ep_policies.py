@@ -34,7 +34,7 @@ from benchmarks.lib.ep.turns import (
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable

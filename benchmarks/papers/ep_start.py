@@ -35,7 +35,7 @@ from benchmarks.lib.ep.turns import (
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.ep_policies import EpWorkload, MeanBatch, NumWorkers
 from eldr_serve.arrays import Ints
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal
 from loadgen.results import column_notes, publish

@@ -30,7 +30,7 @@ from benchmarks.papers.figures import (
     whole,
 )
 from benchmarks.papers.figures.common import Options, PaperFigure
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.results import publish

@@ -53,7 +53,7 @@ from benchmarks.lib.channel_transports import (
     serve,
 )
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 

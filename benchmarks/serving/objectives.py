@@ -40,7 +40,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import change_nixl_ports, our_arguments
 from benchmarks.lib.live import serve_application, start_application, stop_application
 from benchmarks.lib.prompts import bodies
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
 from examples.demo_model import WEIGHTS
 from loadgen.arrivals import poisson

@@ -42,7 +42,7 @@ from benchmarks.lib.fakes.service import (
     run_in_process,
     serve_fake,
 )
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen import processes
 from loadgen.results import column_notes, publish

@@ -122,8 +122,8 @@ class TokenReservation:
         self._reserved = tokens
         self.tenant.tokens.charge(tokens)
 
-    def set_usage(self, count_used_tokens: Callable[[], int]) -> None:
-        """Set the function that returns the tokens that the request has used; before, it has used none."""
+    def count_usage_with(self, count_used_tokens: Callable[[], int]) -> None:
+        """From now on count the used tokens with this function; before, the request has used none."""
         self._count_used_tokens = count_used_tokens
 
     def settle(self) -> None:

@@ -75,7 +75,7 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     with pytest.raises(RateLimitedError, match="100 tokens per minute") as refused:
         TokenReservation(tenant).reserve(2)
     assert refused.value.retry_after_s == math.ceil((510 + 1 - 100) * 0.6)
-    reservation.set_usage(lambda: used)
+    reservation.count_usage_with(lambda: used)
     reservation.settle()
     reservation.settle()
     tenant.tokens.charge(100 - used - 1)

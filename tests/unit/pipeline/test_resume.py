@@ -14,6 +14,7 @@ from eldr_serve.channel import ChannelLostError
 from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.kv_usage import KvUsage
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from tests.support.clock import Clock
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
@@ -199,6 +200,13 @@ async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
     assert WHOLE + END in await asyncio.gather(*answers)
 
 
+def retried_context() -> RequestContext:
+    """Return the context of a request that needs a permit."""
+    context = request_context()
+    context.failures.prefills = 1
+    return context
+
+
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
@@ -209,16 +217,16 @@ async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
 async def test_an_unstreamed_answer_that_cannot_resume_in_time_is_refused(
     failure: Exception, message: str
 ) -> None:
-    pipeline = Pipeline(decode=Engines((3, failure)), retry_wait_s=0.0)
-    pipeline.services.retries._permits = asyncio.Semaphore(0)
-    with pytest.raises(OverloadedError, match=message):
-        await pipeline.run(stream=False)
+    pipeline = Pipeline(decode=Engines((3, failure)), retries_at_once=1, retry_wait_s=0.0)
+    async with pipeline.services.retries.permit(retried_context()):
+        with pytest.raises(OverloadedError, match=message):
+            await pipeline.run(stream=False)
 
 
 async def test_a_stream_that_cannot_resume_in_time_says_so() -> None:
-    pipeline = Pipeline(decode=Engines((3, LOST)), retry_wait_s=0.0)
-    pipeline.services.retries._permits = asyncio.Semaphore(0)
-    answer = await pipeline.run(stream=True)
+    pipeline = Pipeline(decode=Engines((3, LOST)), retries_at_once=1, retry_wait_s=0.0)
+    async with pipeline.services.retries.permit(retried_context()):
+        answer = await pipeline.run(stream=True)
     assert b"could not continue on another engine: too many requests have lost their engine" in answer
 
 

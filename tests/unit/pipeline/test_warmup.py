@@ -117,6 +117,20 @@ async def test_pairs_of_replicas_that_have_gone_do_not_count() -> None:
     running.cancel()
 
 
+async def test_engines_become_warm_without_a_router(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests are then placed locally; the router gets the shape when the ingress connects to it."""
+    warm = warmup_of(FakeFleet(good_prefill, "p0"), FakeFleet(unstreamed_answer, "d0", "d1"))
+    client: Any = warm._router
+    client.expect_counts.side_effect = ConnectionError("Ray is shut down")
+    running = asyncio.create_task(warm.run())
+    await wait_until(lambda: warm.ready and client.expect_counts.await_count == 2)
+    await asyncio.sleep(0.01)
+    assert not running.done()
+    running.cancel()
+    assert "the router does not know the shape of expert counts yet" in caplog.text
+    assert "is not warm yet" not in caplog.text
+
+
 async def test_a_whole_replica_is_warm_after_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
