@@ -1,4 +1,4 @@
-"""Measurement of how fast CPU cores compute at the moment.
+"""The present computing speed of CPU cores.
 
 Cores of shared machines are slower by up to a third for seconds or minutes, because of their frequency, their
 neighbours, or time stolen by the hypervisor. Where that is as large as the measured effect, times are

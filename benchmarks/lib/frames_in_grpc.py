@@ -18,7 +18,7 @@ class _Transport(asyncio.Transport):
         self._out: list[bytes] = []
         self._size = 0
         self.written = asyncio.Event()
-        self.aborted = asyncio.Event()
+        self.aborted = False
 
     def writelines(self, parts: Any) -> None:
         self._out += parts
@@ -36,36 +36,24 @@ class _Transport(asyncio.Transport):
         return self._size
 
     def abort(self) -> None:
-        self.aborted.set()
+        self.aborted = True
+        self.written.set()
 
 
 async def carry(peer: Peer, stream: Any) -> None:
-    """Carry a peer's bytes over a gRPC stream, in both directions, until either end closes it.
-
-    A failure to read or to write ends both directions, and is raised.
-    """
+    """Carry a peer's bytes over a gRPC stream, in both directions, until either end closes it."""
     transport = _Transport()
     peer.connection_made(transport)
 
-    async def read() -> None:
-        while (data := await stream.read()) is not grpc.aio.EOF:
-            peer.data_received(data)
-
     async def write() -> None:
-        while True:
+        while not transport.aborted:
             await transport.written.wait()
             await stream.write(transport.take())
 
-    tasks: list[asyncio.Task[Any]] = [
-        asyncio.create_task(read()),
-        asyncio.create_task(write()),
-        asyncio.create_task(transport.aborted.wait()),
-    ]
+    writing = asyncio.create_task(write())
     try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
+        while (data := await stream.read()) is not grpc.aio.EOF:
+            peer.data_received(data)
     finally:
-        for task in tasks:
-            task.cancel()
+        writing.cancel()
         peer.connection_lost(None)
