@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 
 _FOLDER = Path(__file__).parent

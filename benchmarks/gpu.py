@@ -26,7 +26,7 @@ import psutil
 import typer
 
 from benchmarks.lib.cluster import ROOT, python_path, unwind_on_sigterm
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.results import print_table, publish
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_atomically
@@ -201,7 +201,7 @@ def _settings(
 def _restore_policy_at_end(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
     """Check that the server accepts every policy. At the end, also after errors, restore its own."""
     status = service.status()
-    # After a run that was killed, the server's present policy is not its own.
+    # After a run that was killed, the server's current policy is not its own.
     policy = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}
     previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

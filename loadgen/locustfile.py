@@ -57,7 +57,7 @@ _OPTIONS: tuple[tuple[str, str | int | float, str], ...] = (
     ("slo-ttft-ms", 1000.0, "objective of goodput: TTFT, ms"),
     ("slo-tpot-ms", 100.0, "objective of goodput: TPOT, ms"),
     ("record", "", "file for one JSON line per request"),
-    ("seed", 0, "seed of the order of prompts and of arrivals"),
+    ("seed", 0, "seed for the order of prompts and for arrivals"),
     ("sampling-seed", -1, "seed of each request's sampling; -1: none, since streams with one cannot resume"),
 )
 

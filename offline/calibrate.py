@@ -25,7 +25,7 @@ import yaml
 from ray.exceptions import RayTaskError
 from ray.util.actor_pool import ActorPool
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.data_root import model_folder
 from eldr_serve.engine.active_backend import BACKEND
 from eldr_serve.engine.calls import DECODE_COUNTS_KEY, DECODE_STEPS_KEY, PREFILL_COUNTS_KEY, ROUTES_KEY
@@ -197,7 +197,7 @@ def calibrate(
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.8,
     routes: Annotated[bool, typer.Option(help="Keep each decode step's experts, for replay.")] = False,
     chat: Annotated[bool, typer.Option(help="Wrap prompts in the chat template.")] = True,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts and of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of prompts and for sampling.")] = 0,
     dry_run: Annotated[bool, typer.Option(help="Print what would run, and stop.")] = False,
 ) -> None:
     """Capture prefill and decode expert counts of prompts on a pool of engines."""

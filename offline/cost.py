@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import require_folders
 from eldr_serve.gpu_cost import kernel_times

@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace

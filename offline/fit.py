@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.clustering import STARTS
 from eldr_serve.experts.fitting.table import compare_transforms, fit_table

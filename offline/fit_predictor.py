@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import require_folders, write_atomically
 from loadgen.progress import progress_bar

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.commands.client import OperatorClient, ServiceError
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology

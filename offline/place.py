@@ -17,7 +17,7 @@ import typer
 from numpy.typing import NDArray
 
 from eldr_serve.arrays import Ints
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.commands.settings import command_of_settings
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace

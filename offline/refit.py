@@ -20,7 +20,7 @@ import typer
 
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import OverloadedError, SwapRefusedError, UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
@@ -52,7 +52,7 @@ def refit(
         typer.Option(envvar="ELDR_ADMIN_KEY", help="The service's admin key.", show_default=False),
     ] = None,
 ) -> None:
-    """Fit a table for the present decode replicas and hot-swap it."""
+    """Fit a table for the current decode replicas and hot-swap it."""
     if trace is None:
         if out is not None or workers is not None:
             raise UserInputError("--out and --workers require --trace: the service fits for its own replicas")

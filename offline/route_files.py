@@ -231,7 +231,7 @@ def _parse_routes(where: str, record: dict[str, Any], model: RouteFileFormat) ->
 
 
 def _expert_ids(routes: Any, alphabet: str) -> NDArray[np.int64] | None:
-    """Return the ids of letters or of a list of ids; None if `routes` is anything else.
+    """Return the ids that letters or the entries of a list stand for; None if `routes` is anything else.
 
     A letter outside the alphabet gets the id _UNKNOWN.
     """

@@ -298,7 +298,7 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def _positions_of_domains(trace: CalibrationTrace, path: Path, domains: tuple[str, ...]) -> NDArray[np.int64]:
-    """Return the positions of the requests of these domains, or of all; raise UserInputError without any."""
+    """Return the positions of requests from these domains, or of all; raise UserInputError without any."""
     positions = np.flatnonzero(np.isin(trace.domains, domains or trace.domains))
     if not len(positions):
         raise UserInputError(f"{path} holds no request of {', '.join(domains)}")

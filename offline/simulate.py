@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import require_folders
 from eldr_serve.scheduling.cost_file import FittedCost

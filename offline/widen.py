@@ -4,7 +4,7 @@ A new neuron has zero gate, up and down weights, so it adds silu(0) * 0 = 0 to i
 has a zero query and a zero output projection, so whatever it attends to is multiplied by 0. The widened model
 gives the same logits and the same expert choices. But each expert is as large in memory as a real one, so
 that a decode step pays a realistic price for each expert that its batch selects. The number of heads can be
-a multiple of the ranks of tensor parallelism.
+a multiple of the number of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.data_root import ROOT
 from eldr_serve.errors import UserInputError
 
@@ -43,8 +43,8 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
     """
     try:
         config = json.loads((model / "config.json").read_text("utf-8"))
-        present_size = config["moe_intermediate_size"]
-        present_heads, head_size = config["num_attention_heads"], config["head_dim"]
+        current_size = config["moe_intermediate_size"]
+        current_heads, head_size = config["num_attention_heads"], config["head_dim"]
         kv_heads = config["num_key_value_heads"]
         with safe_open(model / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -52,14 +52,14 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         raise UserInputError(
             f"{model} is not a mixture-of-experts model in one safetensors file: {error}"
         ) from error
-    if intermediate < present_size or intermediate % 32:
+    if intermediate < current_size or intermediate % 32:
         raise UserInputError(
-            f"--intermediate must be a multiple of 32 and at least {present_size}, got {intermediate}"
+            f"--intermediate must be a multiple of 32 and at least {current_size}, got {intermediate}"
         )
-    heads = present_heads if heads is None else heads
-    if heads < present_heads or heads % kv_heads:
+    heads = current_heads if heads is None else heads
+    if heads < current_heads or heads % kv_heads:
         raise UserInputError(
-            f"--heads must be a multiple of {kv_heads} and at least {present_heads}, got {heads}"
+            f"--heads must be a multiple of {kv_heads} and at least {current_heads}, got {heads}"
         )
     if out.exists():
         raise UserInputError(f"{out} exists already")
@@ -68,7 +68,7 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
         if match:
             axis = 1 if match.group(1) == "down" else 0  # down [H, I]; gate, up [I, H]
             shape = list(tensor.shape)
-            shape[axis] = intermediate - present_size
+            shape[axis] = intermediate - current_size
             tensors[name] = torch.cat([tensor, tensor.new_zeros(shape)], axis).contiguous()
         elif name.endswith(".self_attn.q_proj.weight"):  # [heads * head_size, hidden]
             tensors[name] = _add_heads(tensor, kv_heads, head_size, heads)
@@ -84,7 +84,7 @@ def widen(model: Path, intermediate: int, out: Path, heads: int | None = None) -
 
 
 def _add_heads(weight: torch.Tensor, kv_heads: int, head_size: int, heads: int) -> torch.Tensor:
-    """Return the rows of each group of heads that share keys and values, and zeros for its new heads."""
+    """Return the rows of each head group that shares keys and values, and zeros for its new heads."""
     grouped = weight.reshape(kv_heads, -1, weight.shape[1])
     num_new_rows = heads // kv_heads * head_size - grouped.shape[1]
     new = grouped.new_zeros(kv_heads, num_new_rows, weight.shape[1])
@@ -97,7 +97,7 @@ def widen_experts(
         int, typer.Option(help="Neurons of an expert; 1,024 make 0.98 MB per expert in bf16.")
     ] = 1024,
     heads: Annotated[
-        int | None, typer.Option(help="Attention heads, a multiple of the ranks of tensor parallelism.")
+        int | None, typer.Option(help="Attention heads, a multiple of the number of tensor-parallel ranks.")
     ] = None,
     model: Annotated[Path, typer.Option(help="Model directory to widen.")] = _WEIGHTS,
 ) -> None:

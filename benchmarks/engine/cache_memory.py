@@ -21,7 +21,7 @@ import typer
 import yaml
 
 from benchmarks.lib import options
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.engine.vllm.capture.block_counts import BlockExpertCounts, cell_dtype
 from eldr_serve.engine.vllm.config import engine_kwargs
 from eldr_serve.errors import UserInputError

@@ -48,7 +48,7 @@ from benchmarks.lib.synthetic import (
     table_near,
     write_config,
 )
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, PrefillReply
 from eldr_serve.engine.methods import GENERATE
 from eldr_serve.engine.protocol import EngineRequest
@@ -252,7 +252,7 @@ def _measure_engine(
 
 
 def _part_rows(measured: dict[str, list[float]], block_size: int, ttft_ms: float) -> list[dict[str, Any]]:
-    """Return a row for each part, and one for the sum of the parts of each call."""
+    """Return a row for each part, and one for their sum in each call."""
     per_call = zip(*(v for name, v in measured.items() if name != _ROW_RESET), strict=True)
     parts_and_sum = measured | {"sum": [sum(call) for call in per_call]}
     return [_row("part", name, block_size, seconds, ttft_ms) for name, seconds in parts_and_sum.items()]

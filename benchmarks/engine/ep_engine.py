@@ -33,6 +33,7 @@ from benchmarks.lib.ep.turns import (
     NUM_HEADS,
     DataParallel,
     Minutes,
+    MovesPerSlice,
     Ranks,
     Rounds,
     Tokens,
@@ -44,7 +45,7 @@ from benchmarks.lib.ep.turns import (
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
@@ -69,11 +70,11 @@ _CHOICE_NOTES = column_notes(
         "homes": "Data-parallel ranks have equally many requests of a batch, in its order (blocks) or "
         "where most of their prompts' experts are. Tensor-parallel ranks have no requests: equal blocks of "
         "tokens stand in.",
-        "away_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
-        "moved_a_token": "Mean number of ranks other than the home rank that serve a token in a layer.",
-        "none_moved_pct": "Change of `moved_a_token` against the base arm.",
-        "blocks_pct, blocks_moved_pct": "Changes of the step time and of `moved_a_token` against the same "
-        "arm in equal blocks.",
+        "pairs_off_home_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
+        "other_ranks_per_token": "Mean number of ranks that serve a token in a layer beside its home rank.",
+        "moved_vs_base_pct": "Change of `other_ranks_per_token` against the base arm.",
+        "blocks_pct, moved_vs_blocks_pct": "Changes of the step time and of `other_ranks_per_token` against "
+        "the same arm in equal blocks.",
         "requests_equal_pct": "Share of answers whose tokens all equal those of the base arm.",
         "paper_experts_pct, paper_step_pct": "METRO's figures on its GPUs: of even spread against no "
         "replicas, and of METRO's choice against even spread.",
@@ -195,7 +196,7 @@ def ep_shift(
     data_parallel: DataParallel = None,
     tokens: Tokens = 48,
     rounds: Rounds = 4,
-    moves_per_slice: Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")] = 8,
+    moves_per_slice: MovesPerSlice = 8,
     cost: Annotated[Path, typer.Option(help="LayerCost (JSON) for DIRECTOR's plans.")] = (
         RESULTS / "layer_cost_cpu.json"
     ),
@@ -343,7 +344,7 @@ def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:
 
 
 Migration = tuple[Ints, Floats] | None  # placement and load; None: nothing moves
-# From a window's requests, the present placement, and the routes of the previous window.
+# From a window's requests, the current placement, and the routes of the previous window.
 PlanMigration = Callable[[Ints, Ints, Ints | None], Migration]
 
 

@@ -32,7 +32,7 @@ from benchmarks.lib.ep.timing import (
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.plots import lines
 from loadgen.results import publish
@@ -227,7 +227,7 @@ def _work(points: list[dict[str, Any]]) -> LayerWork:
 
 
 def _add_messages(compute: LayerCost, message_rows: list[dict[str, Any]]) -> LayerCost:
-    """Add an empty all-gather and reduce-scatter to every layer, and the cost of a byte of an all-to-all.
+    """Add an empty all-gather and reduce-scatter to every layer, and an all-to-all's cost per byte.
 
     This cost includes the way back, since a `LayerWork` counts only the bytes of the dispatch.
     """

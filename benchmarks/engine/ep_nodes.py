@@ -24,7 +24,7 @@ from benchmarks.lib.capture import load_or_capture
 from benchmarks.lib.ep.network import TRAFFIC, Network
 from benchmarks.lib.ep.ranks import run_on_ranks
 from benchmarks.lib.ep.timing import ONCE_A_NODE, LayerArm, LayerRun, RankJob, time_layers_together
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from examples.demo_model import WEIGHTS
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent

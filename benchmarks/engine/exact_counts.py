@@ -26,7 +26,7 @@ from benchmarks.lib import options, tiny_model
 from benchmarks.lib.cluster import ROOT, python_path
 from benchmarks.lib.engines import TRITON_CPU
 from benchmarks.lib.exact import ComparedCells, compare_with_reference, compare_with_report, reference
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from loadgen.results import publish
 
 BENCHMARKS = {"exact_counts": "default"}

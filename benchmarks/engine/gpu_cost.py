@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import options
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.gpu_cost import kernel_times
 from eldr_serve.gpu_cost.expected import CONTEXT_TOKENS, expected_steps

@@ -4,8 +4,8 @@
 
 numpy and torch run on one CPU core. They decide one layer at a time, as in an engine, and 48 layers at once,
 as in a simulation. The optimum (bisection and matching, METRO's section IV-B and Figure 6) decides one layer.
-On a CUDA device, the Triton kernel runs in a CUDA graph of 48 consecutive layers, whose
-replays are timed by events. The placements are EPLB's for skewed loads. 60 % of the experts have tokens.
+On a CUDA device, the Triton kernel runs in a CUDA graph of 48 consecutive layers, whose replays are timed by
+events. The placements are EPLB's for skewed loads. 60 % of the experts have tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.ep.replica_choice import route_optimal
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
 from eldr_serve.experts.parallel.placement import hosts_of

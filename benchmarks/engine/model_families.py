@@ -12,8 +12,7 @@ twice over few KV blocks.
     tokens_near_ties    tokens observed with several choices, since batches round differently
     differ_replayed     differences that remain when Hugging Face's model is forced to the engine's experts,
                         so that no difference causes others
-    widest_gap          largest distance of these differences from a tie, as a share of the range of the
-                        router's scores
+    widest_gap          largest distance of such a difference from a tie, as a share of the score range
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from benchmarks.lib.engines import ENGINE_ENV, TORCHVISION_CPU, TRITON_CPU
 from benchmarks.lib.exact import histogram
 from benchmarks.lib.families import FAMILIES, Reference
 from benchmarks.lib.family_engine import CHUNK
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import unpack_counts
@@ -124,7 +123,7 @@ def family_row(family: str, runner: str, checkpoint: Path, report: dict[str, Any
 
 
 def _prompt_exact(record: dict[str, Any]) -> bool:
-    """Return whether the counts follow from one of the observed choices of each token."""
+    """Return whether one observed choice for each token can give the counts."""
     counts = unpack_counts(record["eldr_prefill"]).astype(np.int64)
     choices = record["seen"][: len(record["prompt"])]
     shape = counts.shape
@@ -200,7 +199,7 @@ def gap(
     score: NDArray[np.float32],
     groups: tuple[int, int] = (1, 1),
 ) -> float:
-    """Return how far two choices of a token's experts are from a tie, as a share of the range of the scores.
+    """Return how far two choices of a token's experts are from a tie, as a share of the score range.
 
     Args:
         chosen, other_chosen: int[k], the two choices.

@@ -1,4 +1,4 @@
-"""Show that an MoE layer's time follows its active experts, not its batch size (the paper's Figure 2).
+"""Time an MoE layer by active experts and batch size (Figure 2 of the ELDR paper).
 
     python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b
     python -m benchmarks.engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b --device cuda
@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.validation import unknown_name
 from loadgen.plots import lines

@@ -12,7 +12,7 @@ from __future__ import annotations
 from benchmarks.lib.replay.command import ReplayResult, Rows, make_replay_command, report_changes
 from benchmarks.lib.replay.rows import experts_by_batch
 from benchmarks.lib.replay.schedule import Arm
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.signature import DEFAULT_TRANSFORM, TRANSFORMS
 from loadgen.figures import BASELINES
 from loadgen.plots import lines

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.signature import pack_counts
 from loadgen.results import publish

@@ -40,7 +40,7 @@ from benchmarks.lib.synthetic import (
     VOCABULARY,
     write_config,
 )
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost import StepSums
 from loadgen.plots import lines
@@ -232,7 +232,7 @@ def step_cost(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time decode steps of composed batches, and fit the cost of a request and of an active expert."""
+    """Time decode steps of composed batches, and fit the costs per request and per active expert."""
     check_device(device)
     points = _points(batches, active)
     sizes = list(points)

@@ -26,7 +26,7 @@ from benchmarks.lib import options
 from benchmarks.lib.engines import device_kwargs, weights_name
 from benchmarks.lib.ports import free_port
 from benchmarks.lib.replay.engine import BLOCK, ENGINE_ENV, GPU_LIMITS, TEMPERATURE, pad_to_blocks
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.engine.protocol import Sampling
 from eldr_serve.engine.vllm.config import ONE_PROCESS
 from eldr_serve.errors import ServiceFailedError, UserInputError

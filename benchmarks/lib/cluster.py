@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -28,7 +28,7 @@ def unwind_on_sigterm() -> None:
 
 
 def python_path(*folders: Path) -> str:
-    """Return PYTHONPATH for processes that import this checkout and `folders`, then its present value."""
+    """Return PYTHONPATH for processes that import this checkout and `folders`, then its current value."""
     return os.pathsep.join(filter(None, [*map(str, (ROOT, *folders)), os.environ.get("PYTHONPATH")]))
 
 
@@ -61,11 +61,16 @@ def local_ray(
             serve.start(http_options={"host": "127.0.0.1", "port": http_port})
         yield
     finally:
-        if http_port is not None and ray.is_initialized():
-            serve.shutdown()
-        ray.shutdown()
-        os.environ.clear()
-        os.environ |= before
+        with ExitStack() as stack:  # in reverse order; each step runs even if one before it raises
+            stack.callback(_restore_environment, before)
+            stack.callback(ray.shutdown)
+            if http_port is not None and ray.is_initialized():
+                stack.callback(serve.shutdown)
+
+
+def _restore_environment(before: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ |= before
 
 
 def wait_ready(url: str, seconds: float = 60.0) -> None:

@@ -1,4 +1,4 @@
-"""The present computing speed of CPU cores.
+"""Measurement of how fast CPU cores compute at the moment.
 
 Cores of shared machines are slower by up to a third for seconds or minutes, because of their frequency, their
 neighbours, or time stolen by the hypervisor. Where that is as large as the measured effect, times are

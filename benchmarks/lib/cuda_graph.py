@@ -25,7 +25,7 @@ class TimedGraph:
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._kept = work()
+            self._output = work()  # keeps the graph's tensors alive
         # The GPU sums this tensor before each replay. The sum takes long enough for the host to queue the
         # replay meanwhile, so that no measured time includes the host's. It also evicts the inputs from the
         # L2 cache, because the tensor is larger than the cache.

@@ -45,7 +45,10 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def device_arguments(device: str, graphs: str, *, on_host: bool) -> dict[str, Any]:
-    """Return the engine arguments of the device. CUDA graphs hold steps with parts of prompts, too."""
+    """Return the engine arguments of the device.
+
+    CUDA graphs also capture steps that contain parts of prompts.
+    """
     if device != "cuda":
         return {"device": "cpu", "block_size": BLOCK} | ({} if on_host else COUNTED_ON_DEVICE)
     sizes = [1, 2, 4, 8, 12, 24, CHUNK]

@@ -18,7 +18,7 @@ class _Transport(asyncio.Transport):
         self._out: list[bytes] = []
         self._size = 0
         self.written = asyncio.Event()
-        self.aborted = False
+        self.aborted = asyncio.Event()
 
     def writelines(self, parts: Any) -> None:
         self._out += parts
@@ -36,24 +36,36 @@ class _Transport(asyncio.Transport):
         return self._size
 
     def abort(self) -> None:
-        self.aborted = True
-        self.written.set()
+        self.aborted.set()
 
 
 async def carry(peer: Peer, stream: Any) -> None:
-    """Carry a peer's bytes over a gRPC stream, in both directions, until either end closes it."""
+    """Carry a peer's bytes over a gRPC stream, in both directions, until either end closes it.
+
+    A failure to read or to write ends both directions, and is raised.
+    """
     transport = _Transport()
     peer.connection_made(transport)
 
+    async def read() -> None:
+        while (data := await stream.read()) is not grpc.aio.EOF:
+            peer.data_received(data)
+
     async def write() -> None:
-        while not transport.aborted:
+        while True:
             await transport.written.wait()
             await stream.write(transport.take())
 
-    writing = asyncio.create_task(write())
+    tasks: list[asyncio.Task[Any]] = [
+        asyncio.create_task(read()),
+        asyncio.create_task(write()),
+        asyncio.create_task(transport.aborted.wait()),
+    ]
     try:
-        while (data := await stream.read()) is not grpc.aio.EOF:
-            peer.data_received(data)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
     finally:
-        writing.cancel()
+        for task in tasks:
+            task.cancel()
         peer.connection_lost(None)

@@ -17,7 +17,7 @@ import typer
 from PIL import Image
 from playwright.async_api import Browser, async_playwright
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.files import write_atomically
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")

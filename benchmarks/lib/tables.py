@@ -43,14 +43,13 @@ Rows = list[dict[str, Any]]
 # Words of a key -> words of its heading
 _HEADINGS = {
     "arm": "policy or variant",
-    "blocks moved, %": "other ranks change to blocks, %",
     "clock": "times",
     "engine time per token": "engine time per token, ms",
     "imbalance below JSQ": "imbalance, times below shortest-queue",
     "intermediate": "neurons per expert",
     "left": "disconnected",
-    "moved per token": "other ranks per token",
-    "none moved, %": "other ranks change, %",
+    "moved vs base, %": "other ranks change, %",
+    "moved vs blocks, %": "other ranks change to blocks, %",
     "ok": "answered",
     "paper moved, %": "paper other ranks change, %",
     "rate/s": "arrivals/s",

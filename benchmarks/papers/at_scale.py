@@ -47,7 +47,7 @@ from benchmarks.lib import options
 from benchmarks.lib.router_time import channel_s, placement_cpu_s
 from benchmarks.papers.figures.common import mean
 from benchmarks.papers.scaled_arrivals import BASE, StudySettings, WorkerLoad, load_at_batch, scenario_of
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy
 from eldr_serve.scheduling.cost_file import FittedCost
@@ -181,7 +181,7 @@ class JournaledRuns:
         return 100 * self.router_s(policy) * self.load.rate_per_s * self.size.share
 
     def figures_of_seed(self, policy: str, seed: int, workers: int) -> dict[str, float]:
-        """Return the figures of a run on this number of workers, at the arrivals for all workers."""
+        """Return a run's figures on this number of workers, at the arrivals for all workers."""
         key = self._key(policy, f"{workers}/{seed}")
 
         def run() -> dict[str, float]:
@@ -319,7 +319,7 @@ def _sizes(workers: str, routers: str, simulated: int) -> list[Size]:
 
 
 def _expand_to_sizes(option: str, value: str, sizes: int) -> list[int]:
-    """Return the number of an option for each of the sizes."""
+    """Return an option's number for each size."""
     numbers = options.numbers(option, value)
     if len(numbers) not in (1, sizes):
         raise UserInputError(f"{option} must be one number, or one for each of --workers, got {value}")

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.scheduling import Loads, PlacementRequest, QueuedPolicy, make_policy
 from loadgen.results import p50_p99_us, publish, time_calls
 

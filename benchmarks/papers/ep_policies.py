@@ -34,7 +34,7 @@ from benchmarks.lib.ep.turns import (
 )
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.fitting.table import fit_table
 from eldr_serve.experts.routing_table import RoutingTable
@@ -53,6 +53,8 @@ ARMS = (
     ("shortest-queue", "one for all"),
     *((policy, name) for policy in ("locality-band", "marginal-cost") for name in ("linear", "own")),
 )
+NumWorkers = Annotated[int, typer.Option(min=2, help="Number of decode engines.")]
+MeanBatch = Annotated[int, typer.Option(min=2, help="Mean requests in flight per worker.")]
 PAPER = {("locality-band", "own"): {"paper_p50_pct": "-2.7..-4.3", "paper_p99_pct": "-0.6..-2.0"}}
 _NOTES = column_notes(
     "The policies place requests on `workers` decode workers. Each worker's batch decodes alone on an engine "
@@ -71,8 +73,8 @@ _NOTES = column_notes(
 
 def ep_policies(
     prompts: options.Prompts = options.PROMPTS,
-    workers: Annotated[int, typer.Option(min=2, help="Number of decode engines.")] = 4,
-    batch: Annotated[int, typer.Option(min=2, help="Mean requests in flight per worker.")] = 16,
+    workers: NumWorkers = 4,
+    batch: MeanBatch = 16,
     groups: options.Groups = "all,language",
     ranks: Ranks = 2,
     tokens: Tokens = 24,

@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.results import publish

@@ -13,7 +13,10 @@ import typer
 
 from benchmarks.papers.figures import (
     balanceroute,
+    balanceroute_proxy,
     director,
+    director_forecast,
+    director_forms,
     eldr,
     eldr_domains,
     eldr_gates,
@@ -27,7 +30,7 @@ from benchmarks.papers.figures import (
     whole,
 )
 from benchmarks.papers.figures.common import Options, PaperFigure
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost_file import FittedCost
 from loadgen.results import publish
@@ -38,10 +41,10 @@ PAPERS = {
     | eldr_signatures.FIGURES
     | eldr_domains.FIGURES
     | eldr_gates.FIGURES,
-    "balanceroute": balanceroute.FIGURES,
+    "balanceroute": balanceroute.FIGURES | balanceroute_proxy.FIGURES,
     "grace": grace.FIGURES | grace_forms.FIGURES,
     "metro": metro.FIGURES,
-    "director": director.FIGURES,
+    "director": director.FIGURES | director_forms.FIGURES | director_forecast.FIGURES,
     "together": together.FIGURES,
     "predicted": predicted.FIGURES,
     "whole": whole.FIGURES,

@@ -26,7 +26,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.capture import load_or_capture
 from benchmarks.papers.figures.common import mean
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.scheduling import StepCost, make_policy
 from loadgen.results import publish

@@ -27,7 +27,7 @@ from benchmarks.engine.replays import POLICIES
 from benchmarks.lib.replay.command import ReplayResult, make_replay_command
 from benchmarks.lib.replay.rows import LAYERS
 from benchmarks.lib.replay.schedule import ReplayCase, ReplayExperiment
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling.cost import StepSums
 from loadgen.plots import save

@@ -28,7 +28,7 @@ from benchmarks.lib.active_experts import active_experts
 from benchmarks.papers.figures import whole
 from benchmarks.papers.figures.common import Options, each_seed, mean
 from benchmarks.papers.figures.eldr import BALANCERS
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy, StepCost, make_policy
 from eldr_serve.scheduling.cost_file import FittedCost

@@ -27,7 +27,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import serve_application
 from benchmarks.lib.prompts import MODEL
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from loadgen.results import publish
 from loadgen.workload import read_prompts
 

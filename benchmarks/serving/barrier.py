@@ -65,7 +65,7 @@ from benchmarks.lib.live import serve_shortest_queue_without_pool
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.scheduling import Policy, make_policy
 from eldr_serve.scheduling.policies.base import QueuedPolicy

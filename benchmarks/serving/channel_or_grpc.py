@@ -53,7 +53,7 @@ from benchmarks.lib.channel_transports import (
     serve,
 )
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 
@@ -105,7 +105,7 @@ class _Readers:
                 self._changed.set()
 
     async def time_steps(self, link: Link, seconds: float, gap_s: float) -> tuple[list[float], list[float]]:
-        """Let the engine run. Return the seconds of its steps and of the reads of their last tokens."""
+        """Let the engine run. Return when its steps began and when their last tokens were read, s."""
         self._tokens, self._read_s = 0, []
         began_s = (await link.command("run", {"seconds": seconds, "gap_s": gap_s}))["began_s"]
         async with asyncio.timeout(STEP_TIMEOUT_S):
@@ -241,7 +241,7 @@ def _client(transport: str, port: int, load: ChannelLoad, seed: int) -> list[dic
 
 
 def compare_with_channel(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each row of a round its multiples of the channel's row."""
+    """Add to each row its multiples of the channel's figures in this round."""
     base = {row["streams"]: row for row in rows if row["way"] == "channel"}
     for row in rows:
         channel = base[row["streams"]]

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.engines import check_device
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.files import write_atomically
 from loadgen.results import RESULTS

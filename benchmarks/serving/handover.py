@@ -40,7 +40,7 @@ from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import MODEL, bodies
 from benchmarks.lib.rounds import medians
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from eldr_serve.pipeline.context.stage_latencies import WINDOW

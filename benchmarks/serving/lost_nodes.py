@@ -31,7 +31,7 @@ from benchmarks.lib.client import Answer, allow_open_files, count_failures, open
 from benchmarks.lib.cluster import RAY_ENV, python_path, wait_ready
 from benchmarks.lib.fakes.names import APPLICATION
 from benchmarks.lib.fakes.service import check_text, request_body
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from loadgen.results import column_notes, publish
 
 BENCHMARKS = {"lost_nodes": "all"}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.objectives
 
-The objective is a multiple of the latencies of an idle service. The load that fits is the highest number of
+The objective is a multiple of an idle service's latencies. The load that fits is the highest number of
 requests in flight of which 95 % meet the objective. Then requests arrive at 1.5 times the rate of that load,
 in rounds of two applications in turn. Each has engines of its own, which are idle during the other's rounds.
 Prefill engines cache no prefixes, since prompts occur again.
@@ -40,7 +40,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import change_nixl_ports, our_arguments
 from benchmarks.lib.live import serve_application, start_application, stop_application
 from benchmarks.lib.prompts import bodies
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.objective import TPOT_HEADER, TTFT_HEADER
 from examples.demo_model import WEIGHTS
 from loadgen.arrivals import poisson

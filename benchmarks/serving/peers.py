@@ -57,7 +57,7 @@ from benchmarks.lib.engines import ray_pd_arguments, vllm_router, vllm_servers
 from benchmarks.lib.live import wide_arguments
 from benchmarks.lib.prompts import bodies
 from benchmarks.lib.replay.schedule import widen_model
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal

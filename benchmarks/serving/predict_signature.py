@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.online_predictor import OnlinePredictor
 from eldr_serve.experts.signature_predictor import SignaturePredictor
 from eldr_serve.scheduling import PlacementRequest, make_policy
@@ -83,7 +83,7 @@ def predict_signature(
 
 
 def _decisions(workers: int, tokens: int, calls: int, rng: np.random.Generator) -> dict[str, object]:
-    """Return a row: p50 and p99 of each part of a placement and of the whole, in microseconds."""
+    """Return a row with p50 and p99 of a whole placement and of each part, in microseconds."""
     online = OnlinePredictor(_random_predictor(64, rng))
     prompts = (VOCABULARY * rng.power(_SKEW, (_PROMPTS, tokens))).astype(np.uint32)
     policy = make_policy("marginal-cost")

@@ -27,7 +27,7 @@ from benchmarks.lib.live import (
 )
 from benchmarks.lib.normalised_time import NORMALISED
 from benchmarks.lib.replay.schedule import widen_model
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.fitting.table import fit_table
 from loadgen.plots import bars
 from loadgen.results import publish

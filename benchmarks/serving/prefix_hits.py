@@ -32,7 +32,7 @@ from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.live import serve_shortest_queue_without_pool
 from benchmarks.lib.prompts import MODEL
 from benchmarks.lib.whole.workloads import SHRINK, SHRINK_ANSWERS, conversations
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import ServiceFailedError, UserInputError
 from loadgen.results import publish
 from loadgen.traces import BLOCK_TOKENS, RecordedArrival, read_arrival_trace

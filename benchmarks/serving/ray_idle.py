@@ -26,7 +26,7 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.cpu_time import PARTS, cpu_s
 from benchmarks.lib.fakes.service import run_in_process, serve_fake
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from loadgen.journal import Journal

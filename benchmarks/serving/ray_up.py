@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.lib import options
 from benchmarks.lib.cluster import ROOT, unwind_on_sigterm, wait_ready
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish
 

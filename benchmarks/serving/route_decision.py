@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.synthetic import EXPERTS, LAYERS, TOP_K, prompt_counts, random_spec, table_near
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.scheduling import Loads, PlacementRequest, make_policy
 from loadgen.results import p50_p99_us, publish, time_calls
 

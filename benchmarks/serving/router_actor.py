@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import options
 from benchmarks.lib.cluster import local_ray
 from benchmarks.lib.synthetic import EXPERTS, LAYERS, prompt_counts, random_spec, table_near
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.experts.routing_table import RoutingTable
 from loadgen.results import publish, time_calls
 from loadgen.statistics import median_ci

@@ -7,7 +7,8 @@ clients send requests first, then many clients until there are three engines of 
 there is one engine of each kind again. Each row is such a phase, with the results of its requests and
 `after_s`, the seconds until the number of engines was reached. The first phase begins with that number. New
 engines start on the serving cores, so a phase's times include that cost. The exit status is 1 if a request
-fails, or if a greedy text differs from that of the first engines.
+fails, if a greedy text differs from that of the first engines, or if a phase does not get its engines in
+time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
 from benchmarks.lib.prompts import bodies
 from eldr_serve.commands.client import OperatorClient, ServiceError
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
+from eldr_serve.errors import ServiceFailedError
 from examples.demo_model import WEIGHTS
 from loadgen import application
 from loadgen.results import publish
@@ -113,9 +115,15 @@ class _Service:
 async def _run_phases(
     service: _Service, work: list[dict[str, Any]], few_clients: int, many_clients: int, max_engines: int
 ) -> list[dict[str, Any]]:
-    """Send load of few, many and again few clients. Return a row for each."""
+    """Send load of few, many and again few clients. Return a row for each.
+
+    Raises:
+        ServiceFailedError: a request failed whose text is required of later engines.
+    """
     for body in work:
         await service.ask(body)
+    if failures := count_failures(service.answers):
+        raise ServiceFailedError(f"the reference requests failed: {failures}")
     return [
         await service.load(clients, engines, _MAX_SCALING_S)
         for clients, engines in ((few_clients, 1), (many_clients, max_engines), (few_clients, 1))
@@ -134,7 +142,10 @@ def scaling(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Scale engines up and down under load. Exit with status 1 if a request failed or its text differs."""
+    """Scale engines up and down under load.
+
+    Exit with status 1 if a request fails, its text differs, or a phase does not get its engines in time.
+    """
     unwind_on_sigterm()
     allow_open_files(8192)
     application.check_port(port)

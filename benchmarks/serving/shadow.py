@@ -35,7 +35,7 @@ from benchmarks.lib.live import length_options, serve_shortest_queue_without_poo
 from benchmarks.lib.prompts import MODEL, no_longer_than
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.commands.client import OperatorClient
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import ServiceFailedError, UserInputError
 from loadgen.journal import Journal
 from loadgen.results import publish

@@ -9,7 +9,7 @@ row is a separate application, with a kill -9 of each named process in turn, whi
 A *way* is the path from the client to the ingress: `own` is the ingress's own port, `proxy` is Ray Serve's,
 and `haproxy` is its HAProxy as Ray configures it. `haproxy-retry` is the same with
 RAY_SERVE_HAPROXY_RETRY_ON, which resends a request whose ingress died before the first byte. Behind a proxy,
-clients request whole answers, so that no answer has a byte when its ingress dies.
+clients request unstreamed answers, so that no answer has a byte when its ingress dies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from benchmarks.lib.fakes.service import (
     run_in_process,
     serve_fake,
 )
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen import processes
 from loadgen.results import column_notes, publish
@@ -61,7 +61,7 @@ _SETTLE_S = 60.0
 NOTES = column_notes(
     "The engines compute nothing, and the client shares the cores with the service.",
     {
-        "way": "own: streams at the ingress's own port; all others: whole answers through a proxy.",
+        "way": "own: streams at the ingress's own port; all others: unstreamed answers through a proxy.",
         "longest_gap_s": "Longest time between two tokens of a stream.",
         "settled_s": "Time from the end of the last answer until no lease and no request is in flight, and "
         "as many processes run as before.",
@@ -75,7 +75,7 @@ def _processes(role: str) -> list[Any]:
     return processes.find_processes(f"ray::ServeReplica:{APPLICATION}:{_ROLES[role]}")
 
 
-async def _whole(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+async def _request_unstreamed(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
     """Request one answer without streaming, and store any failure in `error`."""
     answer = Answer(time.perf_counter())
     try:
@@ -99,7 +99,7 @@ async def _load(
 
         async def send(number: int) -> Answer:
             await asyncio.sleep(ramp_s * number / count)
-            answer = await (request_completion if way == "own" else _whole)(http, url, body)
+            answer = await (request_completion if way == "own" else _request_unstreamed)(http, url, body)
             check_text(answer, tokens)
             return answer
 
@@ -171,7 +171,7 @@ def _measure(
 
 def stream_faults(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 2000,
-    whole: Annotated[int, typer.Option(min=1, help="Concurrent whole answers behind a proxy.")] = 200,
+    unstreamed: Annotated[int, typer.Option(min=1, help="Concurrent answers behind a proxy.")] = 200,
     ways: Annotated[
         str, typer.Option(help=f"Ways to the ingress, comma-separated, of {', '.join(_WAYS)}.")
     ] = "own,proxy,haproxy,haproxy-retry",
@@ -187,7 +187,9 @@ def stream_faults(
     if unknown := (set(ways.split(",")) - set(_WAYS)) | (set(roles) - {*_ROLES, "router"}):
         raise UserInputError(f"there is no {min(unknown)!r}")
     for way in ways.split(","):
-        load = (streams, 100, 400.0, ramp_s, roles) if way == "own" else (whole, 100, 60.0, 2.0, ["ingress"])
+        load = (unstreamed, 100, 60.0, 2.0, ["ingress"])
+        if way == "own":
+            load = (streams, 100, 400.0, ramp_s, roles)
         rows.append(run_in_process(_measure, way, *load, port, seed))
     publish("stream_faults", rows, inputs={"ramp_s": ramp_s}, seed=seed, out=out, notes=NOTES)
     if any(row["failures"] for row in rows if row["way"] == "own"):

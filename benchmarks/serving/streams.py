@@ -40,7 +40,7 @@ from benchmarks.lib.client import (
 from benchmarks.lib.cpu_time import cpu_s
 from benchmarks.lib.fakes.service import HAPROXY, NO_DRAINING, request_body, run_in_process, serve_fake
 from benchmarks.lib.rounds import medians
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.config.ray_settings import QUIET
 from eldr_serve.errors import UserInputError
 from loadgen.results import publish

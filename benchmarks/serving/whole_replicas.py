@@ -64,7 +64,7 @@ from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.lib.whole.report import means, normalise_speed, rows
 from benchmarks.lib.whole.systems import POLICIES, Engines
 from benchmarks.lib.whole.workloads import Chains, many_domains, sessions, system_prompts
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.commands.settings import command_of_settings
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace

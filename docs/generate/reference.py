@@ -16,8 +16,8 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from eldr_serve.cli import app
-from eldr_serve.commands.errors import app_of
 from eldr_serve.commands.lazy import resolve
+from eldr_serve.commands.run import app_of
 from eldr_serve.config.application import EldrArgs
 from eldr_serve.data_root import ROOT
 from eldr_serve.engine.active_backend import BACKEND

@@ -103,7 +103,7 @@ class ChannelServer:
     Attributes:
         connections: the open connections.
         open_methods: see Args.
-        is_suspended: whether new connections are refused at present.
+        is_suspended: whether new connections are refused now.
         is_leaving: whether peers are asked to send no further calls.
     """
 

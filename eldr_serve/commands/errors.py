@@ -37,16 +37,3 @@ def exit_on_expected_error(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(exit_status(error)) from None
 
     return run_command
-
-
-def app_of(*commands: Callable[..., None]) -> typer.Typer:
-    """Return an app with the command's options and `--help`; the first argument selects one of several."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    for command in commands:
-        app.command(command.__name__)(exit_on_expected_error(command))
-    return app
-
-
-def run(*commands: Callable[..., None]) -> None:
-    """Run a command as `python -m`, or one of several."""
-    app_of(*commands)()

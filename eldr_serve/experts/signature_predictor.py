@@ -107,7 +107,7 @@ class SignaturePredictor(Artifact):
     def frequencies(self, mean_factors: Float32s) -> Float32s:
         """Return the expert frequencies float32[L, E] of a prompt whose tokens have these mean factors.
 
-        Frequencies are from 0 to 1, and each row sums to top_k.
+        Each row sums to top_k; after this scaling a frequency may exceed 1.
         """
         frequencies: Float32s = np.tensordot(mean_factors, self.expert_factors, axes=1)
         frequencies += self.mean

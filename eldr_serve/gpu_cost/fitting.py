@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.gpu_cost.readings import DecodeStep, Readings, Setting, Shape
+from eldr_serve.gpu_cost.readings import Readings, Setting, Shape, StepReading
 from eldr_serve.gpu_cost.routing import active_experts
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost import solve_non_negative
@@ -111,7 +111,7 @@ def fit(readings: Readings) -> StepCostFit:
     tokens = np.array([step.prompt_tokens for step in prompts], np.float64)
     prompt_step_s = np.array([step.seconds for step in prompts])
     decode_s = cost.seconds(
-        *_counts([DecodeStep(p.requests, p.context, "skewed", 0.0) for p in prompts], readings.shape)
+        *_counts([StepReading(p.requests, p.context, "skewed", 0.0) for p in prompts], readings.shape)
     )
     (per_prompt_token_s,) = _least_squares(tokens[:, None], prompt_step_s, prompt_step_s - decode_s)
     cost = replace(cost, per_prompt_token_s=float(per_prompt_token_s))
@@ -125,7 +125,7 @@ def describe(setting: Setting, shape: Shape) -> str:
     return f"{setting.model} on {setting.gpu}, TP {setting.tp}, EP {setting.ep}, experts in {shape.dtype}"
 
 
-def _counts(steps: Sequence[DecodeStep], shape: Shape) -> tuple[Ints, Ints, Floats]:
+def _counts(steps: Sequence[StepReading], shape: Shape) -> tuple[Ints, Ints, Floats]:
     """Return requests, KV tokens, and active experts over all layers of each step."""
     requests = np.array([step.requests for step in steps])
     active = np.array([active_experts(step.requests, step.routing, shape) for step in steps])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_serve.errors import UserInputError
-from eldr_serve.gpu_cost.readings import DecodeStep, PromptStep, Readings, Routing, Setting, Shape
+from eldr_serve.gpu_cost.readings import PromptStep, Readings, Routing, Setting, Shape, StepReading
 from eldr_serve.validation import did_you_mean
 
 REQUIREMENT = "aiconfigurator-core==0.12.0"
@@ -89,7 +89,7 @@ def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequenc
         spec = _model_spec(setting, path)
     moe_layers = _find_moe_layers(setting, spec)
     shape = _shape(setting, moe_layers)
-    steps: list[DecodeStep] = []
+    steps: list[StepReading] = []
     distributions: dict[Routing, str] = {"even": "balanced", "skewed": f"power_law_{shape.skew:g}"}
     for routing, distribution in distributions.items():
         for layers in moe_layers:
@@ -105,7 +105,7 @@ def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequenc
             for context in contexts:
                 with _refuse_failures(setting):
                     step_ms = engine.predict_decode_latency(batch, context)
-                steps.append(DecodeStep(batch, context, routing, 1e-3 * step_ms))
+                steps.append(StepReading(batch, context, routing, 1e-3 * step_ms))
     prompts = []
     for tokens, batch in itertools.product(PROMPTS, _PROMPT_BATCHES):
         with _refuse_failures(setting):

@@ -53,8 +53,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class DecodeStep:
-    """A decode step.
+class StepReading:
+    """The time of a decode step.
 
     Attributes:
         requests: number of requests, of one token each.
@@ -95,7 +95,7 @@ class Readings:
     setting: Setting
     source: str
     shape: Shape
-    steps: tuple[DecodeStep, ...]
+    steps: tuple[StepReading, ...]
     prompt_steps: tuple[PromptStep, ...]
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Readings:
             Setting(**fields["setting"]),
             fields["source"],
             Shape(**fields["shape"]),
-            _build_rows(DecodeStep, fields["steps"]),
+            _build_rows(StepReading, fields["steps"]),
             _build_rows(PromptStep, fields["prompt_steps"]),
         )
 

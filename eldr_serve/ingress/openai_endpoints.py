@@ -99,7 +99,7 @@ class OpenAIEndpoints:
         adapter = "" if fields.model == self._base_model else fields.model or ""
         pipeline_request = _request(method, request, body, fields, adapter)
         context = self._begin(pipeline_request, request.scope["path"], sending.cancel)
-        state.reservation.set_usage(partial(context.used_tokens, prompt_tokens))
+        state.reservation.count_usage_with(partial(context.used_tokens, prompt_tokens))
         state.id_headers = _id_headers(context)
         run = self._request_path.generate(context)
         try:
@@ -160,7 +160,7 @@ class OpenAIEndpoints:
         if method in _COMPUTED:
             prompt_tokens = len(body) // _BYTES_PER_TOKEN
             reservation.reserve(prompt_tokens)
-            reservation.set_usage(lambda: prompt_tokens)
+            reservation.count_usage_with(lambda: prompt_tokens)
         engine_request = EngineRequest(method, body, headers=_headers_for_engines(request), cache_salt=salt)
         return Response(await self._request_path.forward(engine_request), media_type="application/json")
 
@@ -234,7 +234,7 @@ def _placement_headers(context: RequestContext) -> dict[str, str]:
         "x-eldr-policy": lease.policy,
     }
     if context.request.fields.stream and context.record.handover_s is not None:
-        # Only for streams: a whole answer arrives after its last token, so its hand-over includes decode.
+        # Only for streams: an unstreamed answer comes after its last token, so its hand-over includes decode.
         headers["x-eldr-handover-ms"] = f"{1000 * context.record.handover_s:.3f}"
     return headers
 

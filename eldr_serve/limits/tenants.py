@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 _RELOAD_PERIOD_S = 1.0
 _SHARE_PERIOD_S = 1.0
+# Usage in a longer outage of the router is not counted at other replicas: it is charged at once, without the
+# refill of that time, so that more of it would refuse a tenant that kept its limit.
+_MAX_OUTAGE_S = 60.0
 Usage = dict[str, tuple[float, float]]  # tenant -> requests and tokens charged since the process began
 _MINUTE_S = 60.0
 
@@ -119,8 +122,8 @@ class TokenReservation:
         self._reserved = tokens
         self.tenant.tokens.charge(tokens)
 
-    def set_usage(self, count_used_tokens: Callable[[], int]) -> None:
-        """Set the function that returns the tokens that the request has used; before, it has used none."""
+    def count_usage_with(self, count_used_tokens: Callable[[], int]) -> None:
+        """From now on count the used tokens with this function; before, the request has used none."""
         self._count_used_tokens = count_used_tokens
 
     def settle(self) -> None:
@@ -148,7 +151,7 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
         self._owners: dict[str, str] = {}
         self._seen: object = None
-        self._remote_usage: dict[str, Usage] = {}
+        self._remote_usage: dict[str, tuple[float, Usage]] = {}  # replica -> time and content of its report
         if path is not None:
             self._seen = _stamp(path)
             self._apply_keys(read_keys(path))
@@ -188,21 +191,28 @@ class Tenants:
                 continue
 
     def local_usage(self) -> Usage:
-        """Return the usage by this replica's requests, also of tenants that have no limit at present."""
+        """Return the usage by this replica's requests, also of tenants that have no limit now."""
         return {
             name: (tenant.requests.charged, tenant.tokens.charged) for name, tenant in self._tenants.items()
         }
 
     def add_remote_usage(self, usage: dict[str, Usage]) -> None:
-        """Count the usage at other replicas since each one's first report of the tenant."""
+        """Count the usage at other replicas since each one's first report of the tenant.
+
+        After an outage of up to `_MAX_OUTAGE_S`, this includes the usage during the outage.
+        """
+        now_s = self._clock()
+        self._remote_usage = {
+            name: report for name, report in self._remote_usage.items() if now_s - report[0] <= _MAX_OUTAGE_S
+        }
         for replica, tenants in usage.items():
-            before = self._remote_usage.get(replica, {})
+            _, before = self._remote_usage.get(replica, (now_s, {}))
             for name, charged in tenants.items():
                 if tenant := self._tenants.get(name):
                     last_charged = before.get(name, charged)
                     tenant.requests.add_usage(charged[0] - last_charged[0])
                     tenant.tokens.add_usage(charged[1] - last_charged[1])
-        self._remote_usage = usage
+            self._remote_usage[replica] = now_s, tenants
 
     def read_changed_keys(self) -> Keys | None:
         """Return the keys if the file has changed. An invalid file is logged once and counts as unchanged."""

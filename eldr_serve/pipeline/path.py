@@ -1,7 +1,7 @@
 """The path of one request: attempts until one of them has answered it.
 
 If an answer's engine fails or is drained, the answer continues on another engine, which recomputes the prompt
-and the tokens generated so far (see continuation.py for the engine's part).
+and the tokens generated so far (see engine/vllm/requests/continuation.py for the engine's part).
 """
 
 from __future__ import annotations

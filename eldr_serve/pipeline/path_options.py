@@ -28,7 +28,7 @@ class PrefillRouterOptions(BaseModel, frozen=True, extra="forbid"):
 class PathOptions(BaseModel, frozen=True, extra="forbid"):
     """Limits on attempts and waiting times, and the lifetime of a prompt's KV blocks."""
 
-    prefill_wait_s: float = Field(
+    replica_wait_s: float = Field(
         default=2.0,
         ge=0,
         description="maximum wait for a prefill replica that can be reached and has room in its KV cache, "

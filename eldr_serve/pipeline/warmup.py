@@ -17,6 +17,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
+from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, expert_counts_of, split_expert_counts, warm_up_body
 from eldr_serve.engine.methods import GENERATE, PREFILL, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest
@@ -122,7 +123,7 @@ class Warmup:
                 self._kv_release.release(request.id, prefill, reader=reader)
         await _read(self._generate(decode, f"{request_id}-n", answers=2))
         self._warm_pairs.add((prefill, decode))
-        await self._router.expect_counts(*counts.shape)
+        await self._report_shape(counts.shape)
 
     async def _warm_whole(self, decode: str) -> None:
         request_id = f"{WARM_UP_ID_PREFIX}{uuid.uuid4().hex}"
@@ -137,9 +138,16 @@ class Warmup:
         await reading
         self._warm_pairs.add((None, decode))
         if shapes:
-            await self._router.expect_counts(*shapes[0])
+            await self._report_shape(shapes[0])
         else:
             logger.warning("replica %s counts no experts: its predictions cannot be evaluated", decode)
+
+    async def _report_shape(self, shape: tuple[int, ...]) -> None:
+        """Report the shape of expert counts; each later subscription to the router contains it too."""
+        try:
+            await self._router.expect_counts(*shape)
+        except ACTOR_UNAVAILABLE as error:
+            logger.warning("the router does not know the shape of expert counts yet: %r", error)
 
     def _generate(
         self, decode: str, request_id: str, params: dict[str, Any] | None = None, *, answers: int = 1

@@ -85,7 +85,8 @@ def read_cluster(path: Path) -> list[NodePool]:
     The global `max_workers` bounds the nodes of all worker pools together, and is the default of each.
 
     Raises:
-        UserInputError: the file has another format, or a node type does not name its kind of GPU.
+        UserInputError: the file has another format, or a node type has no resources, which Ray detects on
+            some clouds, or does not name its kind of GPU.
         OSError: the file cannot be read.
     """
     try:
@@ -93,6 +94,12 @@ def read_cluster(path: Path) -> list[NodePool]:
         types: dict[str, Any] = document["available_node_types"]
         head = document["head_node_type"]
         max_workers = int(document.get("max_workers", _MAX_WORKERS))
+        for name, kind in types.items():
+            if kind.get("resources") is None:
+                raise UserInputError(
+                    f"{path}: node type {name} has no resources: list CPU, and on nodes with GPUs also GPU "
+                    f"and {ACCELERATOR}KIND"
+                )
         pools = [
             NodePool(
                 name,
@@ -102,6 +109,8 @@ def read_cluster(path: Path) -> list[NodePool]:
             )
             for name, kind in types.items()
         ]
+    except UserInputError:
+        raise
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserInputError(f"{path} is not a cluster file with node types: {error!r}") from error
     return [replace(pool, gpu=_gpu(path, pool.name, pool.resources)) for pool in pools]

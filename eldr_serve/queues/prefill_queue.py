@@ -110,7 +110,7 @@ class _Queue:
         change = self.own_calls - self.own_calls_at_report
         return max(0, self.calls_at_report - self.own_calls_at_report + (num_ingresses - 1) * change)
 
-    def has_room(self, more: float, bound_s: float) -> bool:
+    def has_room(self, tokens_before: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
 
         Because ingresses learn of each other's prompts only once per second, each uses only its share of the
@@ -118,11 +118,11 @@ class _Queue:
         include the newest prompts of this ingress, tokens are counted since the last two reports.
 
         Args:
-            more: tokens of prompts that will join before this one. The tokens of this prompt do not count, so
-                that an idle worker accepts a prompt of any length.
+            tokens_before: tokens of prompts that will join before this one. The tokens of this prompt do not
+                count, so that an idle worker accepts a prompt of any length.
         """
         token_limit = bound_s * self.rate_or_default
-        if self.tokens + more > token_limit:
+        if self.tokens + tokens_before > token_limit:
             return False
         if self.report.num_ingresses <= 1:
             return True
@@ -156,15 +156,15 @@ class PrefillQueues:
         self._queues: dict[str, _Queue] = {}
         self._retries = RetryTimes(clock=clock)  # its amounts are numbers of tokens
         self._call_starts = CallStartEstimator(clock=clock)
-        self._unplaced = 0.0  # tokens of prompts for which no worker has been chosen yet
+        self._unplaced_tokens = 0.0  # of prompts for which no worker has been chosen yet
         self.num_unplaced = 0  # number of these prompts
 
     # -- estimates ---------------------------------------------------------------------------------
 
     @property
-    def outstanding(self) -> int:
+    def outstanding_tokens(self) -> int:
         """Return the number of tokens of this ingress that all workers have yet to compute."""
-        return round(self._unplaced + sum(queue.own.outstanding for queue in self._queues.values()))
+        return round(self._unplaced_tokens + sum(queue.own.outstanding for queue in self._queues.values()))
 
     def is_measured(self, workers: Iterable[str]) -> bool:
         """Return whether the rate of any of these workers is known."""
@@ -176,7 +176,7 @@ class PrefillQueues:
         return queue.tokens / queue.rate_or_default
 
     def other_calls(self, workers: Sequence[str]) -> dict[str, int]:
-        """Estimate the number of open calls of all other ingresses to each of these prefill workers.
+        """Estimate how many open calls all other ingresses have at each of these prefill workers.
 
         A worker without a current report is assumed to have as many calls of each ingress as of this one.
         """
@@ -187,21 +187,21 @@ class PrefillQueues:
     def tokens_before(self, worker: str) -> float:
         """Return the tokens before a prompt that arrives now, if all prompts without a worker join first."""
         (queue,) = self._refresh([worker])
-        return queue.tokens + self._unplaced
+        return queue.tokens + self._unplaced_tokens
 
     def unplaced_s(self, workers: Sequence[str]) -> float:
         """Return the time that these workers together need for the prompts without a worker, s."""
-        return self._unplaced / self.rate(workers)
+        return self._unplaced_tokens / self.rate(workers)
 
     def rate(self, workers: Iterable[str]) -> float:
         """Return the throughput of these workers together, tokens/s."""
         return sum(queue.rate_or_default for queue in self._refresh(workers)) or DEFAULT_RATE
 
-    def remaining_s(self, ticket: Ticket | None) -> float:
-        """Estimate the time until a prompt has been computed, s; 0 if it has no ticket."""
-        if ticket is None or ticket.waiting_call is None:
+    def remaining_s(self, ticket: Ticket) -> float:
+        """Estimate the time until a prompt has been computed, s; 0 if it is overdue or has no worker."""
+        if ticket.waiting_call is None:
             return 0.0
-        return ticket.waiting_call.expected_start_at_s - self._clock()
+        return max(0.0, ticket.waiting_call.expected_start_at_s - self._clock())
 
     def _refresh(self, workers: Iterable[str]) -> list[_Queue]:
         """Process the newest reports of these workers; return their queues."""
@@ -228,7 +228,7 @@ class PrefillQueues:
             key: identifies the request, to recognise the retry of a refused request.
         """
         is_due = self._retries.is_due(key)
-        reserved_tokens = self._unplaced + (0.0 if is_due else self._retries.due_amount)
+        reserved_tokens = self._unplaced_tokens + (0.0 if is_due else self._retries.due_amount)
         bound_s = self._bound_s * (_RETRY_BOUND_FACTOR if is_due else 1.0)
         queues = zip(workers, self._refresh(workers), strict=True)
         return [name for name, queue in queues if queue.has_room(reserved_tokens / len(workers), bound_s)]
@@ -243,8 +243,8 @@ class PrefillQueues:
         queues = self._refresh(workers)
         rate = sum(queue.rate_or_default for queue in queues) or DEFAULT_RATE
         num_ingresses = max((queue.report.num_ingresses for queue in queues), default=1)
-        own_tokens = self._unplaced + sum(queue.own.outstanding for queue in queues)
-        known_tokens = self._unplaced + sum(queue.tokens for queue in queues)
+        own_tokens = self._unplaced_tokens + sum(queue.own.outstanding for queue in queues)
+        known_tokens = self._unplaced_tokens + sum(queue.tokens for queue in queues)
         waiting_tokens = max(known_tokens, min(num_ingresses * own_tokens, self._bound_s * rate))
         excess_tokens = max(0.0, waiting_tokens - _RETRY_ROOM * self._bound_s * rate)
         after_s = (excess_tokens + num_ingresses * (self._retries.amount + num_tokens)) / rate
@@ -257,7 +257,7 @@ class PrefillQueues:
         self._retries.claim(key)
         ticket = Ticket(num_tokens)
         if worker is None:
-            self._unplaced += num_tokens
+            self._unplaced_tokens += num_tokens
             self.num_unplaced += 1
         else:
             self._enter_queue(ticket, worker)
@@ -265,7 +265,7 @@ class PrefillQueues:
 
     def assign(self, ticket: Ticket, worker: str) -> None:
         """Add a prompt that had no worker to the queue of this one."""
-        self._unplaced -= ticket.num_tokens
+        self._unplaced_tokens -= ticket.num_tokens
         self.num_unplaced -= 1
         self._enter_queue(ticket, worker)
 
@@ -286,7 +286,7 @@ class PrefillQueues:
             return
         ticket.has_left = True
         if ticket.waiting_call is None:
-            self._unplaced -= ticket.num_tokens
+            self._unplaced_tokens -= ticket.num_tokens
             self.num_unplaced -= 1
             return
         self._call_starts.leave(ticket.waiting_call, answered=computed is not None)

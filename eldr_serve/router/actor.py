@@ -192,7 +192,7 @@ class DecodeRouter:
         return self._state.decode_loads(blocks)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
-        """Return the expert counts, unsigned[L,E], of recently placed prompts, the newest last."""
+        """Return the expert counts, unsigned[L,E], of the newest placed prompts, the newest last."""
         return list(self._state.leases.recent_counts)
 
     async def pending_counts(self) -> list[NDArray[Any]]:

@@ -234,7 +234,7 @@ class _PlaceCall:
         self._ingress_calls, self._ingress, self._request_id = ingress_calls, ingress, request_id
         self.reply = reply
         self.queued = self.has_lease = False
-        self._pending: Lease | None = None  # lease that has not been passed to the placer
+        self._pending: Lease | None = None  # newest requested lease; `_withdraw` ends it while it is SENT
 
     def place(self, message: Place) -> None:
         """Ask for a lease, or adopt the one that the ingress holds."""

@@ -9,7 +9,6 @@ from typing import Any
 from numpy.typing import NDArray
 
 from eldr_serve.metrics import NamedCounter, RouterEvent
-from eldr_serve.router.live_settings import LiveSettingsStore
 from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
@@ -29,7 +28,7 @@ class Leases:
 
     Args:
         placer: the placer that keeps the leases.
-        live_settings: the live settings, which include the version of the table.
+        table_version: returns the version of the live table.
         check: validation with the shape of the engines' expert counts.
         counters: counters of the status.
         view: data of the live page.
@@ -38,19 +37,20 @@ class Leases:
     Attributes:
         on_granted: called with leases of new and of queued requests when they are granted.
         cached_share: share of recent prompts that was in the workers' prefix caches.
-        recent_counts: expert counts of recently placed prompts, which only `offline.live_placement` reads.
+        recent_counts: expert counts of the newest placed prompts, for forecasts of the experts' next load
+            while no request decodes or waits.
     """
 
     def __init__(
         self,
         placer: Placer,
-        live_settings: LiveSettingsStore,
+        table_version: Callable[[], int],
         check: SettingsCheck,
         counters: Counter[str],
         view: LiveView,
         clock: Callable[[], float],
     ) -> None:
-        self._placer, self._live_settings, self._check = placer, live_settings, check
+        self._placer, self._table_version, self._check = placer, table_version, check
         self._counters, self._view, self._clock = counters, view, clock
         self.on_granted: Callable[[list[Lease]], None] = lambda leases: None
         self.cached_share = CachedShare()
@@ -63,7 +63,7 @@ class Leases:
 
     @property
     def oldest_wait_s(self) -> float:
-        """Return the longest present wait for a worker, s; 0 if no request waits."""
+        """Return the longest current wait for a worker, s; 0 if no request waits."""
         queued_at_s = min((lease.queued_at_s for lease in self._placer.queue.leases.values()), default=None)
         return 0.0 if queued_at_s is None else self._clock() - queued_at_s
 
@@ -73,8 +73,7 @@ class Leases:
 
     def is_stale(self, request: PlacementRequest) -> bool:
         """Return whether a request was scored with another table; its ingress will score it again."""
-        live_version = self._live_settings.current.table_version
-        return request.similarity is not None and request.table_version != live_version
+        return request.similarity is not None and request.table_version != self._table_version()
 
     def place(self, leases: list[Lease]) -> None:
         """Place or queue requests in state SENT, and dispatch the queue; stale requests stay SENT."""
@@ -84,8 +83,6 @@ class Leases:
         # Ingresses send waiting requests again when the settings change.
         queue = self._placer.queue.leases
         new_leases = [lease for lease in current_leases if lease.request_id not in queue]
-        for lease in new_leases:
-            self._keep_counts(lease.request)
         granted_leases = self._placer.submit(current_leases)
         self._counters[RouterEvent.QUEUED] += sum(lease.state is LeaseState.QUEUED for lease in new_leases)
         self._grant(granted_leases)
@@ -153,6 +150,7 @@ class Leases:
     def _grant(self, leases: list[Lease]) -> None:
         self._view.add_leases(leases)
         for lease in leases:
+            self._keep_counts(lease.request)
             self._counters[RouterEvent.PLACED] += 1
             self._counters[NamedCounter.REASON.key(lease.reason)] += 1
             self._counters[RouterEvent.MOST_SIMILAR_WORKER] += lease.is_most_similar

@@ -27,6 +27,7 @@ class SettingsChange:
         policies: the policies of the new settings.
         replaces_policy: whether the live policy is replaced; otherwise it stays, with its state.
         restarts_comparison: whether the comparison with the shadow begins again.
+        places_queue: whether the new policy places the queued requests at once.
     """
 
     before: LiveSettings
@@ -34,6 +35,7 @@ class SettingsChange:
     policies: Policies
     replaces_policy: bool = False
     restarts_comparison: bool = False
+    places_queue: bool = False
 
 
 class LiveSettingsStore:
@@ -47,7 +49,6 @@ class LiveSettingsStore:
         check: validation of further settings.
         counters: counters of the status, in which changes are counted.
         on_change: called with each change, to apply it.
-        dispatch: called after a change by an operator, to place queued requests with the new policy.
 
     Attributes:
         current: the live settings.
@@ -62,22 +63,20 @@ class LiveSettingsStore:
         check: SettingsCheck,
         counters: Counter[str],
         on_change: Callable[[SettingsChange], None],
-        dispatch: Callable[[], None],
     ) -> None:
         self.current = first
         self.table = table
         self._check = check
         self._counters = counters
         self._on_change = on_change
-        self._dispatch = dispatch
 
     # -- changes by operators ----------------------------------------------------------------------
 
     def set_policy(self, policy: str, parameters: dict[str, Any]) -> LiveSettings:
         """Change the policy, and return the new settings."""
-        self._replace_policy(replace(self._next_version(), policy=policy, parameters=dict(parameters)))
+        settings = replace(self._next_version(), policy=policy, parameters=dict(parameters))
+        self._replace_policy(settings, places_queue=True)
         self._counters[RouterEvent.POLICY_CHANGES] += 1
-        self._dispatch()
         return self.current
 
     def set_shadow(self, shadow: NamedPolicy | None) -> LiveSettings:
@@ -89,9 +88,9 @@ class LiveSettingsStore:
     def swap_table(self, table: bytes) -> LiveSettings:
         """Make a RoutingTable file live, and return the new settings."""
         version = self.current.table_version + 1
-        self._replace_policy(replace(self._next_version(), table=table, table_version=version))
+        settings = replace(self._next_version(), table=table, table_version=version)
+        self._replace_policy(settings, places_queue=True)
         self._counters[RouterEvent.TABLE_SWAPS] += 1
-        self._dispatch()
         return self.current
 
     def swap_predictor(self, predictor: bytes, tokenizer: str) -> LiveSettings:
@@ -152,28 +151,16 @@ class LiveSettingsStore:
     def _next_version(self) -> LiveSettings:
         return replace(self.current, version=_version_after(self.current))
 
-    def _replace_policy(self, settings: LiveSettings) -> None:
+    def _replace_policy(self, settings: LiveSettings, *, places_queue: bool = False) -> None:
         policies = self._check.build_policies(settings)
-        self._change(settings, policies, replaces_policy=True, restarts_comparison=True)
+        self._change(
+            settings, policies, replaces_policy=True, restarts_comparison=True, places_queue=places_queue
+        )
 
-    def _change(
-        self,
-        settings: LiveSettings,
-        policies: Policies,
-        *,
-        replaces_policy: bool = False,
-        restarts_comparison: bool = False,
-    ) -> None:
+    def _change(self, settings: LiveSettings, policies: Policies, **effects: bool) -> None:
         before, self.current = self.current, settings
         self.table = policies.table
-        change = SettingsChange(
-            before=before,
-            now=settings,
-            policies=policies,
-            replaces_policy=replaces_policy,
-            restarts_comparison=restarts_comparison,
-        )
-        self._on_change(change)
+        self._on_change(SettingsChange(before, settings, policies, **effects))
 
 
 def _version_after(settings: LiveSettings) -> int:

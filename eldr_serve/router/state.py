@@ -100,12 +100,7 @@ class RouterState:
         if predictor is not None:
             self._check.require_predictor_fits(predictor)
         self.live_settings = LiveSettingsStore(
-            first,
-            policies.table,
-            check=self._check,
-            counters=self.counters,
-            on_change=self._apply,
-            dispatch=lambda: self.leases.dispatch(),
+            first, policies.table, check=self._check, counters=self.counters, on_change=self._apply
         )
         self.placer = Placer(
             policies.policy,
@@ -114,8 +109,13 @@ class RouterState:
             seed=seed,
             clock=clock,
         )
-        self.leases: Leases = Leases(
-            self.placer, self.live_settings, self._check, self.counters, self.view, clock
+        self.leases = Leases(
+            self.placer,
+            lambda: self.settings.table_version,
+            self._check,
+            self.counters,
+            self.view,
+            clock,
         )
         self.ingresses = Ingresses(self.positions, self.placer, self.leases, self.counters, self.view)
         self.set_callbacks()
@@ -185,6 +185,8 @@ class RouterState:
             self.view.record_change(settings.policy, change.policies.table, settings.table_version)
         if change.restarts_comparison:
             self.comparison.begin(settings, change.policies.shadow, self.costs.cost)
+        if change.places_queue:
+            self.leases.dispatch()
 
     def observe_steps(
         self,

@@ -86,7 +86,7 @@ class RouterClient:
         self.leases: dict[str, Lease] = {}
         self._counters = counters or IngressCounters()
         self._fallback = LocalFallback(workers)
-        self._calls: dict[str, OpenCall] = {}  # open calls of requests
+        self._place_calls: dict[str, OpenCall] = {}  # open calls by request id
         self._reporting: asyncio.Task[None] | None = None
         # `_report` sends these to the router.
         self._unreported: set[str] = set()
@@ -217,8 +217,8 @@ class RouterClient:
                 predicted=False,
             )
             self._fallback.add(lease)
-            if request_id in self._calls:  # the blocks were sent with the placement
-                self._calls[request_id].note(encode(Counted(replace(lease.request, blocks=None))))
+            if request_id in self._place_calls:  # the blocks were sent with the placement
+                self._place_calls[request_id].note(encode(Counted(replace(lease.request, blocks=None))))
 
     def set_generated_tokens(self, request_id: str, generated_tokens: int) -> None:
         """Update the number of tokens generated so far; it is reported periodically."""
@@ -241,7 +241,7 @@ class RouterClient:
         self._fallback.release(request_id)
         self._unreported.discard(request_id)
         self._waiting.cancel(request_id)
-        call = self._calls.pop(request_id, None)
+        call = self._place_calls.pop(request_id, None)
         if call is not None:
             call.close(lease.generated_tokens if is_complete else 0)
 
@@ -255,7 +255,7 @@ class RouterClient:
         """Send a request with scores for the live settings, or with the lease that it holds already."""
         request = lease.request if granted is not None else self.scorer.score(lease.request)
         message = Place(request, granted, lease.generated_tokens)
-        call = self._calls.get(lease.request_id)
+        call = self._place_calls.get(lease.request_id)
         if call is not None:
             call.note(encode(message))
             return
@@ -263,7 +263,7 @@ class RouterClient:
             message, partial(self._on_message, lease), partial(self._on_failed, lease)
         )
         if call is not None:
-            self._calls[lease.request_id] = call
+            self._place_calls[lease.request_id] = call
             if lease.state is LeaseState.UNSENT:
                 lease.become(LeaseState.SENT)
 
@@ -280,7 +280,7 @@ class RouterClient:
         self._waiting.resume(lease.request_id)
 
     def _on_failed(self, lease: Lease, error: Exception) -> None:
-        if isinstance(error, CallFailedError) and self._calls.pop(lease.request_id, None) is not None:
+        if isinstance(error, CallFailedError) and self._place_calls.pop(lease.request_id, None) is not None:
             self._waiting.resume(lease.request_id)
 
     def _lease_by_local_fallback(self, lease: Lease) -> None:
@@ -311,7 +311,7 @@ class RouterClient:
             self.send_waiting()
 
     def on_channel_lost(self) -> None:
-        self._calls.clear()
+        self._place_calls.clear()
         self._waiting.wait_again()
 
     def on_router_unreachable(self) -> None:
@@ -328,8 +328,8 @@ class RouterClient:
 
     def _report(self) -> None:
         self._subscription.report_workers()
-        for request_id in self._unreported & self._calls.keys():
-            self._calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
+        for request_id in self._unreported & self._place_calls.keys():
+            self._place_calls[request_id].note(tokens=self.leases[request_id].generated_tokens)
         self._unreported.clear()
         prediction = None if self.scorer.predictor is None else self.scorer.predictor.status
         if prediction == self._reported_prediction:

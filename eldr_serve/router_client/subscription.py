@@ -101,7 +101,7 @@ class RouterSubscription:
         timeout_s: float,
     ) -> None:
         self._name = name
-        self._calls = calls
+        self._router_calls = calls
         self._workers = workers
         self._owner, self._counters = owner, counters
         self._timeout_s = timeout_s
@@ -126,13 +126,13 @@ class RouterSubscription:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._calls.close()
+        self._router_calls.close()
 
     async def call(self, method: RouterMethod[Arguments, Result], arguments: Arguments) -> Result:
         """Call a method of the actor and return its result; see RouterCalls.call."""
         # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer.
         async with asyncio.timeout(10 * self._timeout_s):
-            return await self._calls.call(method, arguments)
+            return await self._router_calls.call(method, arguments)
 
     async def send_shape(self) -> None:
         """Send the shape of expert counts, if known; a restarted actor does not know it."""
@@ -189,7 +189,7 @@ class RouterSubscription:
         """Connect and subscribe, then wait until the channel is lost."""
         first_settings = self._first_settings = asyncio.get_running_loop().create_future()
         async with asyncio.timeout(self._timeout_s):
-            channel = await self._calls.get_channel()
+            channel = await self._router_calls.get_channel()
         self._subscribe(channel)
         async with asyncio.timeout(self._timeout_s):
             await first_settings

@@ -1,4 +1,4 @@
-"""Present loads of workers, counted from placements and releases; workers are not polled."""
+"""Current loads of workers, counted from placements and releases; workers are not polled."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Placer:
         """Send all notifications of the policy to `shadow` too, beginning with the running requests.
 
         Args:
-            shadow: None removes the present one.
+            shadow: None removes the current one.
         """
         self._shadow = shadow
         if shadow is not None:
@@ -121,7 +121,7 @@ class Placer:
             lease.request = replace(lease.request, similarity=None)
 
     def update_cost_model(self, cost: StepCost) -> None:
-        """Set the present cost of a decode step."""
+        """Set the current cost of a decode step."""
         for observer in self._observers():
             observer.update_cost_model(cost)
 
@@ -182,9 +182,9 @@ class Placer:
                     full.add(excluded)
         else:  # the policy was changed to one without a queue
             for lease in waiting:
-                present_loads = self.workers.loads_for(lease)  # loads with this loop's requests
-                decision = self._policy.select(lease.request, present_loads, self._rng)
-                new_leases.append(self._assign(lease, decision, present_loads))
+                current_loads = self.workers.loads_for(lease)  # loads with this loop's requests
+                decision = self._policy.select(lease.request, current_loads, self._rng)
+                new_leases.append(self._assign(lease, decision, current_loads))
         return new_leases
 
     def adopt_lease(self, lease: Lease) -> None:

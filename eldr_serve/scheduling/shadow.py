@@ -114,7 +114,7 @@ class Shadow:
         self._events.append(partial(self._finish, request_id, self.policy.on_aborted))
 
     def update_cost_model(self, cost: StepCost) -> None:
-        """Set the present cost of a decode step."""
+        """Set the current cost of a decode step."""
         self._events.append(partial(self._set_cost, cost))
 
     def observe_steps(self, steps: StepSums) -> None:

@@ -143,7 +143,7 @@ class Lease:
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """Present loads of the decode workers, as columns, so that policies are fast for a thousand workers.
+    """Current loads of the decode workers, as columns, so that policies are fast for a thousand workers.
 
     The arrays are valid only during the call that receives them.
 

@@ -20,7 +20,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.quality import inverse_document_frequency, select_layers, signature_quality

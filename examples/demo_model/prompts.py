@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.workload import WorkloadPrompt, write_prompts
 

@@ -24,7 +24,7 @@ import typer
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from examples.demo_model import WEIGHTS, sources
 from examples.demo_model.muon import Muon

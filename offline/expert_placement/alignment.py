@@ -1,4 +1,4 @@
-"""The order of a new placement's slots and ranks in which the fewest experts move."""
+"""Reordering of a new placement so that the fewest experts move."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, ranks_alike: b
     An expert that stays on its rank keeps its slot.
 
     Args:
-        old, new: int[L, P], rank-major.
+        old, new: int[L, P], rank-major; -1: an empty slot.
         ranks: G.
         ranks_alike: whether every rank serves any token at the same cost. If so, the new ranks are also
             exchanged so that most experts stay in place.
@@ -25,7 +25,7 @@ def minimise_moves(old: ArrayLike, new: ArrayLike, ranks: int, *, ranks_alike: b
         int[L, P].
 
     Raises:
-        UserInputError: the placements differ in shape, or the slots cannot be split evenly over the ranks.
+        ValueError: the placements differ in shape, or the slots cannot be split evenly over the ranks.
     """
     before, after = parse_placements(old, new, ranks)
     if ranks_alike:
@@ -37,7 +37,7 @@ def _exchange_ranks(old: Ints, new: Ints, ranks: int) -> Ints:
     """Exchange the ranks of a layer's new placement so that most experts stay in place."""
     experts = 1 + int(max(old.max(), new.max()))
     counts = [
-        np.stack([np.bincount(row, minlength=experts) for row in side.reshape(ranks, -1)])
+        np.stack([np.bincount(row[row >= 0], minlength=experts) for row in side.reshape(ranks, -1)])
         for side in (old, new)
     ]
     shared = np.minimum(counts[0][:, None], counts[1][None, :]).sum(axis=2)

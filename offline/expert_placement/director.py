@@ -4,7 +4,7 @@ Tokens by source rank and expert give each expert a price on each rank (`LayerCo
 the time of each layer's slowest rank.
 
 The paper searches for the least budget that bounds the sum over layers. Since no constraint couples layers,
-this budget is the sum of the optima of one min-max LP per layer, and each LP is solved directly, without a
+this budget adds up the optimum of a min-max LP for each layer, and each LP is solved directly, without a
 search. Then replicas are counted and rounded by a random walk within the LP's polytope, packed into slots and
 improved by local search.
 """
@@ -39,7 +39,7 @@ from offline.expert_placement.rounding import round_in_polytope
 from offline.expert_placement.workload import check_slots, placement_time_s, price_experts, split_by_source
 
 _CLOSE_TO_BOUND = 0.02  # relative distance to the bound at which a layer's number of replicas is kept
-# Share of the present time that a new placement must save beyond a repair, which moves fewer experts.
+# Share of the current time that a new placement must save beyond a repair, which moves fewer experts.
 _MIN_EXTRA_SAVING = 0.01
 _SWAP_TOLERANCE = 2e-3  # gain relative to the bound below which no swap is made
 
@@ -122,8 +122,8 @@ def director_placement(
         copies = replica_counts(mean_s[far], spare, ranks, target_s[far])
         price = price_list(token_s[far], active_s[far], copies)
         quota = _round_quota(relaxation, far, copies, slots, seed) if follows_lp else None
-        present = initial[far] if start is None else _remove_surplus(initial[far], copies, price)
-        candidate = fill_empty_slots(present, price, copies, quota, relaxation.column)
+        current = initial[far] if start is None else _remove_surplus(initial[far], copies, price)
+        candidate = fill_empty_slots(current, price, copies, quota, relaxation.column)
         candidate, worst_s = _search(candidate, token_s[far], active_s[far], bound_s[far] * (1 + tolerance))
         better = worst_s < reached_s[far]
         best[far[better]], reached_s[far[better]] = candidate[better], worst_s[better]
@@ -150,22 +150,22 @@ def renewed_placement(
 
     Args:
         workload, topology, slots, cost, token_bytes, seed: as for `director_placement`.
-        start: int[L, P], the present placement.
+        start: int[L, P], the current placement.
 
     Returns:
         int[L, P], in which experts that stay keep their slots, and the share of all layers' time saved.
     """
     engine: dict[str, Any] = {"topology": topology, "cost": cost, "token_bytes": token_bytes}
     alike = not token_bytes or not (cost.near_byte_s or cost.far_byte_s)
-    present_s = placement_time_s(workload, start, **engine)
-    best, least_s = np.asarray(start), present_s
+    current_s = placement_time_s(workload, start, **engine)
+    best, least_s = np.asarray(start), current_s
     for origin in (start, None):
         candidate = director_placement(workload, slots=slots, start=origin, seed=seed, **engine)[0]
         candidate = minimise_moves(start, candidate, topology.ranks, ranks_alike=alike)
         seconds = placement_time_s(workload, candidate, **engine)
-        if seconds < least_s - (0.0 if origin is not None else _MIN_EXTRA_SAVING * present_s):
+        if seconds < least_s - (0.0 if origin is not None else _MIN_EXTRA_SAVING * current_s):
             best, least_s = candidate, seconds
-    return best, 1 - least_s / present_s if present_s else 0.0
+    return best, 1 - least_s / current_s if current_s else 0.0
 
 
 def _search(slots: Ints, token_s: Floats, active_s: Floats, target_s: Floats) -> tuple[Ints, Floats]:

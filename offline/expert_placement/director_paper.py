@@ -14,6 +14,8 @@ Arrays: L layers, E experts, G ranks.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,16 +25,18 @@ from scipy.optimize import linprog
 from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.packing import fill_empty_ranks, repeat_in_empty_slots
-from offline.expert_placement.workload import check_slots, price_experts, split_by_source
+from offline.expert_placement.workload import check_slots, placed_work, price_experts, split_by_source
 
 _SEARCH_WIDTH = 0.01  # relative width of the budget's last interval, the paper's epsilon
 _STEP_LENGTH = 0.1  # gamma: length of a step, relative to the scales
 _MACRO_STEPS = 200  # T_micro, steps of a macro-iteration
 _MAX_SCALES = 2.0  # alpha: a variable stays within alpha times its scale of the whole number next to it
 _WHOLE_TOLERANCE = 1e-7
+
+OnSolve = Callable[[float, bool], None]  # called after each LP with its budget, s, and whether it is feasible
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,14 @@ class DirectorPaperReport:
         infeasible_s: largest budget found without a fractional placement, a lower bound of every placement.
         budget_s: least budget found with a fractional placement.
         reached_s: latency of the whole placement.
+        theorem_s: latency that Theorem 2 allows for the length and the number of steps here.
         lp_solves: number of LPs that were solved.
     """
 
     infeasible_s: float
     budget_s: float
     reached_s: float
+    theorem_s: float
     lp_solves: int
 
     @property
@@ -83,6 +89,7 @@ def director_paper_placement(
     cost: LayerCost,
     token_bytes: float = 0.0,
     seed: int = 0,
+    on_solve: OnSolve = lambda budget_s, feasible: None,
 ) -> tuple[Ints, DirectorPaperReport]:
     """Return the placement int[L, P], rank-major, of Algorithm 1 for a pending batch.
 
@@ -92,6 +99,7 @@ def director_paper_placement(
     Args:
         workload, topology, slots, cost, token_bytes: as for `director_placement`.
         seed: seed of the random walk.
+        on_solve: called after each LP.
 
     Raises:
         UserInputError: the workload is invalid, or slots are fewer than experts.
@@ -100,7 +108,7 @@ def director_paper_placement(
     experts, ranks = tokens.shape[2], topology.ranks
     check_slots(ranks, slots, experts)
     latencies = [_latency(layer, topology, cost, token_bytes) for layer in tokens]
-    low_s, budget_s, shares, solves = search_budget(latencies, slots)
+    low_s, budget_s, shares, solves = search_budget(latencies, slots, on_solve)
     rng = np.random.default_rng(seed)
     chosen = np.stack([round_with_scales(x, slots, rng) for x in shares])  # [L, E]
     whole = (chosen[..., None] == np.arange(ranks)).astype(np.float64)
@@ -112,47 +120,92 @@ def director_paper_placement(
             filled[layer, rank, : len(members)] = members
     token_s, active_s = price_experts(tokens, topology, cost, token_bytes)
     fill_empty_ranks(filled, token_s, active_s, np.zeros(len(tokens)))
-    report = DirectorPaperReport(low_s, budget_s, reached_s, solves)
+    largest_s = max(max(latency.compute_s.max(), latency.send_s.max()) for latency in latencies)
+    theorem_s = budget_s + theorem_slack_s(largest_s, int(_is_fractional(_snap(shares)).sum()))
+    report = DirectorPaperReport(low_s, budget_s, reached_s, theorem_s, solves)
     return repeat_in_empty_slots(filled, experts).reshape(len(tokens), -1), report
+
+
+def theorem_slack_s(largest_s: float, fractional: int) -> float:
+    """Return how far the proof of Theorem 2 lets rounding end above the budget (Equation 10), s.
+
+    The proof leaves C_1 and delta open. Here C_1 is the root of T_micro, which it includes, and C_2 is
+    c_max^2 / 4 (Claim 1.1). Of the sum over macro-iterations only the first term counts. A larger C_1 or
+    further terms allow more.
+
+    Args:
+        largest_s: largest coefficient of a latency constraint, c_max.
+        fractional: number of fractional variables of the LP's solution, f_0.
+    """
+    return _STEP_LENGTH * math.sqrt(_MACRO_STEPS * fractional) * largest_s / 2
+
+
+def two_maxima_s(
+    workload: ArrayLike,
+    placement: ArrayLike,
+    *,
+    topology: Topology,
+    cost: LayerCost,
+    token_bytes: float = 0.0,
+) -> float:
+    """Return the paper's latency of any placement, s: (2) plus (4), summed over layers.
+
+    The replicas of an expert get equal shares of each rank's tokens, and each of them reads the weights.
+    The optimum of the LP (6) is a lower bound with replicas too.
+    """
+    tokens = split_by_source(workload, topology)
+    hosts = hosts_of(placement, tokens.shape[2], topology.ranks)
+    work = placed_work(tokens, hosts, topology=topology)
+    compute_s = cost.per_expert_s * work.activated + cost.per_token_s * work.tokens  # [L, G]
+    pairs = tokens @ (hosts / hosts.sum(axis=2, keepdims=True))  # [L, source, rank]
+    send_s = token_bytes * (pairs * _byte_s(topology, cost)).sum(axis=2)
+    return float((compute_s.max(axis=1) + send_s.max(axis=1)).sum())
 
 
 def _latency(tokens: Floats, topology: Topology, cost: LayerCost, token_bytes: float) -> _Latency:
     """Return the latency of a layer with tokens[G, E]."""
     expert_tokens = tokens.sum(axis=0)
-    same_node = topology.node_of[:, None] == topology.node_of
-    byte_s = np.where(same_node, cost.near_byte_s, cost.far_byte_s)
-    np.fill_diagonal(byte_s, 0)
     return _Latency(
         cost.per_token_s * expert_tokens + cost.per_expert_s * (expert_tokens > 0),
-        token_bytes * tokens[:, :, None] * byte_s[:, None, :],
+        token_bytes * tokens[:, :, None] * _byte_s(topology, cost)[:, None, :],
     )
 
 
-def search_budget(latencies: list[_Latency], slots: int) -> tuple[float, float, Floats, int]:
-    """Bisect for the least budget whose LP (6) is feasible.
+def _byte_s(topology: Topology, cost: LayerCost) -> Floats:
+    """Return float[G, G], the time of a byte from a source rank to another rank."""
+    same_node = topology.node_of[:, None] == topology.node_of
+    byte_s: Floats = np.where(same_node, cost.near_byte_s, cost.far_byte_s)
+    np.fill_diagonal(byte_s, 0)
+    return byte_s
+
+
+def search_budget(
+    latencies: list[_Latency], slots: int, on_solve: OnSolve
+) -> tuple[float, float, Floats, int]:
+    """Bisect for the least budget whose LP (6) is feasible, from the latency of even shares downwards.
 
     Returns:
         The largest infeasible and the least feasible budget in seconds, the latter's fractional placement
         [L, E, G], and the number of LPs solved.
     """
     experts, ranks = latencies[0].send_s.shape[1:]
-    shares = np.full(
-        (len(latencies), experts, ranks), 1 / ranks
-    )  # they satisfy all constraints except the budget
+    shares = np.full((len(latencies), experts, ranks), 1 / ranks)  # they satisfy all constraints
     high = sum(latency.seconds(x) for latency, x in zip(latencies, shares, strict=True))
     low, solves = 0.0, 0
     if ranks == 1 or not high:
         return low, high, shares, solves
     scale = high / len(latencies)
     limits, sums, at_most = _constraints(latencies, slots, scale)
+    budget = high  # first, since the even shares are no vertex: rounding them takes far longer
     while high - low > _SEARCH_WIDTH * high:
-        budget = (low + high) / 2
         solution = _solve_feasible(limits, sums, at_most, budget / scale, shares.shape)
         solves += 1
+        on_solve(budget, solution is not None)
         if solution is None:
             low = budget
         else:
             high, shares = budget, solution
+        budget = (low + high) / 2
     return low, high, shares, solves
 
 

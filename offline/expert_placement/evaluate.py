@@ -74,7 +74,7 @@ def serve(batches: Ints, hosts: ArrayLike, topology: Topology, rule: ReplicaRule
 
 
 def home_ranks(tokens: int, topology: Topology) -> Ints:
-    """Return int[T], the rank of each token of a batch before the layer: equal blocks."""
+    """Return int[T], the rank that has each token of a batch before the layer: equal blocks."""
     return np.arange(tokens) * topology.ranks // tokens
 
 

@@ -65,7 +65,7 @@ def fill_empty_slots(slots: Ints, price: Floats, copies: Ints, quota: Ints | Non
     """Fill empty slots with the missing replicas, heaviest first, each on the rank with the least total.
 
     Args:
-        slots: present slots. Their replicas do not move.
+        slots: current slots. Their replicas do not move.
         copies: [L, E] number of replicas. A replica is omitted if every rank with room holds the expert.
         quota: [L, E, N] number of replicas in each column of ranks; None: anywhere.
         column: [G] column of each rank.

@@ -15,9 +15,9 @@ def round_in_polytope(
 
     Each step goes in a random direction that keeps every tight constraint (an expert's replicas, a
     column's slots, the budget) until a variable becomes whole or another constraint becomes tight. The
-    probability of each sign of the direction is such that the expected change of every variable is zero. If
-    the tight constraints leave no direction, the walk drops one of them, as iterative relaxation does: the
-    budget of the column with the fewest fractional variables.
+    direction's sign is drawn so that the expected change of every variable is zero. If the tight constraints
+    leave no direction, the walk drops one of them, as iterative relaxation does: the budget of the column
+    with the fewest fractional variables.
 
     Args:
         replicas: [E, N], whole row sums.

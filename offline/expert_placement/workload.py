@@ -22,7 +22,7 @@ def split_by_source(workload: ArrayLike, topology: Topology) -> Floats:
     """
     tokens = np.asarray(workload, np.float64)
     if tokens.ndim == 2:
-        tokens = np.repeat(tokens[:, None] / topology.ranks, topology.ranks, axis=1)
+        tokens = _split_evenly(tokens, topology.ranks)
     if tokens.ndim != 3 or tokens.shape[1] != topology.ranks or not tokens.size:
         raise UserInputError(
             f"a workload of shape {np.shape(workload)} is neither [layers, experts] nor [layers, "
@@ -31,6 +31,11 @@ def split_by_source(workload: ArrayLike, topology: Topology) -> Floats:
     if not np.isfinite(tokens).all() or tokens.min() < 0:
         raise UserInputError("a workload must be finite and 0 or more")
     return tokens
+
+
+def _split_evenly(tokens: Floats, ranks: int) -> Floats:
+    """Return tokens [..., E] as [..., G, E], the same number from each source rank."""
+    return np.repeat(tokens[..., None, :] / ranks, ranks, axis=-2)
 
 
 def check_slots(ranks: int, slots: int, experts: int) -> None:
@@ -79,7 +84,7 @@ def placed_work(
     """
     tokens = np.asarray(workload, np.float64)
     if tokens.ndim == hosts.ndim - 1:
-        tokens = np.repeat(tokens[..., None, :] / topology.ranks, topology.ranks, axis=-2)
+        tokens = _split_evenly(tokens, topology.ranks)
     share = hosts / hosts.sum(axis=-1, keepdims=True)
     sent = tokens @ share  # [..., source, rank]
     same_node = topology.node_of[:, None] == topology.node_of[None, :]

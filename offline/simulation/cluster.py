@@ -31,6 +31,25 @@ class Prefill(ScenarioPart):
         description="load relative to the mean above which other workers get the prompts of a worker's "
         "prefixes",
     )
+    kv_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="KV tokens that fit on a worker, where a prompt's stay until the end of its hand-over; "
+        "null: any number",
+    )
+    max_kv_usage: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="share of its KV tokens in use above which a worker gets no new prompt; prompts that no "
+        "worker takes wait in order of arrival",
+    )
+    max_wait_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="maximum wait for a worker that takes the prompt, after which its request is refused, s; "
+        "null: unlimited",
+    )
 
 
 class Whole(ScenarioPart):

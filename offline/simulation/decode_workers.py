@@ -135,7 +135,7 @@ class DecodeWorkers:
         return range(replica * self._ranks_per_replica, (replica + 1) * self._ranks_per_replica)
 
     def begin_round(self, replica: int) -> float:
-        """Admit and preempt requests, and begin a step of all ranks of a replica.
+        """Admit and preempt requests, and begin a step on all ranks of a replica.
 
         Return the time of the slowest rank, s, or 0 if there is nothing to do.
         """
@@ -223,7 +223,7 @@ class DecodeWorkers:
         return first.active_experts_ahead.pop()
 
     def _active_ahead(self, replica: int, workers: list[_SimulatedWorker]) -> list[float]:
-        """Return the active experts of the next steps with the present requests, the last step first.
+        """Return the active experts of the next steps with the current requests, the last step first.
 
         They are those of the rank with most, or without a placement those of all ranks divided by the number
         of ranks.

@@ -16,7 +16,7 @@ from loadgen.statistics import LatencyObjective
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results by request, by step and by sample. A request that expired has NaN or -1.
+    """Results by request, by step and by sample. A request that expired or was refused has NaN or -1.
 
     Attributes:
         arrival_s, prefilled_s, placed_s, first_s, last_s: float64[N]. The last two are the ends of
@@ -30,6 +30,10 @@ class Outcome:
         spread: one entry per sample, the fullest worker's KV tokens less the emptiest worker's.
         sample_s: time of each sample.
         shadow_comparison: the shadow's estimate, if there was a shadow.
+        held_back: number of requests that waited for a prefill worker which takes them.
+        refused: number of those that waited too long.
+        largest_kv_tokens, largest_prefill_kv_tokens: the most KV tokens of a decode worker in a sample, and
+            of a prefill worker.
     """
 
     arrival_s: Floats
@@ -49,10 +53,14 @@ class Outcome:
     spread: Floats
     sample_s: Floats
     shadow_comparison: PolicyComparison | None = None
+    held_back: int = 0
+    refused: int = 0
+    largest_kv_tokens: int = 0
+    largest_prefill_kv_tokens: int = 0
 
     @property
     def finished(self) -> NDArray[np.bool_]:
-        """Return bool[N], false for requests that expired in the decode queue."""
+        """Return bool[N], false for requests that expired in the decode queue or were refused."""
         return self.worker >= 0
 
     @property
@@ -113,8 +121,12 @@ class Outcome:
             "active_experts": _mean(self.experts),
             "step_ms": 1e3 * float(self.seconds.mean()) if len(self.seconds) else None,
             "prefix_hit_tokens": int(self.cached_tokens.sum()),
-            "expired": int((~self.finished).sum()),
+            "expired": int((~self.finished).sum()) - self.refused,
             "preempted": self.preempted,
+            "held_back": self.held_back,
+            "refused": self.refused,
+            "largest_kv_tokens": self.largest_kv_tokens,
+            "largest_prefill_kv_tokens": self.largest_prefill_kv_tokens,
         }
 
 

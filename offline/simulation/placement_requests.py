@@ -49,34 +49,32 @@ class PlacementRequestFactory:
             index: number of the simulated request.
             blocks: the prompt's blocks that a whole replica can cache.
         """
-        prompt, output, requests = self._prompt[index], self._output[index], self._requests
+        prompt, requests = self._prompt[index], self._requests
         key = str(requests.blocks[index]) if requests.blocks else None
         if requests.keys:
             key = requests.keys[index]
         prefix = None
         if self._whole is not None:
             prefix = PromptBlocks(np.array(blocks, np.uint64), self._whole.block_tokens)
+        request = PlacementRequest(
+            str(index), prompt, self._output[index], prompt_key=key, blocks=prefix, may_wait=True
+        )
         if self._experts is None:
-            return PlacementRequest(str(index), prompt, output, prompt_key=key, blocks=prefix, may_wait=True)
+            return request
         kind = self._kind[index]
         predicted = self._whole is not None and self._experts.predicted is not None
         counts_of = self._experts.predicted_counts if predicted else self._experts.expert_counts
         counts = counts_of(kind, prompt) if self._reads_counts else None
-        return PlacementRequest(
-            str(index),
-            prompt_tokens=prompt,
-            max_new_tokens=output,
+        return replace(
+            request,
             expert_counts=counts,
             domain=self._experts.domains[kind],
             similarity=self._find_similarity(self._experts, kind, predicted),
-            prompt_key=key,
             predicted=predicted,
-            blocks=prefix,
-            may_wait=True,
         )
 
     def replace_predicted_counts(self, index: int, request: PlacementRequest) -> PlacementRequest | None:
-        """Return the request with the counts of its prefill and the similarity of these.
+        """Return the request with its prefill's counts and their similarity.
 
         Return None if the request has no predicted counts.
         """

@@ -20,6 +20,9 @@ class Recorder:
         worker: int64[N], decode worker; -1: not placed.
         cached_tokens: int64[N], cached prompt tokens.
         preempted: number of preemptions.
+        held_back: number of requests that waited for a prefill worker which takes them.
+        refused: number of those that waited too long.
+        largest_prefill_kv_tokens: the most KV tokens that a prefill worker has held.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -30,7 +33,8 @@ class Recorder:
         self.prefilled_s, self.placed_s, self.first_s, self.last_s = (nan.copy() for _ in range(4))
         self.worker = np.full(n, -1, np.int64)
         self.cached_tokens = np.zeros(n, np.int64)
-        self.preempted = 0
+        self.preempted = self.held_back = self.refused = 0
+        self.largest_prefill_kv_tokens = self._largest_kv_tokens = 0
         self._steps = array("i"), array("i"), array("d"), array("i")
         self._imbalance, self._spread, self._sample_s = array("d"), array("d"), array("d")
 
@@ -46,6 +50,7 @@ class Recorder:
         """Record the differences between the workers' KV tokens."""
         self._sample_s.append(now)
         largest = max(kv_tokens)
+        self._largest_kv_tokens = max(self._largest_kv_tokens, largest)
         self._imbalance.append(largest * len(kv_tokens) - sum(kv_tokens))
         self._spread.append(largest - min(kv_tokens))
 
@@ -70,4 +75,8 @@ class Recorder:
             np.array(self._spread),
             np.array(self._sample_s),
             shadow_comparison,
+            held_back=self.held_back,
+            refused=self.refused,
+            largest_kv_tokens=self._largest_kv_tokens,
+            largest_prefill_kv_tokens=self.largest_prefill_kv_tokens,
         )

@@ -83,11 +83,11 @@ class Experts:
             raise SimulationError(f"request {int(np.diff(self.offset).argmin())} has no decode step")
 
     def expert_counts(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
-        """Return the counts of a prompt of that length: [L,E]."""
+        """Return a prompt's counts at that length: [L,E]."""
         return self._scale(self.counts[kind], kind, prompt_tokens)
 
     def predicted_counts(self, kind: int, prompt_tokens: int) -> NDArray[Any]:
-        """Return the predicted counts of a prompt of that length: [L,E]."""
+        """Return a prompt's predicted counts at that length: [L,E]."""
         assert self.predicted is not None
         return self._scale(self.predicted[kind], kind, prompt_tokens)
 

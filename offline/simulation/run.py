@@ -114,8 +114,9 @@ class _Simulation:
         n = len(requests)
         self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
         self._recorder = Recorder(requests)
-        self._prefill = PrefillEngines(cluster.prefill) if cluster.prefill else None
-        self._prefilled_by = [0] * n
+        self._prefill: PrefillEngines | None = None
+        if cluster.prefill is not None:
+            self._prefill = PrefillEngines(cluster.prefill, requests, self._recorder)
         self._decode = DecodeWorkers(requests, cluster.decode, experts, ranks, self._recorder)
         self._now = 0.0
         self._ledger = LoadLedger(tokens_by_step=True)
@@ -181,6 +182,7 @@ class _Simulation:
                 self._recorder.arrival_s[self._num_arrived - 1] = now
                 self._arrive(now, self._num_arrived - 1)
         self._expire(np.inf)
+        self._begin_prefills(np.inf)
         self._on_finished(self._num_unreported)
         return self._recorder.make_outcome(self._compare_shadow())
 
@@ -200,18 +202,27 @@ class _Simulation:
         if self._prefill is None:
             self._on_prefilled(now, request_index)
             return
-        blocks = self._requests.blocks[request_index] if self._requests.blocks else ()
-        head = str(blocks[0] if blocks else f"r{request_index}").encode()
-        prefill_engine, end, self._recorder.cached_tokens[request_index] = self._prefill.run(
-            now, head, blocks, self._prompt[request_index]
-        )
-        self._prefilled_by[request_index] = prefill_engine
-        self._schedule(end, _PREFILLED, request_index)
+        self._prefill.enqueue(request_index)
+        self._begin_prefills(now)
+
+    def _begin_prefills(self, now: float) -> None:
+        """Refuse requests that have waited too long for a prefill worker; begin those that one takes."""
+        if self._prefill is None:
+            return
+        for _ in range(self._prefill.refuse(now)):
+            self._count_end()
+        for request_index, end in self._prefill.begin(now):
+            self._schedule(end, _PREFILLED, request_index)
+
+    def _release_prompt(self, request_index: int) -> None:
+        """Free the KV of a prompt on its prefill worker."""
+        if self._prefill is not None:
+            self._prefill.release(request_index)
 
     def _on_prefilled(self, now: float, request_index: int) -> None:
         self._recorder.prefilled_s[request_index] = now  # whole replicas set it again later
         if self._prefill is not None:
-            self._prefill.leave(self._prefilled_by[request_index])
+            self._prefill.leave(request_index)
         if not self._cluster.router_s:
             self._place(now, request_index)
             return
@@ -229,6 +240,7 @@ class _Simulation:
         self._now = now
         if self._cluster.queue_timeout_s is not None:
             self._expire(now)
+            self._begin_prefills(now)
         if leases or self._placer.queue.leases:
             self._report_progress(now)
         for lease in self._placer.submit(leases):
@@ -241,6 +253,7 @@ class _Simulation:
         ttl, leases = self._cluster.queue_timeout_s or 0.0, self._placer.queue.leases
         while (first := next(iter(leases.values()), None)) and now - first.queued_at_s > ttl:
             self._placer.finish(first.request_id)
+            self._release_prompt(int(first.request_id))
             self._count_end()
 
     def _hand_over(self, now: float, request_index: int, worker: int) -> None:
@@ -272,6 +285,8 @@ class _Simulation:
     # -- decode ----------------------------------------------------------------------------------
 
     def _on_ready(self, now: float, request_index: int) -> None:
+        self._release_prompt(request_index)
+        self._begin_prefills(now)
         worker = int(self._recorder.worker[request_index])
         self._decode.enqueue(worker, request_index)
         ranks = self._cluster.decode.ranks_per_replica
@@ -342,6 +357,12 @@ class _Simulation:
 def _check(requests: Requests, cluster: Cluster, experts: Experts | None) -> None:
     if cluster.decode.cost.seconds(1, 1, 1) <= 0:
         raise SimulationError("a decode step costs no time")
+    longest = int(requests.prompt_tokens.max(initial=0))
+    if cluster.prefill is not None and longest > (cluster.prefill.kv_tokens or longest):
+        raise SimulationError(
+            f"a prompt of {longest} tokens needs more than the {cluster.prefill.kv_tokens} KV tokens of a "
+            "prefill worker"
+        )
     capacity = cluster.decode.kv_tokens
     if capacity is not None and len(requests):
         tokens = requests.prompt_tokens + requests.output_tokens

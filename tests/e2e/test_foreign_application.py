@@ -9,8 +9,6 @@ import pytest
 from eldr_serve.channel.actors import find_actor
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.router.actor import actor_name
-from offline.scenario import Scenario, ScenarioInputs
-from offline.simulate import simulate_all
 from tests.e2e.service import STOP_WAIT_S, wait_for
 from tests.support.tables import counts_for, unit_table
 
@@ -67,21 +65,3 @@ async def test_a_signature_selects_its_replica_and_the_lease_ends_with_the_call(
     status = ray.get(router.status.remote())
     assert status["counters"]["reason:locality-band"] >= 4
     wait_for(lambda: ray.get(router.status.remote())["leases"] == 0, "leases end with their calls")
-
-
-def test_parallel_simulations_give_the_results_of_sequential_ones(ray_cluster: str) -> None:
-    scenario = Scenario.model_validate(
-        {
-            "cluster": {"decode": {"workers": 3}},
-            "arrivals": {"kind": "poisson", "rate_per_s": 30, "requests": 60, "prompt_tokens": 50},
-            "policies": [{"name": "shortest-queue"}, {"name": "random"}, {"name": "least-tokens"}],
-            "seeds": [0, 1],
-        }
-    )
-    one_by_one, parallel = (
-        simulate_all(scenario, ScenarioInputs(scenario, 0), processes) for processes in (1, 2)
-    )
-    for row in (*one_by_one, *parallel):
-        row.pop("simulated_steps_per_s")
-    assert parallel == one_by_one
-    assert [row["seed"] for row in parallel] == [0, 0, 0, 1, 1, 1]

@@ -19,10 +19,10 @@ async def read_answer(service: Service, body: dict[str, Any], received: list[str
     async with service.post(body, "chat/completions" if chat else "completions") as response:
         assert response.status_code == 200
         if not body["stream"]:
-            whole = json.loads(await response.aread())
-            (choice,) = whole["choices"]
+            answer = json.loads(await response.aread())
+            (choice,) = answer["choices"]
             text = choice["message"]["content"] if chat else choice["text"]
-            return {"text": text, "finish": choice["finish_reason"], "usage": whole["usage"]}
+            return {"text": text, "finish": choice["finish_reason"], "usage": answer["usage"]}
         async for event in events(response):
             received.append(event)
     assert received[-1] == "[DONE]"

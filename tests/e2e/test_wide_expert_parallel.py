@@ -25,7 +25,7 @@ def wide(ray_cluster: str) -> Iterator[Service]:
         "health_check_period_s": 1,
         "graceful_shutdown_timeout_s": 3,
     }
-    arguments["path"] = {"prefill_wait_s": 200.0}
+    arguments["path"] = {"replica_wait_s": 200.0}
     with running("wide", arguments) as service:
         service.set_policy("round-robin")
         yield service

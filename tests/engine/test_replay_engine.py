@@ -17,7 +17,7 @@ from benchmarks.lib.replay import command as replay_command
 from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.simulator_validation import simulator_validation
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import ServiceFailedError
 from offline.simulation.calibration import fit_step_cost
 from tests.engine.scripts import ROOT

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.progress import progress_bar
 from loadgen.results import environment, print_table, write_result
@@ -63,7 +63,7 @@ def _print_run(result: SimulatedRun) -> None:
         console.print(event, markup=False)
     for outcome in result.outcomes:
         script = outcome.script
-        form = "stream" if script.stream else "whole"
+        form = "stream" if script.stream else "unstreamed"
         what = f"{script.method}, {form}, {script.max_tokens} tokens, n={script.n}"
         timing = f"{script.at_s:.4f} s + {outcome.seconds:.4f} s by {outcome.ingress}: {outcome.kind}"
         console.print(f"{timing} ({what}) {outcome.detail}", markup=False)

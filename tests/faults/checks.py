@@ -68,7 +68,7 @@ class Checks:
             await asyncio.sleep(0.25)
 
     def check_outcome(self, outcome: RequestOutcome) -> None:
-        """Check that a client saw one whole and right answer, or an error that the faults explain."""
+        """Check that a client saw one complete and correct answer, or an error that the faults explain."""
         script, report = outcome.script, self.run.violations.append
         what = f"{'stream' if script.stream else 'answer'} of {script.prompt!r}"
         is_allowed = outcome.kind in ALLOWED

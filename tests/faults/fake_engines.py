@@ -284,20 +284,20 @@ class DecodeEngine(BlockEngine):
         """Continue after the context, which ends with the tokens generated so far."""
         step_s = float(request.headers.get(TOKEN_HEADER, 0.02))
         prompt, most = context[: len(context) - len(generated)], fields["max_tokens"]
-        writer, whole = Writer(request, fields), not fields.get("stream")
+        writer, unstreamed = Writer(request, fields), not fields.get("stream")
         for token in islice(continuation(context), most - len(generated)):
             await asyncio.sleep(self.time_s(step_s))
             generated.append(token)
             self._steps.append((self.running, self.blocks.in_use, 1 + token % EXPERTS, step_s))
             first, last = len(generated) == 1, len(generated) == most
-            if whole:
-                part = writer.whole(prompt, generated) if last else b""
+            if unstreamed:
+                part = writer.unstreamed(prompt, generated) if last else b""
             else:
                 part = writer.event(token, first=first, last=last)
             several = fields.get("n", 1) > 1  # several answers cannot be resumed
             if part or not several:
                 send(part, 1, b"" if several else np.asarray([token], np.uint32).tobytes())
-        if not whole:
+        if not unstreamed:
             send(writer.end(prompt, generated), 0)
 
 
@@ -333,8 +333,8 @@ class Writer:
         usage = {"choices": [], "usage": _usage(prompt, generated)}
         return (self._line(usage) if options.get("include_usage") else b"") + b"data: [DONE]\n\n"
 
-    def whole(self, prompt: list[int], generated: list[int]) -> bytes:
-        """Return an answer that is not streamed."""
+    def unstreamed(self, prompt: list[int], generated: list[int]) -> bytes:
+        """Return an unstreamed answer."""
         text = "".join(map(text_of, generated))
         content: dict[str, Any] = (
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}

@@ -99,12 +99,12 @@ def find_leftovers(world: World) -> list[str]:
             f"{process} moves": set(services.moves._moving),
             f"{process} placements": dict(ingress._router.leases),
             f"{process} requests that wait for the router": list(ingress._router._waiting),
-            f"{process} open calls to the router": ingress._router._calls,
+            f"{process} open calls to the router": ingress._router._place_calls,
             f"{process} progress to report": ingress._router._unreported,
             f"{process} ended streams to report": len(ingress._router._ended_streams),
             f"{process} local fallback": len(ingress._router._fallback._ledger),
             f"{process} background": services.kv_release.num_pending,
-            f"{process} prompts that wait for prefill": services.prefill_admission.queues.outstanding,
+            f"{process} prompts that wait for prefill": services.prefill_admission.queues.outstanding_tokens,
             f"{process} open calls": sum(ingress._fleets.prefill.open_calls.values())
             + sum(ingress._fleets.decode.open_calls.values()),
         }
@@ -145,16 +145,16 @@ def find_added_tasks(world: World, before: dict[Process, int]) -> list[str]:
     ]
 
 
-def engine_violations(world: World, *, engines_well: bool) -> list[str]:
+def engine_violations(world: World, *, no_engine_faults: bool) -> list[str]:
     """Return wrong blocks in prefix caches, and KV leases that have expired.
 
     Args:
-        engines_well: whether no fault has hit an engine; otherwise leases may expire.
+        no_engine_faults: whether no fault has hit an engine; otherwise leases may expire.
     """
     violations = []
     for name, engine in world.engines.items():
         if isinstance(engine, PrefillEngine):
-            if engines_well and engine.expired:
+            if no_engine_faults and engine.expired:
                 violations.append(f"{name}: {engine.expired} prompts were neither read nor released")
         elif isinstance(engine, DecodeEngine):
             violations += [

@@ -90,7 +90,7 @@ def rows(record: Record) -> list[dict[str, Any]]:
 
 
 def _row(fault: str, faults: list[dict[str, Any]], sent: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of the faults of a kind and of the requests that ended after one of them."""
+    """Return a row for one kind of fault and the requests that ended after such a fault."""
     recoveries_s = [one["recovery_s"] for one in faults if one["recovery_s"] is not None]
     kinds = Counter(one["kind"] for one in sent)
     dead_connections = kinds["own_connection"] + kinds["behind_proxy"]

@@ -16,7 +16,7 @@ A run has these phases (`_Simulation.run_phases`):
 5. The application must be as idle as before, no engine may have cached a wrong block, and ingresses that stop
    leave no task.
 
-Whatever does not hold is a sentence in `SimulatedRun.violations`. A run without violations passes.
+Each check that fails adds a sentence to `SimulatedRun.violations`. A run without violations passes.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class _Simulation:
         await wait_until_none(
             lambda: find_leftovers(world) + find_added_tasks(world, tasks_before), _SETTLE_S, what
         )
-        self.run.violations += engine_violations(world, engines_well=self.checks.has_only_router_faults)
+        self.run.violations += engine_violations(world, no_engine_faults=self.checks.has_only_router_faults)
         await self._stop_ingresses()
 
     async def _send_when_due(self, script: ClientScript) -> RequestOutcome:

@@ -172,7 +172,7 @@ def check_answer(sent: Sent, status: int, body: bytes, answer: Answer, *, is_com
     if status != 200:
         sent.kind, sent.detail = f"http {status}", body[:200].decode(errors="replace")
         return
-    received = read_events(body) if sent.stream else _whole_answer(body)
+    received = read_events(body) if sent.stream else _unstreamed_answer(body)
     has_ended = is_complete and received.done and not received.error
     if (difference := _difference(received, answer, ended=has_ended)) is not None:
         sent.kind, sent.detail = "wrong text", difference
@@ -208,8 +208,8 @@ def read_events(body: bytes) -> Answer:
     return answer
 
 
-def _whole_answer(body: bytes) -> Answer:
-    """Parse an answer that is not streamed. Text that is no JSON becomes the answer's text."""
+def _unstreamed_answer(body: bytes) -> Answer:
+    """Parse an unstreamed answer. Text that is no JSON becomes the answer's text."""
     answer = Answer(done=True)
     try:
         answer.take(json.loads(body))
@@ -251,7 +251,7 @@ async def references(url: str, requests: list[tuple[str, Any]]) -> list[Prompt]:
 
         async def ask(path: str, body: dict[str, Any]) -> Answer:
             answer = await http.post(f"{url}{path}", json=body)
-            return _whole_answer(answer.raise_for_status().content)
+            return _unstreamed_answer(answer.raise_for_status().content)
 
         for path, body in requests:
             if "stop" in body:

@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 
 from eldr_serve.commands.client import OperatorClient, ServiceError
-from eldr_serve.commands.errors import run
+from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
 from loadgen.held_resources import settle
 from loadgen.progress import progress_bar

@@ -142,7 +142,7 @@ async def an_answer_of_a_prompt_that_another_engine_holds_is_the_same(subject: S
 
 async def an_answer_that_is_not_streamed_is_one_body(subject: Subject) -> None:
     sent = Sent()
-    await subject.generates.generate(request("whole", stream=False), sent)
+    await subject.generates.generate(request("unstreamed", stream=False), sent)
     assert json.loads(sent.payload)["choices"][0]["text"]
     assert sent.tokens == 4, sent.parts
 

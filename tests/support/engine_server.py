@@ -1,5 +1,6 @@
 """A replica of an engine deployment over a fake engine, and a channel to it."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,6 +30,11 @@ def generate(
         "completions", body, name, kv_transfer_params=params, expert_counts=counts, **fields
     )
     return channel.call(GENERATE, request)
+
+
+def running_tasks() -> set[str]:
+    """Return the names of the loop's unfinished tasks."""
+    return {task.get_name() for task in asyncio.all_tasks()}
 
 
 @asynccontextmanager

@@ -301,7 +301,7 @@ async def wait_until_idle(client: RouterClient, actor: FakeActor) -> None:
     assert set(loads(actor.state).values()) <= {(0, 0)}
     assert not client.held_leases()
     assert not client.leases
-    assert not client._calls
+    assert not client._place_calls
     assert not list(client._waiting)
     assert not actor.ingress_calls.place_calls
 

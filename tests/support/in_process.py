@@ -7,7 +7,7 @@ from typing import Any
 from click.testing import Result
 from typer.testing import CliRunner
 
-from eldr_serve.commands.errors import app_of
+from eldr_serve.commands.run import app_of
 
 
 def command(entry: str | Callable[..., None], *arguments: object, **options: object) -> Result:

@@ -33,7 +33,7 @@ TOKEN = b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 _names = itertools.count()
 _OPENAPI = openapi_document(REQUESTS)
 
-whole_answer = answer_with(b'{"choices": [{"index": 0, "text": "yes", "finish_reason": "length"}]}')
+unstreamed_answer = answer_with(b'{"choices": [{"index": 0, "text": "yes", "finish_reason": "length"}]}')
 stream_answer = answer_with(TOKEN, b"data: [DONE]\n\n")
 
 
@@ -108,7 +108,7 @@ class App:
 async def running_app(
     *,
     prefill: Callable[[Any], AsyncIterator[Any]] = good_prefill,
-    decode: Callable[[Any], AsyncIterator[Any]] = whole_answer,
+    decode: Callable[[Any], AsyncIterator[Any]] = unstreamed_answer,
     actor: FakeActor | None = None,
     admin_key: str | None = KEY,
     model_id: str = "m",

@@ -23,9 +23,9 @@ NOTES = column_notes(
     "compared to 0.001, and a stream's events are joined. Numbers of tokens are not compared if the field "
     "constrains the text.",
     {
-        "whole, streamed": "`equal` if all answers of the field equal those of a plain vLLM server with the "
-        "same model; `refused` if both servers refuse all requests with the same status and field; `equal or "
-        "refused` if some.",
+        "unstreamed, streamed": "`equal` if all answers of the field equal those of a plain vLLM server with "
+        "the same model; `refused` if both servers refuse all requests with the same status and field; "
+        "`equal or refused` if some.",
         "note": "What the service does otherwise, or why the field was not tried.",
     },
 )
@@ -79,7 +79,7 @@ class FieldTable:
                     "endpoint": path,
                     "field": name,
                     "requests": len(requests_of(path, name, stream=False)),
-                    "whole": self._shown(path, name, stream=False),
+                    "unstreamed": self._shown(path, name, stream=False),
                     "streamed": self._shown(path, name, stream=True) if path in STREAMING else None,
                     "note": DIFFERENT.get((path, name)),
                 }
@@ -90,7 +90,7 @@ class FieldTable:
                     "endpoint": path,
                     "field": name,
                     "requests": 0,
-                    "whole": None,
+                    "unstreamed": None,
                     "streamed": None,
                     "note": reason,
                 }

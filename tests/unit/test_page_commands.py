@@ -83,7 +83,7 @@ TEST_BY_COMMAND = {
     "eldr simulate --config examples/scenarios/": "tests/unit/offline/test_routes_command.py::"
     "test_the_example_is_simulated_by_size_cost_and_held_out_samples",
     "eldr simulate --config scenario.yaml --cost": (
-        "tests/e2e/test_foreign_application.py::test_parallel_simulations_give_the_results_of_sequential_ones"
+        "tests/e2e/test_parallel_simulations.py::test_parallel_simulations_give_the_results_of_sequential_ones"
     ),
     "haproxy": "tests/unit/ingress/test_haproxy.py::test_requests_wait_while_no_ingress_listens",
     "locust": (

@@ -62,7 +62,7 @@ def order_for_round(lengths: Ints, number: int, rounds: int) -> Ints:
 
 
 def read_stems(folder: Path, tokens: int) -> list[list[int]]:
-    """Return a text of the given number of token ids for each domain of a folder of prompts."""
+    """Return a text of `tokens` token ids for each domain of the prompts in a folder."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)

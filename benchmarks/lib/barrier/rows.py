@@ -1,4 +1,4 @@
-"""The result table of `barrier`: each policy beside the baseline and its prediction."""
+"""The result table of `barrier`: measured and simulated figures of each policy beside the baseline."""
 
 from __future__ import annotations
 

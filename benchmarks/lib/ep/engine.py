@@ -37,6 +37,7 @@ class DecodedBatch:
     seconds: Floats  # [N], wall-clock time of each step on the slowest rank, without moves
     move_s: float  # total time of the migration slices between steps
     experts_moved: int  # experts that these slices moved, in all layers
+    received_bytes: int  # bytes of weights that the ranks received from each other
     slices: int
     slices_left: int
     log: Ints  # [G, N, L, 5], work of each rank (`eldr_serve.engine.vllm.ep.layer.LOG_COLUMNS`)
@@ -109,6 +110,7 @@ class EpEngine(EngineProcesses):
             answers=np.concatenate([part.answers for part in decoded])[np.argsort(np.concatenate(numbers))],
             seconds=np.max([part.seconds for part in decoded], axis=0),
             move_s=max(part.move_s for part in decoded),
+            received_bytes=sum(part.received_bytes for part in decoded),
             log=np.concatenate([part.log for part in decoded]),
         )
 
@@ -226,7 +228,7 @@ def _decode(
         _num_requests += 1
         _engine.add_request(str(_num_requests), {"prompt_token_ids": prompt, "cache_salt": name}, params)
     first_step = _ask("batches", 2**40)[0][0]
-    before, moved_before = np.array(_ask("routed")[0]), _ask("status")[0]["experts_moved"]
+    routed_before, states_before = np.array(_ask("routed")[0]), _ask("status")
     seconds, decoding = [], 0
     move_s = 0.0
     slices = slices_left = 0
@@ -249,16 +251,19 @@ def _decode(
         _ask("stop")
     log = np.array([rows for _, rows in _ask("batches", first_step)])
     is_decode = log[0, :, 0, 0] == sum(map(len, shares))  # number of tokens of the step
-    after = _ask("status")[0]
-    routed = np.array(_ask("routed")[0]) - before
+    states = _ask("status")
+    routed = np.array(_ask("routed")[0]) - routed_before
+    received = (state["bytes_received"] for state in states)
+    received_before = (state["bytes_received"] for state in states_before)
     return DecodedBatch(
         np.array([answers[number] for number in range(len(prompts))]),
         np.array(seconds)[is_decode],
         move_s,
-        after["experts_moved"] - moved_before,
+        states[0]["experts_moved"] - states_before[0]["experts_moved"],
+        sum(received) - sum(received_before),
         slices,
         slices_left,
         log[:, is_decode],
         routed,
-        np.array(after["placement"]),
+        np.array(states[0]["placement"]),
     )

@@ -45,7 +45,7 @@ class ParallelLayer:
 
     Args:
         products: computes this rank's slots.
-        placement: int[P], the logical expert of each slot of all ranks, rank-major; ValueError if uneven.
+        placement: int[P], the logical expert in each slot, rank-major; ValueError as `slots_of`.
         route: the serving rank of each (token, expert) pair; the same function on every rank.
         on_exchange: called after each exchange of `run_exchanged`, whose parts it counts as one message.
     """
@@ -208,12 +208,18 @@ def first_of_each_node(is_serving: Bools, nodes: int, home: int) -> Bools:
 
 
 def slots_of(placement: ArrayLike, num_experts: int, ranks: int) -> Ints:
-    """Return int[G, E]: the slot on the rank that serves the expert, or -1. Raise ValueError if uneven."""
+    """Return int[G, E]: the slot on the rank that serves the expert, or -1.
+
+    Raises:
+        ValueError: the slots cannot be divided among the ranks, or a slot is empty (-1).
+    """
     experts_of_slots = np.asarray(placement)
     if experts_of_slots.ndim != 1 or len(experts_of_slots) % ranks:
         raise ValueError(
             f"a layer's placement of shape {experts_of_slots.shape} cannot be divided among {ranks} ranks"
         )
+    if (experts_of_slots < 0).any():
+        raise ValueError("a layer's placement has empty slots (-1): fill them with `fill_with_replicas`")
     slot = np.full((ranks, num_experts), -1)
     for rank, experts in enumerate(experts_of_slots.reshape(ranks, -1)):
         slot[rank, experts] = np.arange(len(experts))

@@ -39,7 +39,7 @@ def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
 
 
 def _flow(is_host: NDArray[np.bool_]) -> Ints:
-    """Return int[n], the rank of each expert of is_host[n, G], with the least maximum."""
+    """Return int[n], a rank of is_host[n, G] for each expert, so that the fullest rank has the fewest."""
     n, ranks = is_host.shape
     low, high = -(-n // ranks), n
     best: Ints | None = None

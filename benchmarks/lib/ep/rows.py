@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.ep.turns import SKIPPED_STEPS
 from loadgen.statistics import median_ci, paired_change_percent
 
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
 BASE = "linear, none"  # name of the baseline's arm, at replication 1
 EVEN = "eplb, even"
+# How an engine gets the placement of its position: in the paper, here, and never.
+STARTS, MIGRATES, KEEPS = "starts with it", "migrates to it", "keeps another"
 BY_EXPERTS = "by experts"  # end of an arm's name
 _PAPERS: dict[str, dict[str, Any]] = {
     # METRO, from replication 1.5: EPLB's even spread against no replicas, and METRO's choice against EPLB's.
@@ -48,15 +51,25 @@ def choice_rows(
             **_interval("step", trials),
             **_means(
                 trials,
-                ("worst_rank_experts", "experts_all_ranks", "worst_rank_pairs", "away_pct", "moved_a_token"),
+                (
+                    "worst_rank_experts",
+                    "experts_all_ranks",
+                    "worst_rank_pairs",
+                    "pairs_off_home_pct",
+                    "other_ranks_per_token",
+                ),
             ),
             **_change("change", trials, base, "step_ms", seed),
             **(_change("even", trials, even, "step_ms", seed) if even else {}),
-            **({"even_experts_pct": _mean_pct(trials, even, "worst_rank_experts")} if even else {}),
+            **({"experts_vs_even_pct": _mean_pct(trials, even, "worst_rank_experts")} if even else {}),
             "none_experts_pct": _mean_pct(trials, base, "worst_rank_experts"),
-            "none_moved_pct": _mean_pct(trials, base, "moved_a_token"),
+            "moved_vs_base_pct": _mean_pct(trials, base, "other_ranks_per_token"),
             **(_change("blocks", trials, in_blocks, "step_ms", seed) if homes else {}),
-            **({"blocks_moved_pct": _mean_pct(trials, in_blocks, "moved_a_token")} if homes else {}),
+            **(
+                {"moved_vs_blocks_pct": _mean_pct(trials, in_blocks, "other_ranks_per_token")}
+                if homes
+                else {}
+            ),
             "requests_equal_pct": _equal_pct(trials, base),
             "paper_experts_pct": None,
             "paper_step_pct": None,
@@ -100,6 +113,45 @@ def shift_rows(
                 "requests_equal_pct": _equal_pct(trials, base),
                 "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
             }
+
+
+def start_rows(
+    measured: dict[str, list[dict[str, Any]]], workload: str, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each way to a placement, from what was measured with each batch.
+
+    Every way is measured in the steps during and after the migration of the same batch.
+    """
+    slices = [trial["slices"] for trial in measured[MIGRATES]]
+    by_way = {
+        way: [_split_steps(trial, number) for trial, number in zip(trials, slices, strict=True)]
+        for way, trials in measured.items()
+    }
+    base = by_way[STARTS]
+    for way, trials in by_way.items():
+        row: dict[str, Any] = {"workload": workload, "engine": way, "batches": len(trials)}
+        for name in ("during", "with_moves", "after"):
+            row |= _interval(name, trials) | _change(name, trials, base, f"{name}_ms", seed)
+        yield {
+            **row,
+            **_means(trials, ("slices", "experts_moved", "received_mib", "migration_ms", "holds_after_ms")),
+            "requests_equal_pct": _equal_pct(trials, base),
+        }
+
+
+def _split_steps(trial: dict[str, Any], slices: int) -> dict[str, Any]:
+    """Return the trial with its medians over the steps during and after a migration of so many slices.
+
+    The first slice follows the first step, so as many steps end before the placement holds.
+    """
+    steps_ms, first = np.array(trial["steps_ms"]), max(slices, SKIPPED_STEPS + 1)
+    during_ms = float(np.median(steps_ms[SKIPPED_STEPS:first]))
+    return trial | {
+        "during_ms": during_ms,
+        "with_moves_ms": during_ms + trial["migration_ms"] / max(trial["slices"], 1),
+        "after_ms": float(np.median(steps_ms[first:])),
+        "holds_after_ms": trial["migration_ms"] + float(steps_ms[1 : trial["slices"]].sum()),
+    }
 
 
 def _interval(name: str, trials: list[dict[str, Any]]) -> dict[str, float]:

@@ -121,7 +121,7 @@ class LayerRun(NamedTuple):
     """The measurements of `time_layers_together` on one rank, by arm."""
 
     seconds: dict[LayerArm, NDArray[np.float64]]  # [B, L, rounds, stage]
-    traffic: dict[LayerArm, NDArray[np.int64]]  # [B, L, 4], as in TRAFFIC; all-to-alls alone
+    traffic: dict[LayerArm, NDArray[np.int64]]  # [B, L, columns of TRAFFIC]; only all-to-alls are counted
 
 
 def time_layers_together(rank: int, job: RankJob) -> LayerRun:

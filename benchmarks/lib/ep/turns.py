@@ -35,6 +35,7 @@ DataParallel = Annotated[
 ]
 Tokens = Annotated[int, typer.Option(min=8, help="Tokens generated per request.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds of all arms, each with other prompts.")]
+MovesPerSlice = Annotated[int, typer.Option(min=1, help="Experts that move between two steps.")]
 Minutes = Annotated[float | None, typer.Option(min=0.1, help="Time limit; the same command resumes.")]
 
 
@@ -126,7 +127,7 @@ def summarise_batch(decoded: DecodedBatch) -> dict[str, Any]:
         "worst_rank_experts": float(activated.max(axis=0).mean()),
         "experts_all_ranks": float(activated.sum(axis=0).mean()),
         "worst_rank_pairs": float(pairs.max(axis=0).mean()),
-        "away_pct": 100 * (1 - float(served_at_home.sum() / pairs.sum())),
-        "moved_a_token": float(moved_tokens.sum() / tokens[0].sum()),
+        "pairs_off_home_pct": 100 * (1 - float(served_at_home.sum() / pairs.sum())),
+        "other_ranks_per_token": float(moved_tokens.sum() / tokens[0].sum()),
         "answers": [hashlib.sha256(answer.tobytes()).hexdigest()[:16] for answer in decoded.answers],
     }

@@ -1,3 +1,3 @@
-"""Names of the application over engines that compute nothing."""
+"""Names of the application whose engines are fakes."""
 
 MODEL, APPLICATION = "fake", "bench-streams"

@@ -54,7 +54,7 @@ _FIT_BATCHES = (2, 10, 24, 40)
 
 
 def fit_batches(requests: int) -> list[int]:
-    """Return the batch sizes of a quarter of the requests. Few requests give smaller and fewer batches."""
+    """Return batch sizes that sum to a quarter of the requests. Few requests give smaller and fewer ones."""
     ends = np.rint(np.cumsum(_FIT_BATCHES) / sum(_FIT_BATCHES) * (requests // 4))
     return [int(size) for size in np.diff(ends, prepend=0) if size]
 

@@ -36,7 +36,7 @@ def many_domains(
 
 
 def conversations(records: Sequence[RecordedArrival]) -> list[list[RecordedArrival]]:
-    """Return the turns of each conversation of a trace that is neither too short nor too long.
+    """Return the turns of each conversation that is neither too short nor too long.
 
     The second block identifies a conversation, since all of them share the first.
     """

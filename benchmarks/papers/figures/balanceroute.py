@@ -230,11 +230,18 @@ def _cluster(g: int, options: Options) -> Cluster:
 
 def _requests(traffic: Traffic, g: int, options: Options, seed: int) -> Requests:
     """Return more requests than the slots can take."""
-    cost = options.cost or COST
-    step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * traffic.running_kv_tokens, 0))
-    rate = LOAD * g * SLOTS / (traffic.mean_output_tokens * step_s)
     turns = max(TURNS, STEPS / traffic.mean_output_tokens)
     number = options.requests or max(len(traffic.played), round(turns * g * SLOTS))
+    return requests_at_load(traffic, g, LOAD, number, options, seed)
+
+
+def requests_at_load(
+    traffic: Traffic, g: int, load: float, number: int, options: Options, seed: int
+) -> Requests:
+    """Return `number` requests at a load relative to the capacity of all slots."""
+    cost = options.cost or COST
+    step_s = float(cost.seconds(SLOTS, 1.2 * SLOTS * traffic.running_kv_tokens, 0))
+    rate = load * g * SLOTS / (traffic.mean_output_tokens * step_s)
     return traffic.requests(number, rate, start=seed / len(options.seeds))
 
 

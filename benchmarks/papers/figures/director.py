@@ -31,13 +31,11 @@ from benchmarks.papers.figures.shifting import (
 )
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from offline.expert_placement.director import director_placement
-from offline.expert_placement.director_paper import director_paper_placement
 
 BATCHES = 8
 BATCH_OF_FIGURE_2 = 32  # requests
 LAYER_OF_FIGURE_2 = (20, 28)  # layer 20 of the 28 of DeepSeekMoE 16B; other models' in proportion
 RANKS = 32
-AS_WRITTEN_SIZE = 13_000  # layers x ranks x experts up to which Algorithm 1 as written is run too
 
 
 def frequencies(options: Options) -> Rows:
@@ -59,7 +57,7 @@ def frequencies(options: Options) -> Rows:
 
 def latency(options: Options) -> Rows:
     """Compare every placement rule on both clusters with 32 GPUs each (Figs. 7 and 8)."""
-    traces = _traces(options)
+    traces = read_traces(options)
 
     def run(case: tuple[Path, str], seed: int) -> dict[str, ServedBatches]:
         return _serve_by_rule(options, traces[case[0]], case[1], RANKS, seed)
@@ -72,7 +70,7 @@ def latency(options: Options) -> Rows:
 
 def gpus(options: Options) -> Rows:
     """Compare the placement rules on 4 to 32 H200 GPUs (Fig. 9)."""
-    traces = _traces(options)
+    traces = read_traces(options)
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, ServedBatches]:
         return _serve_by_rule(options, traces[case[0]], "H200", case[1], seed)
@@ -88,7 +86,7 @@ def gpus(options: Options) -> Rows:
 def optimisers(options: Options) -> Rows:
     """Compare rounding with the LP's bound, given each batch's true workload (Fig. 11)."""
     rows: Rows = []
-    for trace in _traces(options).values():
+    for trace in read_traces(options).values():
         for name in CLUSTERS:
             cluster, batches, history = _case(options, trace, name, RANKS, options.seeds[0])
             offline = cluster.place(history)
@@ -97,7 +95,7 @@ def optimisers(options: Options) -> Rows:
             label = {"workload": f"{trace.model} on 32 {name}", "layers": trace.prefill_counts.shape[1]}
             rows += _optimiser_rows(label, cluster, work, static)
     for ranks in (8, RANKS):
-        rows += _optimiser_rows(*_synthetic(options.seeds[0], ranks))
+        rows += _optimiser_rows(*synthetic_case(options.seeds[0], ranks))
     return rows
 
 
@@ -112,7 +110,7 @@ class SolvedPlacement(NamedTuple):
 
 def _place_by_lp(cluster: GpuCluster, workload: NDArray[np.float64]) -> SolvedPlacement:
     """Round the LP's solution."""
-    placement, report = director_placement(workload, **_solver_arguments(cluster))
+    placement, report = director_placement(workload, **solver_arguments(cluster))
     return SolvedPlacement(placement, report.rank_s.sum(), report.lp_s.sum(), report.bound_s.sum())
 
 
@@ -121,13 +119,8 @@ def _place_by_experts(cluster: GpuCluster, workload: NDArray[np.float64]) -> Sol
     return _place_by_lp(cluster, workload.sum(axis=1))
 
 
-def _place_as_written(cluster: GpuCluster, workload: NDArray[np.float64]) -> SolvedPlacement:
-    """Run the paper's Algorithm 1. Its LP gives the optimum and the bound, its two maxima give the time."""
-    placement, report = director_paper_placement(workload, **_solver_arguments(cluster))
-    return SolvedPlacement(placement, report.reached_s, report.infeasible_s, report.infeasible_s)
-
-
-def _solver_arguments(cluster: GpuCluster) -> dict[str, Any]:
+def solver_arguments(cluster: GpuCluster) -> dict[str, Any]:
+    """Return the arguments of `director_placement` that describe the GPUs."""
     keys = {"topology": cluster.topology, "slots": cluster.slots, "cost": cluster.cost}
     return keys | {"token_bytes": TOKEN_BYTES}
 
@@ -136,8 +129,6 @@ def _optimiser_rows(
     label: dict[str, Any], cluster: GpuCluster, work: list[NDArray[np.float64]], static: NDArray[np.float64]
 ) -> Rows:
     methods = {"LP rounding": _place_by_lp, "LP rounding, tokens by expert alone": _place_by_experts}
-    if work[0].size <= AS_WRITTEN_SIZE:
-        methods["Algorithm 1 as written"] = _place_as_written
     rows: Rows = []
     for method, place in methods.items():
         total, reached_s, lp_s, bound_s, seconds = np.zeros((5, len(work)))
@@ -159,7 +150,7 @@ def _optimiser_rows(
     return rows
 
 
-def _synthetic(
+def synthetic_case(
     seed: int, ranks: int
 ) -> tuple[dict[str, Any], GpuCluster, list[NDArray[np.float64]], NDArray[np.float64]]:
     """Return 48 layers x 128 experts on the GPUs, with log-normal loads that change from batch to batch."""
@@ -177,7 +168,8 @@ def _synthetic(
     return {"workload": f"synthetic, on {ranks} H200", "layers": layers}, cluster, work, static
 
 
-def _traces(options: Options) -> dict[Path, CalibrationTrace]:
+def read_traces(options: Options) -> dict[Path, CalibrationTrace]:
+    """Return the options' traces, which need routes of equally long answers."""
     paths = options.all_traces("routes: a calibration trace with routes, or published routes")
     return {path: shifting.read_routes(path) for path in paths}
 

@@ -188,7 +188,7 @@ def scenario_of(
     output_tokens: int,
     seed: int,
 ) -> Scenario:
-    """Return Poisson arrivals of requests of these domains of the single trace."""
+    """Return Poisson arrivals of requests from these domains of the single trace."""
     return Scenario(
         cluster=Cluster(
             prefill=prefill,

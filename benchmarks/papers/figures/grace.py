@@ -331,7 +331,7 @@ def _halves(trace: CalibrationTrace, seed: int, domain: str | None = None) -> tu
 def fit_each_topology(
     trace: CalibrationTrace, options: Options, seed: int
 ) -> Iterator[tuple[Topology, ExpertStatistics, Ints]]:
-    """Yield each topology with the statistics of one half of the requests and batches of the other."""
+    """Yield each topology with statistics from one half of the requests and batches from the other."""
     fit_on, held_out = _halves(trace, seed)
     batches = _batches(trace, held_out, options, seed)
     for topology in TOPOLOGIES:

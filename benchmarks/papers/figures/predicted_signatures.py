@@ -41,7 +41,7 @@ def prompts_of(options: Options) -> Prompts:
 
 
 def members_of_group(trace: CalibrationTrace, group: str) -> Index:
-    """Return the indices of the prompts of a workload. Raise UserInputError if they are too few."""
+    """Return the indices of a workload's prompts. Raise UserInputError if they are too few."""
     task = np.isin(trace.domains, TASKS)
     members = np.flatnonzero({"all": np.ones_like(task), "language": ~task, "task": task}[group])
     if len(members) <= 2 * USUAL:
@@ -92,7 +92,7 @@ def predicted_counts(trace: CalibrationTrace, predictor: SignaturePredictor, mem
 
 
 def recent_mean_counts(trace: CalibrationTrace, predictor: SignaturePredictor, stream: Index) -> Counts:
-    """Predict the counts of each prompt of the stream by the mean of the prompts shortly before it."""
+    """Predict each prompt's counts by the mean over the prompts shortly before it in the stream."""
     predicted = np.zeros(trace.prefill_counts.shape, np.float32)
     mean = predictor.mean.copy()
     for member in stream:

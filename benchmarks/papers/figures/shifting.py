@@ -183,15 +183,16 @@ class GpuCluster:
 
     def step_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float[..., L], s, for tokens[..., L, G, E]."""
-        return self.cost.layer_s(self._work(tokens, placement))
+        return self.cost.layer_s(self.work(tokens, placement))
 
     def windows_s(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float[L] in seconds: the mean rank's computation in each layer, while no all-to-all runs."""
-        work = self._work(tokens, placement)
+        work = self.work(tokens, placement)
         idle = replace(work, near_bytes=0 * work.near_bytes, far_bytes=0 * work.far_bytes)
         return np.asarray(self.cost.rank_s(idle).mean(axis=-1))
 
-    def _work(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> LayerWork:
+    def work(self, tokens: NDArray[np.floating], placement: NDArray[np.int64]) -> LayerWork:
+        """Return the work [..., L, G] of each rank for tokens[..., L, G, E]."""
         hosts = hosts_of(placement, tokens.shape[-1], self.topology.ranks)
         return placed_work(tokens, hosts, topology=self.topology, token_bytes=TOKEN_BYTES)
 
@@ -223,12 +224,12 @@ def serve_adaptively(
     latency_s, moves = [], []
     for batch in batches:
         expected = forecast(batch)
-        present_s = cluster.step_s(expected, placement)
+        current_s = cluster.step_s(expected, placement)
         windows = cluster.windows_s(expected, placement)
         plans = []
         for target in (cluster.place(expected), cluster.place(expected, placement)):
             new = minimise_moves(placement, target, cluster.topology.ranks)
-            gain = present_s - cluster.step_s(expected, new)
+            gain = current_s - cluster.step_s(expected, new)
             plan = plan_migration(
                 placement,
                 new,

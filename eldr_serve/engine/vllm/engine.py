@@ -51,7 +51,7 @@ from eldr_serve.engine.vllm.ep.plugin import is_switched_on
 from eldr_serve.engine.vllm.ep.swap import EngineExperts
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
-from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_whole_answer
+from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_unstreamed_answer
 from eldr_serve.engine.vllm.requests.continuation import Continuation
 from eldr_serve.engine.vllm.requests.first_token import prefill_prompt
 from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
@@ -174,7 +174,7 @@ class VllmEngine:
             await _read_stream(stream, lambda chunk: continuation.write(chunk.encode()))
             continuation.end()
         else:
-            continuation.end(_body(to_whole_answer(request.method, serving, answer), request.method)[0])
+            continuation.end(_body(to_unstreamed_answer(request.method, serving, answer), request.method)[0])
         return continuation
 
     def _serving_on_rank(self, request: EngineRequest) -> tuple[Any, str]:

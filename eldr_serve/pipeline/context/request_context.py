@@ -1,4 +1,4 @@
-"""A request over all its attempts, and what they leave for each other and for the log."""
+"""The state of a request that its attempts share, and its line of the log."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class DecodeCall:
         self._measured = self._measure_counts()
         self.channel_call = self._fleet.call(self.worker, GENERATE, self._engine_request)
         self.channel_call.on_overflow = self._context.on_overflow
-        # Without a stream, an engine that also prefills sends nothing before its whole answer.
+        # An engine that also prefills sends nothing of an unstreamed answer before its end.
         if request.fields.stream or self.prompt.kv_transfer_params is not None:
             options = self._options
             since = partial(self._decode_starts.postpone_if_full, self._waiting_call)

@@ -51,7 +51,7 @@ class PlacementStep:
     async def wait_for_decode(self) -> None:
         """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
         clock = asyncio.get_running_loop().time
-        wait_s = self._options.prefill_wait_s
+        wait_s = self._options.replica_wait_s
         until_s = clock() + wait_s
         with self._fleet.waiters.take_turn() as wait_until:
             while not self._fleet.live_workers:

@@ -37,6 +37,9 @@ class LocalPrefill:
         predictor: predicts both times.
         stage_latencies: the durations of the stages of earlier requests that a prefill engine computed.
         tokenizer: tokenises prompts, so that their cached tokens are known.
+
+    Attributes:
+        queues: the prompts that decode engines have yet to compute.
     """
 
     def __init__(
@@ -59,8 +62,7 @@ class LocalPrefill:
         self._predictor = predictor
         self._stage_latencies = stage_latencies
         self._tokenizer = tokenizer
-        # The prompts that decode engines have yet to compute.
-        self._queues = PrefillQueues(
+        self.queues = PrefillQueues(
             math.inf,
             reports=lambda: fleets.decode.directory.reports,
             clock=lambda: asyncio.get_running_loop().time(),
@@ -81,7 +83,7 @@ class LocalPrefill:
         if not context.record.prefilled_locally or not self._is_short(context):
             return None
         num_tokens = self._admission.estimate_tokens(context)
-        return TicketedPrompt(context, num_tokens, self._queues, self._queues.leave, workers_to_avoid)
+        return TicketedPrompt(context, num_tokens, self.queues, self.queues.leave, workers_to_avoid)
 
     def _is_short(self, context: RequestContext) -> bool:
         return bool(self._max_tokens) and self._admission.estimate_tokens(context) <= self._max_tokens
@@ -95,8 +97,8 @@ class LocalPrefill:
         if loads is None or loads.waiting or handover_s is None or num_tokens > self._max_tokens:
             return ()
         latencies = self._predictor.predict(num_tokens, loads, 0.0)
-        self._queues.keep(self._fleets.decode.live_workers)
-        costs_s = self._predictor.predict_local_costs(latencies, self._queues)
+        self.queues.keep(self._fleets.decode.live_workers)
+        costs_s = self._predictor.predict_local_costs(latencies, self.queues)
         if not latencies.ttft_s:
             return ()
         split_s = min(latencies.ttft_s.values()) + handover_s

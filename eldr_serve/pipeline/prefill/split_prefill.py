@@ -50,8 +50,10 @@ class SplitPrefill:
         counters: counters of the ingress.
         kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
         stage_latencies: latencies of the prefill stage.
-        local_prefill: chooses the prompts that decode engines compute.
         tokenizer: tokenises prompts that decode engines prefill; None: these have no known token ids.
+
+    Attributes:
+        local_prefill: chooses the prompts that decode engines compute.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class SplitPrefill:
         self._counters = counters
         self._kv_release = kv_release
         self._stage_latencies = stage_latencies
-        self._local_prefill = local_prefill
+        self.local_prefill = local_prefill
         self._tokenizer = tokenizer
         self._outliers = OutlierDetector(fleets.prefill, counters)
         self._without_prefill = CallRateLimiter(
@@ -93,7 +95,7 @@ class SplitPrefill:
         """
         prompt: Prompt = UncomputedPrompt()
         if why_not_split(context.request.method, context.request.fields) is None:
-            local_prompt = await self._local_prefill.choose(context)
+            local_prompt = await self.local_prefill.choose(context)
             if local_prompt is not None:
                 return local_prompt
             try:
@@ -211,7 +213,7 @@ class SplitPrefill:
         limited rate.
         """
         clock = asyncio.get_running_loop().time
-        until_s = clock() + self._options.prefill_wait_s
+        until_s = clock() + self._options.replica_wait_s
         turn_s = None
         try:
             with self._fleet.waiters.take_turn() as wait_until:

@@ -24,8 +24,8 @@ class WholePrefill:
     async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
         """Return the prompt with a ticket for the queue of an engine that placement will choose.
 
-        A prompt whose answer arrives only as a whole is neither counted in the queue nor refused for it,
-        because such an answer does not show when its prompt has been computed.
+        The prompt of an unstreamed answer to a request that cannot be split is neither counted in the queue
+        nor refused for it, because such an answer does not show when its prompt has been computed.
 
         Raises:
             OverloadedError: no decode engine has room.

@@ -80,7 +80,7 @@ class Policy(ABC):
 
         Args:
             request: the request to place.
-            loads: present loads; Decision.position is an index into them.
+            loads: current loads; Decision.position is an index into them.
             rng: the only source of randomness, so that a seed reproduces a run.
 
         Raises:
@@ -141,7 +141,7 @@ class QueuedPolicy(Policy):
 
         Args:
             waiting: requests in order of arrival.
-            loads: present loads, without the waiting requests; must not be changed.
+            loads: current loads, without the waiting requests; must not be changed.
 
         Returns:
             (index into `waiting`, decision), each index at most once, in the order of placing.

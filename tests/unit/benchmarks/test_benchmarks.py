@@ -237,8 +237,8 @@ def test_the_tables_in_the_pages_equal_the_results() -> None:
         ("requests_per_s_over_peer_pct", "requests/s over peer, %"),
         ("rate_per_s", "arrivals/s"),
         ("silent_over_15_s", "silent over 15 s"),
-        ("moved_a_token", "other ranks per token"),
-        ("none_moved_pct", "other ranks change, %"),
+        ("other_ranks_per_token", "other ranks per token"),
+        ("moved_vs_base_pct", "other ranks change, %"),
     ],
 )
 def test_a_heading_has_the_unit_of_its_column(key: str, heading: str) -> None:

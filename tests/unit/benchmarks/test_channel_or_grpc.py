@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from benchmarks.lib.channel_transports import (
     connect_by_transport,
     run_transport_server,
 )
+from benchmarks.lib.frames_in_grpc import carry
 from benchmarks.serving.channel_or_grpc import ChannelLoad, compare_with_channel, trial
 from eldr_serve.channel.calls import MAX_UNREAD_BYTES
 from eldr_serve.channel.server import _MAX_UNSENT_BYTES
@@ -58,6 +60,32 @@ async def test_a_stream_that_nobody_reads_is_bounded(transport: str, monkeypatch
         slow.cancel()
 
 
+@pytest.mark.parametrize("write_ends", [True, False])
+async def test_an_aborted_connection_ends_both_directions_of_its_stream(write_ends: bool) -> None:
+    never = asyncio.Event().wait
+    peer = Mock()
+    stream = Mock(read=never, write=AsyncMock() if write_ends else lambda data: never())
+    carrying = asyncio.create_task(carry(peer, stream))
+    await asyncio.sleep(0)
+    (transport,) = peer.connection_made.call_args.args
+    transport.writelines([b"a"])
+    await asyncio.sleep(0)
+    transport.abort()
+    async with asyncio.timeout(20):
+        await carrying
+    peer.connection_lost.assert_called_once_with(None)
+
+
+async def test_a_failed_write_ends_both_directions_of_a_stream() -> None:
+    peer = Mock()
+    stream = Mock(read=asyncio.Event().wait, write=AsyncMock(side_effect=RuntimeError("it is closed")))
+    peer.connection_made.side_effect = lambda transport: transport.writelines([b"a"])
+    async with asyncio.timeout(20):
+        with pytest.raises(RuntimeError, match="it is closed"):
+            await carry(peer, stream)
+    peer.connection_lost.assert_called_once_with(None)
+
+
 async def test_a_stream_that_does_not_send_ends_a_run_without_a_pace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,7 +113,7 @@ def test_rows_are_compared_within_their_round() -> None:
 
 
 @pytest.mark.parametrize(("ways", "words"), [("nobody", "nobody"), ("grpc", "must include channel")])
-def test_bad_transports_are_a_sentence(ways: str, words: str) -> None:
+def test_bad_transports_are_refused_in_one_sentence(ways: str, words: str) -> None:
     assert words in sentence(command("benchmarks.serving.channel_or_grpc", ways=ways))
 
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.engine import ep_engine
 from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
 from benchmarks.lib.ep.engine import DecodedBatch
-from benchmarks.lib.ep.rows import PHASES, choice_rows, shift_rows
+from benchmarks.lib.ep.rows import KEEPS, MIGRATES, PHASES, STARTS, choice_rows, shift_rows, start_rows
 from benchmarks.lib.ep.turns import (
     SKIPPED_STEPS,
     choose_homes,
@@ -29,7 +29,12 @@ from loadgen.journal import Journal
 def measurement(
     step_ms: float, experts: float = 10.0, answers: str = "ab", **others: float
 ) -> dict[str, Any]:
-    figures = {"experts_all_ranks": 18.0, "worst_rank_pairs": 16.0, "away_pct": 50.0, "moved_a_token": 0.9}
+    figures = {
+        "experts_all_ranks": 18.0,
+        "worst_rank_pairs": 16.0,
+        "pairs_off_home_pct": 50.0,
+        "other_ranks_per_token": 0.9,
+    }
     return {"step_ms": step_ms, "worst_rank_experts": experts, "answers": list(answers)} | figures | others
 
 
@@ -125,6 +130,7 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
             seconds,
             move_s=0,
             experts_moved=0,
+            received_bytes=0,
             slices=0,
             slices_left=0,
             log=log,
@@ -141,8 +147,8 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
             "worst_rank_experts": 7,
             "experts_all_ranks": 12,
             "worst_rank_pairs": 10,
-            "away_pct": 100 * 7 / 16,
-            "moved_a_token": 1.0,
+            "pairs_off_home_pct": 100 * 7 / 16,
+            "other_ranks_per_token": 1.0,
         }
     )
 
@@ -174,9 +180,9 @@ def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:
     assert [row["change_pct"] for row in (base, even, metro)] == pytest.approx([0, 20, -10])
     assert metro["change_low_pct"] == pytest.approx(-10)  # each round is compared with its own base
     assert metro["even_pct"] == pytest.approx(-25)
-    assert metro["even_experts_pct"] == pytest.approx(100 * (9 / 13 - 1))
+    assert metro["experts_vs_even_pct"] == pytest.approx(100 * (9 / 13 - 1))
     assert even["none_experts_pct"] == pytest.approx(30)
-    assert (base["moved_a_token"], metro["none_moved_pct"]) == pytest.approx((0.9, 0))
+    assert (base["other_ranks_per_token"], metro["moved_vs_base_pct"]) == pytest.approx((0.9, 0))
     assert [row["requests_equal_pct"] for row in (base, even)] == [100, 100]
     assert metro["requests_equal_pct"] == pytest.approx(500 / 6)
     assert "even_pct" not in base
@@ -185,8 +191,8 @@ def test_a_choice_is_compared_with_no_replicas_and_even_spread() -> None:
 def test_prompts_by_experts_are_compared_with_the_same_arm_in_equal_blocks() -> None:
     arms = {
         (1.0, "linear, none"): [measurement(10), measurement(20)],
-        (1.0, "grace, none"): [measurement(8, moved_a_token=0.6), measurement(16, moved_a_token=0.6)],
-        (1.0, "grace, none, by experts"): [measurement(n, moved_a_token=0.3) for n in (4, 8)],
+        (1.0, "grace, none"): [measurement(n, other_ranks_per_token=0.6) for n in (8, 16)],
+        (1.0, "grace, none, by experts"): [measurement(n, other_ranks_per_token=0.3) for n in (4, 8)],
     }
     *in_blocks, by_experts = choice_rows(arms, 8, 0, "data-parallel")
     assert [row["homes"] for row in in_blocks] == ["equal blocks"] * 2
@@ -198,8 +204,8 @@ def test_prompts_by_experts_are_compared_with_the_same_arm_in_equal_blocks() -> 
         "by experts",
     ]
     assert by_experts["blocks_pct"] == pytest.approx(-50)
-    assert by_experts["blocks_moved_pct"] == pytest.approx(-50)
-    assert by_experts["none_moved_pct"] == pytest.approx(100 * (0.3 / 0.9 - 1))
+    assert by_experts["moved_vs_blocks_pct"] == pytest.approx(-50)
+    assert by_experts["moved_vs_base_pct"] == pytest.approx(100 * (0.3 / 0.9 - 1))
 
 
 def test_prompts_go_to_the_rank_of_their_experts_as_many_to_each() -> None:
@@ -226,3 +232,29 @@ def test_a_shift_is_summarised_by_phase_including_moves() -> None:
     assert last["step_pct"] == pytest.approx(100 * (11 / 13 - 1))
     assert last["with_moves_pct"] == pytest.approx(100 * (15 / 13 - 1))
     assert (last["slices"], last["slices_left"], last["plan_ms"]) == (4, 1, 5)
+
+
+def test_the_ways_to_a_placement_are_compared_in_the_steps_during_and_after_the_migration() -> None:
+    def batch(during: float, after: float, slices: int = 0, **moved: float) -> dict[str, Any]:
+        steps = [99.0] * SKIPPED_STEPS + [during] * 3 + [after] * 6  # a migration of 5 slices
+        still = {"experts_moved": 0, "received_mib": 0.0, "migration_ms": 0.0, "slices": slices}
+        return measurement(0) | still | moved | {"steps_ms": steps}
+
+    moved = {"experts_moved": 40, "received_mib": 20.0, "migration_ms": 50.0}
+    rows = start_rows(
+        {
+            STARTS: [batch(10, 10), batch(20, 20)],
+            MIGRATES: [batch(12, 10, 5, **moved), batch(24, 20, 5, **moved)],
+            KEEPS: [batch(11, 11), batch(22, 22)],
+        },
+        "task",
+        0,
+    )
+    starts, migrates, keeps = rows
+    assert [row["engine"] for row in (starts, migrates, keeps)] == [STARTS, MIGRATES, KEEPS]
+    assert [row["during_pct"] for row in (starts, migrates, keeps)] == pytest.approx([0, 20, 10])
+    assert [row["after_pct"] for row in (starts, migrates, keeps)] == pytest.approx([0, 0, 10])
+    assert migrates["with_moves_ms"] == 18 + 50 / 5
+    assert migrates["holds_after_ms"] == pytest.approx(50 + 99 + 3 * (12 + 24) / 2)
+    assert [row["holds_after_ms"] for row in (starts, keeps)] == [0, 0]
+    assert (migrates["slices"], migrates["experts_moved"], starts["experts_moved"]) == (5, 40, 0)

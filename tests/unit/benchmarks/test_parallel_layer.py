@@ -2,7 +2,7 @@
 
 import itertools
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from benchmarks.lib.ep.parallel_layer import (
     all_replicas,
     first_of_each_node,
     one_replica,
+    slots_of,
     top_k_gate,
     vllm_products,
 )
@@ -159,6 +160,15 @@ def test_a_dispatch_sends_the_copies_that_placements_are_evaluated_by(nodes: int
     assert far_bytes == pytest.approx(far * token_bytes + 8 * 8)
     assert 0 < far_messages <= 3 * 8  # counts, tokens and results, from each rank to two others
     assert 0 < near_messages <= 3 * 4 * nodes
+
+
+@pytest.mark.parametrize(
+    ("row", "word"), [([0, 1, 2], "cannot be divided"), ([0, 1, 2, -1], "empty"), ([[0], [1]], "shape")]
+)
+def test_slots_that_no_layer_can_use_are_refused(row: list[Any], word: str) -> None:
+    assert slots_of([1, 0, 2, 1], 3, ranks=2).tolist() == [[1, 0, -1], [-1, 1, 0]]
+    with pytest.raises(ValueError, match=word):
+        slots_of(row, 3, ranks=2)
 
 
 @given(seed=st.integers(0, 9999), nodes=st.sampled_from([1, 2, 4]), size=st.integers(1, 3))

@@ -144,7 +144,7 @@ async def test_answers_with_random_ids_send_no_ids_of_tokens() -> None:
 
 @settings(max_examples=60)
 @given(st.sampled_from(["chat", "completions"]), requests, st.data())
-async def test_a_whole_answer_that_is_cut_anywhere_stays_the_same(
+async def test_an_unstreamed_answer_that_is_cut_anywhere_stays_the_same(
     method: str, fields: dict[str, Any], data: Any
 ) -> None:
     fields |= {"stream": False, "stream_options": None, "min_tokens": 0, "echo": method == "completions"}

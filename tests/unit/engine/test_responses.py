@@ -92,7 +92,7 @@ async def test_the_completed_response_ends_its_stream() -> None:
     assert not is_end(b"".join(events[:2]))
 
 
-def test_whole_answers_are_serialized_as_vllm_does() -> None:
+def test_unstreamed_answers_are_serialized_as_vllm_does() -> None:
     answer = SimpleNamespace(model_dump_json=lambda **form: ",".join(form))
     forms = {method: to_json(method, answer) for method in ("chat", "messages", "responses")}
     assert forms == {"chat": b"", "messages": b"exclude_none", "responses": b"by_alias"}

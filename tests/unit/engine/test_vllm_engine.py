@@ -182,17 +182,17 @@ CHUNKS = ['data: {"choices":[{"index":0,"text":"a"}]}\n\n', "data: [DONE]\n\n"]
 
 
 class Generating:
-    """A fake of vLLM's serving object that streams the chunks, or returns `whole`."""
+    """A fake of vLLM's serving object that streams the chunks, or returns `unstreamed`."""
 
     engine_client = None
     parser_cls = object()
 
-    def __init__(self, chunks: list[str], whole: Any = None) -> None:
-        self.chunks, self.whole, self.seen = chunks, whole, []
+    def __init__(self, chunks: list[str], unstreamed: Any = None) -> None:
+        self.chunks, self.unstreamed, self.seen = chunks, unstreamed, []
 
     async def create_completion(self, request: Any, raw_request: Any) -> Any:
         self.seen.append(request)
-        return self._stream() if request.stream else self.whole
+        return self._stream() if request.stream else self.unstreamed
 
     create_chat_completion = create_completion
 
@@ -229,7 +229,7 @@ class OnRank(Generating):
     async def create_completion(self, request: Any, raw_request: Any) -> Any:
         async for _ in self.engine_client.generate([1], SamplingParams(), "id"):
             pass
-        return self.whole
+        return self.unstreamed
 
 
 @pytest.mark.parametrize("answers", [1, 2])
@@ -270,9 +270,9 @@ async def test_a_stream_fails_only_if_it_begins_with_an_error() -> None:
     assert sent == [((CHUNKS[0] + failed).encode(), 0)]
 
 
-async def test_a_whole_answer_is_counted_by_its_usage_and_errors_keep_vllms_words() -> None:
-    whole = SimpleNamespace(usage=SimpleNamespace(completion_tokens=31), model_dump_json=lambda: "{}")
-    assert await decode(Generating([], whole), "completions", prompt="x", n=2) == [(b"{}", 31)]
+async def test_an_unstreamed_answer_is_counted_by_its_usage_and_errors_keep_vllms_words() -> None:
+    unstreamed = SimpleNamespace(usage=SimpleNamespace(completion_tokens=31), model_dump_json=lambda: "{}")
+    assert await decode(Generating([], unstreamed), "completions", prompt="x", n=2) == [(b"{}", 31)]
     with pytest.raises(Exception, match="no") as refused:
         await decode(Generating([], error(404)), "completions", prompt="x")
     assert answer_to(refused.value) == (404, error_body("no", 404))

@@ -77,7 +77,7 @@ def test_a_committed_table_has_all_fields() -> None:
         (row["endpoint"], row["field"]) for row in FieldTable().rows()
     ]
     for row in rows:
-        outcomes = {row["whole"], row["streamed"]} - {None}
+        outcomes = {row["unstreamed"], row["streamed"]} - {None}
         assert outcomes or row["note"]
         different = {cell for cell in outcomes if not is_alike(cell)}
         assert not different or (different == {"differs"} and row["note"])
@@ -160,7 +160,9 @@ def test_an_outcome_is_classified(ours: Any, theirs: Any, outcome: str) -> None:
     # The answers to `request_id` are documented to differ.
     assert table.surprises(COMPLETIONS, False) == {"request_id" if alike else "stop": outcome}
     assert not table.surprises(COMPLETIONS, True)
-    outcome_by_field = {row["field"]: row["whole"] for row in table.rows() if row["endpoint"] == COMPLETIONS}
+    outcome_by_field = {
+        row["field"]: row["unstreamed"] for row in table.rows() if row["endpoint"] == COMPLETIONS
+    }
     assert outcome_by_field["stop"] == outcome
     assert outcome_by_field["n"] == "not tried"
     assert outcome_by_field["request_id"] == (outcome if alike else "differs")

@@ -87,7 +87,7 @@ def test_tokens_of_log_probabilities_are_compared(kind: str, tokens: list[str]) 
     assert sent.kind == kind
 
 
-WHOLE = {
+UNSTREAMED = {
     "id": "a",
     "choices": [{"text": ANSWER.text, "finish_reason": "length"}],
     "usage": {"prompt_tokens": 5, "completion_tokens": 3},
@@ -97,13 +97,17 @@ WHOLE = {
 @pytest.mark.parametrize(
     ("kind", "status", "body"),
     [
-        ("ok", 200, json.dumps(WHOLE)),
-        ("wrong text", 200, json.dumps(WHOLE | {"choices": [{"text": "one", "finish_reason": "length"}]})),
-        ("wrong text", 200, json.dumps(WHOLE) + "data: {}"),
+        ("ok", 200, json.dumps(UNSTREAMED)),
+        (
+            "wrong text",
+            200,
+            json.dumps(UNSTREAMED | {"choices": [{"text": "one", "finish_reason": "length"}]}),
+        ),
+        ("wrong text", 200, json.dumps(UNSTREAMED) + "data: {}"),
         ("http 503", 503, "{}"),
     ],
 )
-def test_a_whole_answer_must_equal_the_answer_or_be_an_error(kind: str, status: int, body: str) -> None:
+def test_an_unstreamed_answer_must_equal_the_answer_or_be_an_error(kind: str, status: int, body: str) -> None:
     sent = Sent(0.0, stream=False, by_proxy=False)
     check_answer(sent, status, body.encode(), ANSWER)
     assert sent.kind == kind, sent.detail

@@ -67,13 +67,13 @@ async def test_a_slow_prefill_is_retried_elsewhere_and_its_blocks_are_released()
     assert pipeline.prefill.released == [(first.replica, first.header["id"])]
 
 
-async def test_whole_requests_without_streaming_have_no_token_limits() -> None:
+async def test_unstreamed_answers_to_unsplit_requests_have_no_token_limits() -> None:
     async def slow(sent: Any) -> Any:
         await asyncio.sleep(0.1)
-        yield b"whole"
+        yield b"an answer"
 
     pipeline = Pipeline(decode=slow, first_token_timeout_s=0.01, next_token_timeout_s=0.01)
-    assert await pipeline.run(n=2) == b"whole"
+    assert await pipeline.run(n=2) == b"an answer"
 
 
 async def test_a_slow_client_is_no_slow_engine() -> None:

@@ -37,7 +37,7 @@ def test_the_fit_to_real_kernel_times_is_close() -> None:
 
 
 def test_the_terms_have_the_least_squares() -> None:
-    """Experts and KV tokens against another solver with any table; the table against its neighbours."""
+    """Another solver finds the same terms for experts and KV tokens; no neighbouring table fits better."""
     cost, steps = fit(QWEN).cost, QWEN.steps
     requests = np.array([step.requests for step in steps])
     tokens = requests * [step.context for step in steps]

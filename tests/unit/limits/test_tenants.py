@@ -75,7 +75,7 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     with pytest.raises(RateLimitedError, match="100 tokens per minute") as refused:
         TokenReservation(tenant).reserve(2)
     assert refused.value.retry_after_s == math.ceil((510 + 1 - 100) * 0.6)
-    reservation.set_usage(lambda: used)
+    reservation.count_usage_with(lambda: used)
     reservation.settle()
     reservation.settle()
     tenant.tokens.charge(100 - used - 1)
@@ -211,12 +211,31 @@ def test_replicas_share_their_counts(steps: list[tuple[int, str, int]]) -> None:
             for replica in replicas:
                 replica._apply_keys(limited)
             charged = 0
-        else:  # the router restarts, and each replica reports its use first
+        else:  # the router restarts, and no replica is known to it
             shared = SharedLimits(clock)
             for other in range(3):
-                shared.exchange(f"{other}", replicas[other].local_usage())
+                exchange(other)
     exchange_all()
     assert [replica.find("Bearer key").tokens._used for replica in replicas] == [charged] * 3
+
+
+@pytest.mark.parametrize(("outage_s", "counted"), [(10.0, 50), (60.0, 50), (61.0, 0)])
+def test_usage_during_an_outage_of_the_router_counts_afterwards(
+    tmp_path: Path, outage_s: float, counted: int
+) -> None:
+    file, clock = tmp_path / "keys.json", Clock()
+    write_keys(file, add_key(Keys(), "a", "key", {"tokens_per_minute": 100}))
+    replicas = {"one": Tenants(file, clock), "other": Tenants(file, clock)}
+
+    def exchange_all(shared: SharedLimits) -> None:
+        for name in ("one", "other", "one"):
+            replicas[name].add_remote_usage(shared.exchange(name, replicas[name].local_usage()))
+
+    exchange_all(SharedLimits(clock))
+    replicas["other"].find("Bearer key").tokens.charge(50)
+    clock.now += outage_s
+    exchange_all(SharedLimits(clock))  # the new router knows no replica
+    assert replicas["one"].find("Bearer key").tokens._used == counted
 
 
 def test_a_new_replica_is_not_charged_for_earlier_use(tmp_path: Path) -> None:

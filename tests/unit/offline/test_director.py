@@ -14,7 +14,12 @@ from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from offline.expert_placement import director, director_paper, relaxation
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement, renewed_placement
-from offline.expert_placement.director_paper import director_paper_placement, round_with_scales
+from offline.expert_placement.director_paper import (
+    director_paper_placement,
+    round_with_scales,
+    theorem_slack_s,
+    two_maxima_s,
+)
 from offline.expert_placement.rounding import round_in_polytope
 from offline.expert_placement.workload import placed_work, placement_time_s
 
@@ -182,29 +187,63 @@ def test_the_papers_algorithm_places_each_expert_once_near_its_budget(
         )
     assert report.lp_solves >= 6
     assert report.reached_s >= report.budget_s * 0.99 * (1 - 1e-6)  # the bisection's width below the budget
+    assert report.theorem_s >= report.budget_s
 
 
 def paper_s(layer: tuple[np.ndarray, np.ndarray]) -> float:
-    """Return (2) + (4) of one layer, tokens [G, E] and hosts [E, G], on two nodes."""
+    """Return (2) + (4) of one layer, tokens [G, E] and hosts [E, G], on two nodes; replicas share evenly."""
     tokens, hosts = layer
     ranks = len(tokens)
+    shared = tokens / hosts.sum(axis=1)
     compute = [
-        sum(COST.per_token_s * tokens[:, e].sum() + COST.per_expert_s * tokens[:, e].any() for e in experts)
+        sum(COST.per_token_s * shared[:, e].sum() + COST.per_expert_s * tokens[:, e].any() for e in experts)
         for experts in map(np.flatnonzero, hosts.T)
     ]
     sent = np.zeros(ranks)
     for source, target in itertools.permutations(range(ranks), 2):
         near = source * 2 // ranks == target * 2 // ranks
         byte_s = COST.near_byte_s if near else COST.far_byte_s
-        sent[source] += byte_s * BYTES * tokens[source, hosts[:, target]].sum()
+        sent[source] += byte_s * BYTES * shared[source, hosts[:, target]].sum()
     return max(compute) + sent.max()
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 9999), slots=st.integers(4, 6))
+def test_the_papers_latency_counts_replicas_and_is_above_the_papers_lp(seed: int, slots: int) -> None:
+    topology = Topology(ranks=4, nodes=2)
+    arguments = {"topology": topology, "cost": COST, "token_bytes": BYTES}
+    tokens = workload(seed, 2, 4, 15)
+    rows, _ = director_placement(tokens, slots=slots, **arguments)
+    latency_s = two_maxima_s(tokens, rows, **arguments)
+    layers = zip(tokens, hosts_of(rows, 15, 4), strict=True)
+    assert latency_s == pytest.approx(sum(map(paper_s, layers)))
+    _, report = director_paper_placement(tokens, slots=slots, **arguments)
+    assert report.infeasible_s <= latency_s * (1 + 1e-6)
+
+
+def test_the_theorem_allows_more_the_more_variables_are_fractional() -> None:
+    assert theorem_slack_s(2.0, 0) == 0
+    assert theorem_slack_s(2.0, 200) == pytest.approx(0.1 * 200)  # gamma, and the root of 200 steps times 200
+    assert theorem_slack_s(1.0, 50) == pytest.approx(0.1 * 50)
+    arguments = {"topology": Topology(ranks=1), "slots": 6, "cost": COST}
+    _, report = director_paper_placement(workload(1, 2, 1, 6), **arguments)  # nothing to round
+    assert report.theorem_s == report.budget_s == pytest.approx(report.reached_s)
 
 
 def test_the_budget_is_searched_by_lps_over_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch, (director_paper, "linprog"), (director_paper, "round_with_scales"))
     tokens = workload(1, 3, 2, 6)
-    _, report = director_paper_placement(tokens, topology=Topology(ranks=2), slots=3, cost=COST)
+    tries: list[bool] = []
+    _, report = director_paper_placement(
+        tokens,
+        topology=Topology(ranks=2),
+        slots=3,
+        cost=COST,
+        on_solve=lambda budget_s, feasible: tries.append(feasible),
+    )
     assert calls == {"linprog": report.lp_solves, "round_with_scales": 3}
+    assert len(tries) == report.lp_solves
+    assert set(tries) == {True, False}
     # Without traffic and with whole shares allowed to split, the least budget is the mean load.
     work = COST.per_token_s * tokens.sum() + COST.per_expert_s * (tokens.sum(axis=1) > 0).sum()
     assert work / 2 <= report.budget_s * (1 + 1e-6) <= 1.02 * work / 2

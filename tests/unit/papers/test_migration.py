@@ -86,6 +86,11 @@ def test_alignment_moves_as_few_experts_as_the_best_permutation() -> None:
         assert moved == fewest
 
 
+def test_alignment_keeps_ranks_with_empty_slots_in_place() -> None:
+    old, new = [[0, 1, 2, -1], [-1, 0, 1, 2]], [[2, -1, 1, 0], [-1, 0, 1, 2]]
+    assert minimise_moves(old, new, 2, ranks_alike=True).tolist() == old
+
+
 def test_layers_without_gain_stay_and_the_largest_gain_moves_first() -> None:
     old, new = np.array([[0, 1, 2, 3]] * 3), np.array([[0, 2, 1, 3]] * 3)
     arguments = {"topology": Topology(ranks=2), "links": LINKS, "steps": 100}

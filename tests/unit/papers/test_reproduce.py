@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.papers.figures import (
     balanceroute,
+    balanceroute_proxy,
     director,
     eldr,
     eldr_parallel,
@@ -90,6 +91,22 @@ def test_the_papers_columns_are_beside_the_papers_number_of_workers() -> None:
     assert [row["spread_below_jsq"] for row in rows] == [2, 2]
     assert rows[0]["paper_below_jsq"] == pytest.approx(104_737 / 54_051)
     assert rows[1]["paper_below_jsq"] is None
+
+
+def test_the_papers_proxy_lets_requests_wait_that_ours_refuses(
+    arrivals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balanceroute, "SLOTS", 8)
+    monkeypatch.setattr(balanceroute_proxy, "PREFILL_KV_TOKENS", 40_960)
+    monkeypatch.setattr(balanceroute_proxy, "LOADS", (1.5,))
+    paper, ours = balanceroute_proxy.proxy(Options((arrivals,), requests=1500, seeds=(0, 1)))
+    assert (paper["proxy"], ours["proxy"]) == ("the paper's", "ours")
+    assert paper["refused_pct"] == paper["expired_pct"] == paper["ttft_p99_change_pct"] == 0
+    assert paper["held_back_pct"] > 0
+    assert ours["refused_pct"] + ours["expired_pct"] > 0
+    assert ours["ttft_p99_ms"] < paper["ttft_p99_ms"]
+    assert ours["ttft_p99_change_low_pct"] <= ours["ttft_p99_change_pct"] < 0
+    assert max(row["largest_prefill_kv_pct_highest"] for row in (paper, ours)) <= 100
 
 
 def test_a_policy_that_knows_the_barrier_of_ranks_shortens_their_steps(
@@ -288,9 +305,9 @@ def test_rounded_placements_are_above_their_bounds(small: Options, monkeypatch: 
             np.ones(1),
         )
 
-    monkeypatch.setattr(director, "_synthetic", synthetic)
+    monkeypatch.setattr(director, "synthetic_case", synthetic)
     rows = director.FIGURES["fig11"].run(small)
-    methods = {"LP rounding", "LP rounding, tokens by expert alone", "Algorithm 1 as written"}
+    methods = {"LP rounding", "LP rounding, tokens by expert alone"}
     assert {row["method"] for row in rows} == methods
     for row in rows:
         assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9

@@ -168,7 +168,7 @@ def test_requests_that_wait_for_room_continue_at_once_in_order_of_arrival() -> N
 
 
 def test_waits_for_room_and_for_a_decode_replica_end_at_their_limit() -> None:
-    backlog, wait_s = Backlog(), PathOptions().prefill_wait_s
+    backlog, wait_s = Backlog(), PathOptions().replica_wait_s
     backlog.prefill.directory.kv_usage = KvUsage(0.9)
 
     async def main() -> None:

@@ -147,7 +147,7 @@ async def test_prompts_that_arrive_together_count_each_other() -> None:
     # The first four wait for 0, 0.1, 0.2 and 0.3 s of prompts and take 0.12 s. Elsewhere each takes 0.61 s.
     assert pipeline.counters.events.count("prefilled_locally") == 4
     assert len(pipeline.prefill.requests) == 2
-    assert pipeline.services.prefill._local_prefill._queues.outstanding == 0
+    assert pipeline.services.prefill.local_prefill.queues.outstanding_tokens == 0
 
 
 @pytest.mark.parametrize("is_local", [True, False])

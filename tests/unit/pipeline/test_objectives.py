@@ -202,7 +202,7 @@ def loads(*in_flight: int, **fields: Any) -> DecodeLoads:
 
 
 @pytest.mark.parametrize(
-    ("present", "objective_s", "admitted"),
+    ("current_loads", "objective_s", "admitted"),
     [
         (loads(4, 8), 0.0601, True),  # 10 ms, and 10 ms for each of five requests
         (loads(4, 8), 0.0599, False),
@@ -212,12 +212,12 @@ def loads(*in_flight: int, **fields: Any) -> DecodeLoads:
     ],
 )
 def test_the_step_with_one_more_request_decides(
-    present: DecodeLoads | None, objective_s: float, admitted: bool
+    current_loads: DecodeLoads | None, objective_s: float, admitted: bool
 ) -> None:
     service = Service()
 
     async def main() -> None:
-        service.router.loads = present
+        service.router.loads = current_loads
         assert (await service.send(tpot_s=objective_s) is not None) == admitted
 
     run(service, main)

@@ -250,7 +250,7 @@ async def test_the_release_says_whether_the_answer_is_complete() -> None:
 
 async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refused() -> None:
     full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
-    pipeline = Pipeline(prefill_wait_s=0.2)
+    pipeline = Pipeline(replica_wait_s=0.2)
     kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
     kv_usage.update({"p0": full, "p1": full})
     with pytest.raises(OverloadedError, match="are full"):
@@ -265,7 +265,7 @@ async def test_a_request_waits_for_a_prefill_replica_with_room_and_is_then_refus
 
 
 async def test_a_request_is_refused_without_a_prefill_replica() -> None:
-    pipeline = Pipeline(prefill_wait_s=0.05, prefilled_by_decode_per_s=0.0)
+    pipeline = Pipeline(replica_wait_s=0.05, prefilled_by_decode_per_s=0.0)
     pipeline.prefill.lost = {"p0", "p1"}
     with pytest.raises(OverloadedError, match="no prefill replica can be reached"):
         await pipeline.run()
@@ -273,7 +273,7 @@ async def test_a_request_is_refused_without_a_prefill_replica() -> None:
 
 async def test_a_request_waits_for_the_first_decode_replica() -> None:
     """An ingress has just started, or all decode replicas are being replaced."""
-    pipeline = Pipeline(prefill_wait_s=60.0)
+    pipeline = Pipeline(replica_wait_s=60.0)
     pipeline.decode.lost = {"d0", "d1", "d2"}
     answer = asyncio.create_task(pipeline.run())
     await asyncio.sleep(0.1)
@@ -292,13 +292,13 @@ async def test_channels_and_reports_wake_waiting_requests(change: Callable[[Flee
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])
-async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool) -> None:
+async def test_without_prefill_a_limited_rate_of_requests_is_prefilled_by_decode_engines(dies: bool) -> None:
     async def prefill(sent: Any) -> AsyncIterator[Any]:
         pipeline.prefill.lost = {"p0", "p1"}
         raise ChannelLostError("it is dead")
         yield
 
-    pipeline = Pipeline(prefill=prefill, prefill_wait_s=0.0, prefilled_by_decode_per_s=0.001)
+    pipeline = Pipeline(prefill=prefill, replica_wait_s=0.0, prefilled_by_decode_per_s=0.001)
     if not dies:
         pipeline.prefill.lost = {"p0", "p1"}
     assert await pipeline.run() == b"abc"
@@ -309,12 +309,12 @@ async def test_without_prefill_a_limited_rate_of_requests_runs_whole(dies: bool)
         await pipeline.run()
 
 
-def test_whole_requests_run_in_order_of_arrival() -> None:
+def test_requests_prefilled_by_decode_engines_run_in_order_of_arrival() -> None:
     """A cancelled request makes room for the next one."""
     ended: list[int] = []
 
     async def main() -> None:
-        pipeline = Pipeline(prefill_wait_s=60.0, prefilled_by_decode_per_s=40.0)
+        pipeline = Pipeline(replica_wait_s=60.0, prefilled_by_decode_per_s=40.0)
         pipeline.prefill.lost = {"p0", "p1"}
 
         async def run(number: int) -> None:
@@ -460,7 +460,9 @@ def test_prompts_and_embeddings_are_counted_as_sequences(fields: dict[str, Any],
         ({"stop": ["x"], "stream": True}, None),
     ],
 )
-async def test_requests_that_cannot_be_split_run_whole(fields: dict[str, Any], reason: str | None) -> None:
+async def test_requests_that_cannot_be_split_are_prefilled_by_their_decode_engine(
+    fields: dict[str, Any], reason: str | None
+) -> None:
     assert why_not_split("completions", request_context(**fields).request.fields) == reason
     pipeline = Pipeline()
     await pipeline.run(**fields)

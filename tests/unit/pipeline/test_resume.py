@@ -14,6 +14,7 @@ from eldr_serve.channel import ChannelLostError
 from eldr_serve.engine.report_fields import KV_USAGE, REPORT_NUMBER
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.kv_usage import KvUsage
+from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from tests.support.clock import Clock
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
@@ -97,14 +98,14 @@ async def test_a_stream_resumes_on_a_third_engine() -> None:
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
 
 
-async def test_a_whole_answer_resumes_repeatedly() -> None:
+async def test_an_unstreamed_answer_resumes_repeatedly() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), (2, LOST)))
     assert await pipeline.run(stream=False) == WHOLE
     assert pipeline.decode.requests[-1].header["generated"] == pack_ids(*range(5))
     assert pipeline.router.resumed_at == [0, 3, 5]  # so these tokens are not counted as new ones
 
 
-async def test_without_token_ids_a_stream_ends_and_a_whole_answer_starts_again() -> None:
+async def test_without_token_ids_a_stream_ends_and_an_unstreamed_answer_starts_again() -> None:
     lost = await Pipeline(decode=Engines((3, LOST), send_ids=False)).run(stream=True)
     assert lost.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
     pipeline = Pipeline(decode=Engines((3, LOST), send_ids=False))
@@ -121,7 +122,9 @@ async def test_a_loss_after_the_end_of_an_answer_has_no_effect(stream: bool) -> 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("failure", [refusal(400), refusal(503), LOST])
-async def test_an_answer_resumes_whole_if_its_second_prefill_fails(failure: Exception, stream: bool) -> None:
+async def test_a_resumed_answer_is_prefilled_by_its_decode_engine_if_its_second_prefill_fails(
+    failure: Exception, stream: bool
+) -> None:
     """A prompt and its generated tokens may exceed a prefill engine's limit."""
     prefill = in_turn(answer_with(prefill_result()), answer_with(failure))
     pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST)))
@@ -141,9 +144,9 @@ async def test_a_prefill_replica_is_not_blamed_for_an_attempt_without_it() -> No
     assert context.failures.prefill_replicas == []
 
 
-async def test_an_answer_resumes_whole_if_prefill_engines_are_full() -> None:
+async def test_a_resumed_answer_is_prefilled_by_its_decode_engine_if_prefill_engines_are_full() -> None:
     full = {KV_USAGE: 1.0, REPORT_NUMBER: 0}
-    pipeline = Pipeline(decode=Engines((3, LOST)), prefill_wait_s=0.0)
+    pipeline = Pipeline(decode=Engines((3, LOST)), replica_wait_s=0.0)
     kv_usage = pipeline.prefill.directory.kv_usage = KvUsage(0.9)
 
     async def decode(sent: Any) -> AsyncIterator[Any]:
@@ -197,6 +200,13 @@ async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
     assert WHOLE + END in await asyncio.gather(*answers)
 
 
+def retried_context() -> RequestContext:
+    """Return the context of a request that needs a permit."""
+    context = request_context()
+    context.failures.prefills = 1
+    return context
+
+
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
@@ -204,17 +214,19 @@ async def test_a_limited_number_of_answers_is_prefilled_again_at_once() -> None:
         (refusal(500), "are tried again after a call to an engine has failed"),
     ],
 )
-async def test_a_whole_answer_that_cannot_resume_in_time_is_refused(failure: Exception, message: str) -> None:
-    pipeline = Pipeline(decode=Engines((3, failure)), retry_wait_s=0.0)
-    pipeline.services.retries._permits = asyncio.Semaphore(0)
-    with pytest.raises(OverloadedError, match=message):
-        await pipeline.run(stream=False)
+async def test_an_unstreamed_answer_that_cannot_resume_in_time_is_refused(
+    failure: Exception, message: str
+) -> None:
+    pipeline = Pipeline(decode=Engines((3, failure)), retries_at_once=1, retry_wait_s=0.0)
+    async with pipeline.services.retries.permit(retried_context()):
+        with pytest.raises(OverloadedError, match=message):
+            await pipeline.run(stream=False)
 
 
 async def test_a_stream_that_cannot_resume_in_time_says_so() -> None:
-    pipeline = Pipeline(decode=Engines((3, LOST)), retry_wait_s=0.0)
-    pipeline.services.retries._permits = asyncio.Semaphore(0)
-    answer = await pipeline.run(stream=True)
+    pipeline = Pipeline(decode=Engines((3, LOST)), retries_at_once=1, retry_wait_s=0.0)
+    async with pipeline.services.retries.permit(retried_context()):
+        answer = await pipeline.run(stream=True)
     assert b"could not continue on another engine: too many requests have lost their engine" in answer
 
 

@@ -19,7 +19,7 @@ from eldr_serve.pipeline.prefill import kv_release
 from eldr_serve.pipeline.warmup import Warmup
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, prefill_result
 from tests.support.fake_router import wait_until
-from tests.support.ingress_app import whole_answer
+from tests.support.ingress_app import unstreamed_answer
 from tests.support.request_path import COUNTS, good_prefill
 
 
@@ -43,7 +43,7 @@ def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, hea
 
 async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCaptureFixture) -> None:
     prefill = FakeFleet(answer_with(prefill_result(do_remote_prefill=True)), "p0")  # no expert counts
-    decode = FakeFleet(whole_answer, "d0", "d1")
+    decode = FakeFleet(unstreamed_answer, "d0", "d1")
     warm = warmup_of(prefill, decode)
     client: Any = warm._router
     decode.lost = {"d1"}  # no channel to it yet
@@ -69,7 +69,7 @@ async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCa
 
 async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -> None:
     up = asyncio.Event()
-    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(whole_answer, "d0", "d1")
+    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(unstreamed_answer, "d0", "d1")
     warm = warmup_of(prefill, decode, health=up.wait)
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
@@ -98,7 +98,7 @@ async def test_a_call_that_hangs_is_cancelled_and_its_blocks_are_released(
     monkeypatch.setattr(kv_release, "_NOTICE_S", 0.0)
     hangs = answer_with(asyncio.Event())
     prefill = FakeFleet(hangs if leg == "prefill" else good_prefill, "p0")
-    decode = FakeFleet(hangs if leg == "decode" else whole_answer, "d0")
+    decode = FakeFleet(hangs if leg == "decode" else unstreamed_answer, "d0")
     running = asyncio.create_task(warmup_of(prefill, decode).run())
     await wait_until(lambda: prefill.released)
     running.cancel()
@@ -107,7 +107,7 @@ async def test_a_call_that_hangs_is_cancelled_and_its_blocks_are_released(
 
 
 async def test_pairs_of_replicas_that_have_gone_do_not_count() -> None:
-    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(whole_answer, "d0", "d1")
+    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(unstreamed_answer, "d0", "d1")
     warm = warmup_of(prefill, decode)
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: warm.num_warm_pairs == 2)
@@ -117,10 +117,24 @@ async def test_pairs_of_replicas_that_have_gone_do_not_count() -> None:
     running.cancel()
 
 
+async def test_engines_become_warm_without_a_router(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests are then placed locally; the router gets the shape when the ingress connects to it."""
+    warm = warmup_of(FakeFleet(good_prefill, "p0"), FakeFleet(unstreamed_answer, "d0", "d1"))
+    client: Any = warm._router
+    client.expect_counts.side_effect = ConnectionError("Ray is shut down")
+    running = asyncio.create_task(warm.run())
+    await wait_until(lambda: warm.ready and client.expect_counts.await_count == 2)
+    await asyncio.sleep(0.01)
+    assert not running.done()
+    running.cancel()
+    assert "the router does not know the shape of expert counts yet" in caplog.text
+    assert "is not warm yet" not in caplog.text
+
+
 async def test_a_whole_replica_is_warm_after_its_answers(caplog: pytest.LogCaptureFixture) -> None:
     async def engine(sent: Sent) -> AsyncIterator[bytes]:
         if sent.method == "generate":
-            async for chunk in whole_answer(sent):
+            async for chunk in unstreamed_answer(sent):
                 yield chunk
         elif sent.replica == "d0":
             yield msgspec.msgpack.encode((9, pack_counts(COUNTS)))

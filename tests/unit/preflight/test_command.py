@@ -68,6 +68,13 @@ def test_a_file_without_a_cluster_is_refused(text: str, tmp_path: Path) -> None:
         read_cluster(tmp_path / "cluster.yaml")
 
 
+def test_a_node_type_needs_resources(tmp_path: Path) -> None:
+    """Ray detects them on some clouds."""
+    (tmp_path / "cluster.yaml").write_text("head_node_type: a\navailable_node_types: {a: {node_config: {}}}")
+    with pytest.raises(ValueError, match=r"/cluster\.yaml: node type a has no resources: list CPU, .*:KIND$"):
+        read_cluster(tmp_path / "cluster.yaml")
+
+
 @pytest.mark.parametrize(
     ("kinds", "words"),
     [

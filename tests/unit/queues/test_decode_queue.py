@@ -121,6 +121,28 @@ def test_a_table_swap_invalidates_the_scores_of_queued_requests() -> None:
     assert not new_leases(state)["b"].is_most_similar
 
 
+def test_an_operators_policy_places_queued_requests_after_its_settings_are_sent() -> None:
+    state, events = router(workers=1), []
+    place(state, "a", "b")
+    state.set_callbacks(
+        on_granted=lambda leases: events.extend(lease.request_id for lease in leases),
+        on_settings=lambda settings: events.append(settings.parameters),
+    )
+    state.live_settings.set_policy(SLOTS, {"slots": 2})
+    assert events == [{"slots": 2}, "b"]
+
+
+def test_restored_settings_place_no_request_that_has_ended() -> None:
+    state = router(workers=1)
+    place(state, "a", "b")
+    new_leases(state)
+    newer = replace(state.settings, version=state.settings.version + 1, parameters={"slots": 2})
+    state.restore_from_ingress(Restore("c", ("r0",), ("a",), newer))
+    assert state.settings.parameters == {"slots": 2}
+    assert not new_leases(state)
+    assert (state.placer.running.keys(), state.leases.queue_size) == ({"a"}, 0)
+
+
 def test_requests_of_a_lost_ingress_are_dropped_and_counted() -> None:
     state = router(workers=1, ingresses="cd")
     place(state, "a", "b")

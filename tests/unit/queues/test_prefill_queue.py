@@ -240,6 +240,16 @@ def test_a_prompt_without_a_replica_counts_in_all_queues() -> None:
     assert queues.workers_with_room(["a", "b"], 0) == ["a", "b"]
 
 
+def test_an_overdue_prompt_has_no_time_remaining() -> None:
+    queues = PrefillQueues(10.0, clock=(clock := Clock()))
+    ticket = queues.enter(None, 1000, 0)
+    assert queues.remaining_s(ticket) == 0.0
+    queues.assign(ticket, "p")
+    assert queues.remaining_s(ticket) == 1000 / DEFAULT_RATE
+    clock.now = 1e6
+    assert queues.remaining_s(ticket) == 0.0
+
+
 def test_old_reports_expire() -> None:
     clock = Clock()
     sent = {"number": 1, "tokens": 10**6, "rate": 1000.0, "num_ingresses": 2, "calls": 9, "new": 1}

@@ -17,7 +17,7 @@ from eldr_serve.engine.fake import FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, Send
 from eldr_serve.replicas import engine_watch, servers
 from tests.support.channel_calls import read_all
-from tests.support.engine_server import generate, serving
+from tests.support.engine_server import generate, running_tasks, serving
 from tests.support.fake_router import wait_until
 
 LIMIT_S = 0.1
@@ -168,7 +168,7 @@ async def test_a_core_that_dies_is_lost_at_once_and_permanently(
     await wait_until(lambda: not channel.is_open)
     with pytest.raises(RuntimeError, match="exited"):
         await server.check_health()
-    assert server._tasks[1].done()  # the engine monitor
+    assert "the engine monitor" not in running_tasks()
     with pytest.raises(ChannelLostError):
         await server._address.connect()
     (line,) = errors(caplog)

@@ -133,7 +133,6 @@ async def test_requests_in_the_decode_queue_count_for_the_autoscaler(
         await until(2.5)
         actor.observe_steps.remote.side_effect = ActorUnavailableError("test", None)
         await until(0.0)
-        server._tasks[-1].cancel()
 
 
 async def test_a_prefilled_prompt_is_held_until_its_release() -> None:

@@ -205,7 +205,7 @@ def test_any_order_of_events_ends_the_request_and_leaves_nothing_behind(steps: l
             assert lease[1] == router.client.leases["a"].worker
         router.client.release("a")
         assert not router.client.held_leases()
-        assert not router.client._calls
+        assert not router.client._place_calls
         assert not list(router.client._waiting)
         assert "place" not in router.calls or router.calls["place"].ended
 

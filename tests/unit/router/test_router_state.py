@@ -21,7 +21,7 @@ from eldr_serve.scheduling.cost_file import FittedCost
 from eldr_serve.scheduling.types import LeaseState
 from eldr_serve.validation import first_problem
 from tests.support.clock import Clock
-from tests.support.fake_router import ingress_lease, loads, place, place_one, release, router_state
+from tests.support.fake_router import SLOTS, ingress_lease, loads, place, place_one, release, router_state
 from tests.support.tables import request, unit_table
 
 
@@ -306,16 +306,22 @@ def test_the_counts_of_a_stale_request_are_kept_when_it_is_scored_again() -> Non
     assert len(state.leases.recent_counts) == 1
 
 
-def test_the_counts_of_a_queued_request_that_is_sent_again_are_kept_once() -> None:
-    state = router_state(policy="balance-route", parameters={"slots": 1})
+def test_counts_are_kept_once_when_a_request_is_placed() -> None:
+    """A request may be sent again while it waits, or while no worker is available."""
+    state = router_state(policy=SLOTS)  # a slot on each of three workers
     requests = [
         request(f"r{number}", expert_counts=np.ones((2, 8), np.uint16), may_wait=True) for number in range(6)
     ]
+    state.ingresses.set_reachable_workers("c", [])
+    place(state, requests[0])
+    assert not state.leases.recent_counts
+    state.ingresses.set_reachable_workers("c", ["r0", "r1", "r2"])
     place(state, *requests)
     waiting = [one for one in requests if one.request_id in state.placer.queue.leases]
-    assert waiting
     place(state, *waiting)
-    assert len(state.leases.recent_counts) == 6
+    assert (len(waiting), len(state.leases.recent_counts)) == (3, 3)
+    release(state, *list(state.placer.running))
+    assert (state.leases.queue_size, len(state.leases.recent_counts)) == (0, 6)
 
 
 def test_pending_counts_are_of_the_requests_that_decode_or_wait() -> None:

@@ -113,7 +113,7 @@ async def test_a_client_keeps_no_backlog_for_an_unreachable_actor() -> None:
             client.release(f"{number}")
         client.release("a")
         await wait_until(lambda: client.router_unreachable and not client._unreported)
-        assert not client._calls
+        assert not client._place_calls
         actor.alive = True  # the actor has kept its state
         await wait_until(lambda: set(actor.running) == {"b", "c"})
 

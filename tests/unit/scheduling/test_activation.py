@@ -64,7 +64,7 @@ def test_rows_from_before_the_first_counts_change_nothing() -> None:
         np.testing.assert_array_equal(getattr(grown, name), getattr(fresh, name))
 
 
-def test_a_request_without_counts_gets_the_present_mean_when_it_is_assigned_again() -> None:
+def test_a_request_without_counts_gets_the_current_mean_when_it_is_assigned_again() -> None:
     rng, activation = np.random.default_rng(2), ExpectedActivation()
     unknown = request("unknown")
     assign(activation, counted_request("a", rng), 0)

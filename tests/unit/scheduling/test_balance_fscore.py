@@ -49,7 +49,7 @@ def test_the_current_score_is_the_decrease_of_the_imbalance(
     after = [load + tokens * (w == worker) for w, load in enumerate(loads)]
     before, now = (len(loads) * max(ls) - sum(ls) for ls in (loads, after))
     margin = np.array([max(loads) - loads[worker]], np.float64)
-    assert float(FScore.build_present(len(loads))([tokens], margin)) == before - now
+    assert float(FScore.build_current(len(loads))([tokens], margin)) == before - now
 
 
 @given(scores(), st.data())

@@ -320,16 +320,28 @@ def test_balance_band_without_counts_uses_balance_alone() -> None:
 
 
 def test_the_horizon_includes_workers_that_become_empty_soon() -> None:
-    present: Any = make_policy("balance-route", slots=4)
+    current: Any = make_policy("balance-route", slots=4)
     ahead: Any = make_policy("balance-route-horizon", slots=4, horizon=20, gamma=1.0)
     ahead.length_predictor = Oracle({"a": 1, "b": 500, "c": 500})
-    for policy in (present, ahead):
+    for policy in (current, ahead):
         for worker, (name, tokens) in enumerate([("a", 1000), ("b", 900), ("c", 1000)]):
             policy.on_assigned(request(name, tokens, 900), worker)
     newcomer = request("n", 500, 900)
     state = Loads.from_counts([1, 1, 1], [1000, 900, 1000])
-    assert present.select(newcomer, state, RNG).position == 1
+    assert current.select(newcomer, state, RNG).position == 1
     assert ahead.select(newcomer, state, RNG).position == 0
+
+
+@pytest.mark.parametrize("new_requests_end", [True, False])
+def test_a_request_that_is_placed_at_once_counts_at_every_step(new_requests_end: bool) -> None:
+    """As in Equation 2. Until its expected end it would fit on workers 1 and 2."""
+    options: dict[str, Any] = {"queue": False, "horizon": 20, "gamma": 1.0}
+    policy: Any = make_policy("balance-route-horizon", new_requests_end=new_requests_end, **options)
+    policy.length_predictor = Oracle({"a": 1, "b": 500, "c": 500, "new": 1})
+    for worker, (name, tokens) in enumerate([("a", 1000), ("b", 600), ("c", 300)]):
+        policy.on_assigned(request(name, tokens, 900), worker)
+    state = Loads.from_counts([1, 1, 1], [1000, 600, 300])
+    assert policy.select(request("new", 400, 900), state, RNG).position == 0
 
 
 def test_load_beyond_the_policys_own_requests_counts() -> None:

@@ -60,8 +60,8 @@ def to_events(method: str, serving: Any, answer: Any) -> AsyncGenerator[str, Non
     return stream
 
 
-def to_whole_answer(method: str, serving: Any, answer: Any) -> Any:
-    """Return an answer that is not streamed, as the model that vLLM's server serializes."""
+def to_unstreamed_answer(method: str, serving: Any, answer: Any) -> Any:
+    """Return an unstreamed answer, as the model that vLLM's server serializes."""
     return to_message(serving, answer) if method == "messages" else answer
 
 

@@ -30,7 +30,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
 
 _CREATED = re.compile(rb'"created":\d+')  # in generated text the quotes are escaped
 _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
-_TOKENS_PER_FRAME = 8  # tokens of a frame in an answer that is not streamed; its bytes are in the last one
+_TOKENS_PER_FRAME = 8  # tokens of a frame in an unstreamed answer; its bytes are in the last one
 _REPLAY_BATCH = 32  # tokens to replay before yielding to the event loop
 
 
@@ -43,7 +43,7 @@ def is_resumable(params: SamplingParams, *, stream: bool) -> bool:
     """Return whether another engine can generate the rest of an answer from the prompt and the generated ids.
 
     It cannot if the generator is seeded, since its state is lost, or if a parameter treats prompt and
-    generated tokens differently. It would lose the log-probabilities of an answer that is not streamed.
+    generated tokens differently. It would lose the log-probabilities of an unstreamed answer.
     """
     return (
         params.sampling_type is not SamplingType.RANDOM_SEED
@@ -135,7 +135,7 @@ class Continuation:
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """Generate as the client does; an answer that is not streamed is yielded once, at its end."""
+        """Generate as the client does; an unstreamed answer is yielded once, at its end."""
         one_prompt = isinstance(prompt, dict) and "prompt_token_ids" in prompt
         self._sends_ids = one_prompt and not self._random_ids and is_resumable(params, stream=self._stream)
         if not self._stream:
@@ -146,7 +146,7 @@ class Continuation:
         transfer = (params.extra_args or {}).get("kv_transfer_params") or {}
         created = transfer.get(CREATED_TOKENS_KEY)
         generate = self._resume if self._generated else self._client.generate
-        whole_answer: Any = None
+        unstreamed_answer: Any = None
         output: Any = None
         try:
             async with aclosing(generate(prompt, params, request_id, **kwargs)) as outputs:
@@ -161,10 +161,10 @@ class Continuation:
                         self.failure = RuntimeError("the engine failed this request")
                     if self._stream:
                         yield output
-                    elif whole_answer is None:
-                        whole_answer = output
+                    elif unstreamed_answer is None:
+                        unstreamed_answer = output
                     else:
-                        whole_answer.add(output, aggregate=True)
+                        unstreamed_answer.add(output, aggregate=True)
                     if not output.finished:  # the serving object has processed this output completely
                         self._flush()
         except Exception as error:
@@ -177,8 +177,8 @@ class Continuation:
         self.metrics = getattr(output, "metrics", None)
         self.prompt_token_ids = getattr(output, "prompt_token_ids", None) or []
         self.cached_tokens = getattr(output, "num_cached_tokens", None) or 0
-        if whole_answer is not None:
-            yield whole_answer
+        if unstreamed_answer is not None:
+            yield unstreamed_answer
 
     async def _resume(
         self, prompt: Any, params: SamplingParams, request_id: str, **kwargs: Any

@@ -29,7 +29,7 @@ Overtakes = Annotated[
 
 
 class BalanceRoute(QueuedPolicy):
-    """BR-0, which balances the workers by their present KV tokens (paper, section 3).
+    """BR-0, which balances the workers by their current KV tokens (paper, section 3).
 
     A worker's margin is its KV tokens below the fullest worker's. F is the gain of a placement (see FScore).
     Requests wait in the decode queue until a worker has a free slot. While many slots are free, the worker
@@ -86,7 +86,7 @@ class BalanceRoute(QueuedPolicy):
         return self.parameters.queue
 
     def _score(self, num_workers: int) -> FScore:
-        return FScore.build_present(num_workers)
+        return FScore.build_current(num_workers)
 
     def _project(self, loads: Loads) -> NDArray[np.float64]:
         """Return the projected KV tokens of each worker, float64[W, H+1]."""
@@ -203,8 +203,8 @@ class BalanceRouteHorizon(BalanceRoute):
         )
         new_requests_end: bool = Field(
             default=True,
-            description="false: F counts a new request at every step ahead, as in the paper; true: until its "
-            "expected end",
+            description="false: F counts a waiting request at every step ahead, as in the paper; true: until "
+            "its expected end. A request that is placed at once counts at every step",
         )
         count_down_from_horizon: bool = Field(
             default=False,

@@ -35,7 +35,7 @@ class FScore:
         return self.beta * float(self.weights.sum())
 
     @classmethod
-    def build_present(cls, num_workers: int) -> FScore:
+    def build_current(cls, num_workers: int) -> FScore:
         """Return the score of BR-0: s - G * max(0, s - m), the decrease of G * max(L) - sum(L)."""
         return cls(np.ones(1), float(num_workers), 1.0)
 

@@ -146,7 +146,7 @@ class RunningRequests:
         return np.clip(self._expected_end - self.age, 1, self.horizon)
 
     def project(self, num_workers: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the KV tokens of each worker h steps ahead, and its present number of requests.
+        """Return the KV tokens of each worker h steps ahead, and its current number of requests.
 
         A request contributes prompt + generated + h at h = 0 .. r, then nothing.
 
