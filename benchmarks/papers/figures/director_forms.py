@@ -126,7 +126,7 @@ def _rows_of_case(label: dict[str, Any], instances: list[dict[str, Measures]]) -
     rows: Rows = []
     for form in instances[0]:
         of_form = [measures[form] for measures in instances]
-        above = sum(measures["below_theorem_pct"] < -_TOLERANCE_PCT for measures in of_form)
+        above = sum(1 for measures in of_form if measures["below_theorem_pct"] < -_TOLERANCE_PCT)
         row = label | {"form": form, "instances": len(of_form), "above_theorem": above}
         for key in of_form[0]:
             row |= summarise_seeds(key, [measures[key] for measures in of_form])
