@@ -109,7 +109,7 @@ class HalvedTrace:
 
 
 class TraceBySeed(list[HalvedTrace]):
-    """One trace's sources, one for each seed."""
+    """A trace in two halves for each seed."""
 
     def __str__(self) -> str:
         return self[0].name
@@ -146,7 +146,7 @@ def figure_3(options: Options) -> Rows:
     A weight of an active expert is read once, 2 bytes, for 2 FLOP per token that chose the expert.
     """
     rows: Rows = []
-    for halves, size in with_progress(product(_sources(options), (1, 4, 16, 64, 256, 1024))):
+    for halves, size in with_progress(product(read_halves(options), (1, 4, 16, 64, 256, 1024))):
         drawn = [
             half.batches(size, options.requests or BATCHES, seed)
             for seed, half in zip(options.seeds, halves, strict=True)
@@ -174,7 +174,7 @@ def figure_4(options: Options) -> Rows:
 def figure_5(options: Options) -> Rows:
     """Measure activated experts and decode step time with EPLB's routing, by replication and batch."""
     rows: Rows = []
-    for halves, size in with_progress(product(_sources(options), (8, 32, 256))):
+    for halves, size in with_progress(product(read_halves(options), (8, 32, 256))):
         cost, ratios = layer_cost(halves[0].trace), halves[0].ratios
         first_means: dict[str, float] = {}
         for ratio in ratios:
@@ -194,7 +194,7 @@ def figure_5(options: Options) -> Rows:
 def figure_8(options: Options) -> Rows:
     """Compare the most activated experts on a rank: EPLB, the paper's greedy, this METRO, the optimum."""
     rows: Rows = []
-    for halves, size in with_progress(product(_sources(options), (32, 256))):
+    for halves, size in with_progress(product(read_halves(options), (32, 256))):
         for ratio in halves[0].ratios[1:]:
             works = _works(options, halves, ratio, size, ("even", "greedy", "metro", "optimum"))
             means = {key: _mean(map(mean_worst_rank_experts, works[key])) for key in works}
@@ -206,8 +206,8 @@ def figure_8(options: Options) -> Rows:
     return rows
 
 
-def _sources(options: Options) -> list[TraceBySeed]:
-    """Return the sources of each trace."""
+def read_halves(options: Options) -> list[TraceBySeed]:
+    """Read each trace in two halves, for each seed."""
     traces = options.all_traces("one or more calibration traces with routes, or published routes")
     return [TraceBySeed(HalvedTrace.read(path, seed) for seed in options.seeds) for path in traces]
 

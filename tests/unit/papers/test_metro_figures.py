@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from benchmarks.papers.figures import metro
+from benchmarks.papers.figures import metro, metro_kernel
 from benchmarks.papers.figures.common import Options
 from offline.expert_placement.cost import LayerWork
 from tests.support.traces import favourites_trace
@@ -68,3 +68,17 @@ def test_a_layers_cost_follows_the_models_bytes_and_flops(options: Options) -> N
     weights = 3 * 2048 * 768
     expected = 2 * weights * 128 / metro.BYTES_PER_S + 2 * weights * 8 / metro.FLOP_PER_S
     assert cost.rank_s(all_of_a_layer)[0] == pytest.approx(expected)
+
+
+def test_threads_with_a_common_candidate_choose_in_turn() -> None:
+    hosts = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]], bool)
+    assert metro_kernel.lock_turns(hosts, np.array([0, 2])) == 1
+    assert metro_kernel.lock_turns(hosts, np.array([0, 2, 1, 3])) == 2
+    assert metro_kernel.lock_turns(hosts, np.array([0, 1, 2, 3])) == 4
+    assert metro_kernel.lock_turns(hosts, np.array([], int)) == 0
+
+
+def test_a_decision_takes_no_more_turns_than_experts(options: Options) -> None:
+    for row in metro_kernel.kernel(options):
+        assert row["active_experts"] / metro.RANKS <= row["lock_turns"] <= row["active_experts"]
+        assert 1 <= row["rounds"] <= row["active_experts"] + 1
