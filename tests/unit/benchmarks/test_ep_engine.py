@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks.engine import ep_engine
 from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
+from benchmarks.lib.capture import CapturedRoutes
 from benchmarks.lib.ep.engine import DecodedBatch
 from benchmarks.lib.ep.rows import KEEPS, MIGRATES, PHASES, STARTS, choice_rows, shift_rows, start_rows
 from benchmarks.lib.ep.turns import (
@@ -24,6 +26,8 @@ from benchmarks.lib.ep.turns import (
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
+from offline.expert_placement import director, relaxation
+from tests.support.traces import synthetic_trace
 
 
 def measurement(
@@ -115,6 +119,42 @@ def test_the_journal_has_every_option_on_which_a_result_depends(
     assert settings.keys() - {"folder", "cost_file"} == options
     assert settings["ranks"] == 4
     assert others == {"varying": ("rounds",)}
+
+
+def test_only_the_proactive_arm_of_a_shift_solves_the_lp_and_rounds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layers, windows, engine = 2, 4, Mock()
+    trace = replace(synthetic_trace(num_layers=layers), domains=["code", "en"] * 30)
+    solve, rounding = Mock(wraps=relaxation.linprog), Mock(wraps=director.round_in_polytope)
+    calls: dict[str, tuple[int, int, int]] = {}  # LPs, roundings and migrations of each arm
+
+    def decode(*_: Any, migrate_to: Any, **__: Any) -> Mock:
+        placement = engine.place.call_args.args[0] if migrate_to is None else migrate_to
+        return Mock(seconds=[1.0], move_s=0.0, routed=trace.decode_counts[0], placement=placement)
+
+    def measure_all(journal: Any, keys: Any, start_engine: Any, measure: Any, minutes: Any) -> None:
+        for key in keys:
+            for mock in (solve, rounding, engine):
+                mock.reset_mock()
+            measure(engine, key)
+            migrations = [call.kwargs["migrate_to"] is not None for call in engine.decode.call_args_list]
+            calls[key[1]] = solve.call_count, rounding.call_count, sum(migrations)
+        raise InterruptedError
+
+    engine.decode.side_effect = decode
+    monkeypatch.setattr(relaxation, "linprog", solve)
+    monkeypatch.setattr(director, "round_in_polytope", rounding)
+    monkeypatch.setattr(ep_engine, "load_or_capture", lambda *_, **__: CapturedRoutes(trace, [[0]] * 60))
+    monkeypatch.setattr(ep_engine, "widen_model", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(ep_engine, "summarise_batch", lambda _: {"step_ms": 1.0})
+    monkeypatch.setattr(ep_engine, "measure_in_turns", measure_all)
+    with pytest.raises(InterruptedError):
+        ep_shift(batch=2, windows=windows, rounds=1, work=tmp_path)
+    solved, rounded, migrated = calls.pop("proactive")
+    assert min(solved, rounded) >= layers * windows
+    assert migrated == windows
+    assert calls == {"offline": (0, 0, 0), "reactive": (0, 0, windows - 1)}
 
 
 def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
