@@ -3,8 +3,8 @@
 G decode workers with a step barrier serve a queue of prefilled requests under heavy load: more requests of
 the trace arrive than the slots can take. A step costs 40 ms, and 0.8 us per KV token of the heaviest worker:
 with 32 slots, balance can then save the same share of a step as in the paper's Table 1 (there, TPOT falls by
-11 of 89 ms as the imbalance falls by 70,000 tokens over 16 workers). The paper's traces (a proprietary one
-and Azure-2024) are not public or not available here. Azure-2023 stands in.
+12 of 89 ms as the imbalance falls by 69,000 tokens with 8 workers). The paper's traces (a proprietary one and
+Azure-2024) are not public or not available here. Azure-2023 stands in.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ FIGURES = {
     "table2": PaperFigure(
         "The same at G = 8, 16, 32 and 144 (Table 2, Figure 4)",
         "imbalance below JSQ's: 7.8, 4.1 and 3.1 times (BR-0), 11.5, 9.1 and 5.8 times (BR-H oracle) on its "
-        "proprietary trace at its three sizes",
+        "proprietary trace at G = 4, 8 and 16",
         table2,
         _draw_scaling,
     ),
@@ -285,13 +285,13 @@ FIGURES = {
     ),
     "panels": PaperFigure(
         "Imbalance over time at G = 16 (Figure 3)",
-        "BR's bands are a small part of JSQ's",
+        "at G = 8, BR's bands are a small part of JSQ's",
         panels,
         _draw_panels,
     ),
     "sensitivity": PaperFigure(
         "alpha and gamma, oracle (Tables 6 and 7)",
-        "imbalance 24,706 to 32,304 tokens at G = 16 and 104,229 to 127,207 at its largest size: robust",
+        "imbalance 24,706 to 32,304 tokens at G = 8 and 104,229 to 127,207 at G = 16: robust",
         sensitivity,
     ),
     "forms": PaperFigure(
