@@ -212,7 +212,7 @@ class RouterClient:
         if lease is not None and lease.state is LeaseState.GRANTED:
             lease.request = replace(
                 lease.request,
-                expert_counts=self.scorer.take_counts_to_report(counts),
+                expert_counts=self.scorer.sample_counts(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
