@@ -84,6 +84,20 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     assert tenant.tokens.compute_wait_s() > 0
 
 
+@pytest.mark.parametrize("tokens", [-(10**9), 10**22, 10**400])
+def test_an_absurd_reservation_leaves_the_usage_of_other_requests(tokens: int) -> None:
+    tenant = Tenant("a", Limits(tokens_per_minute=100), Clock())
+    tenant.tokens.charge(60)
+    reservation = TokenReservation(tenant)
+    reservation.reserve(tokens)
+    reservation.settle()
+    assert tenant.tokens.charged == 60
+    tenant.tokens.charge(39)
+    assert tenant.tokens.compute_wait_s() == 0
+    tenant.tokens.charge(1)
+    assert tenant.tokens.compute_wait_s() > 0
+
+
 def test_the_keys_command_writes_only_hashes(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     first = run_keys("add", "search", file=file, priority=4, requests_per_minute=60)
