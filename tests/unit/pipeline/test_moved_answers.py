@@ -12,7 +12,7 @@ from eldr_serve.channel import ChannelLostError, Chunk
 from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.pipeline.decode.move_limiter import MAX_MOVES, MoveLimiter
-from tests.support.fake_fleet import FakeFleet, Sent, answer_with
+from tests.support.fake_fleet import FakeFleet, Sent, answer_with, refusal
 from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
 
 
@@ -75,6 +75,17 @@ async def test_a_move_is_no_failure() -> None:
 async def test_an_answer_moves_again_and_stays_when_no_engine_is_left() -> None:
     pipeline = Pipeline(decode=engines(2, 2, 2))
     assert await pipeline.run(stream=True) == WHOLE + END
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
+
+
+async def test_an_unstreamed_answer_whose_next_engine_refuses_it_begins_again() -> None:
+    generate = engines(2)
+
+    def decode(sent: Sent) -> AsyncIterator[Any]:
+        return answer_with(refusal(400))(sent) if sent.header["generated"] else generate(sent)
+
+    pipeline = Pipeline(decode=decode)
+    assert await pipeline.run(stream=False) == WHOLE
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
 
 

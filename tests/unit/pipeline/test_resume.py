@@ -166,6 +166,13 @@ async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:
     assert b"failed: no; send the request again" in answer
 
 
+async def test_an_unstreamed_answer_that_an_engine_does_not_resume_begins_again() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST), (0, refusal(400))))
+    assert await pipeline.run(stream=False) == WHOLE
+    assert [sent.header["generated"] for sent in pipeline.decode.requests] == [b"", pack_ids(0, 1, 2), b""]
+    assert pipeline.router.resumed_at == [0, 3, 0]
+
+
 async def test_engines_that_refuse_resumed_answers_are_not_ejected() -> None:
     def decode(sent: Any) -> AsyncIterator[Any]:
         return answer_with(refusal(400))(sent) if sent.header["generated"] else Engines((3, LOST))(sent)
