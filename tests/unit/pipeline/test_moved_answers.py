@@ -13,7 +13,6 @@ from eldr_serve.engine.report_fields import SLOTS
 from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.pipeline.decode.move_limiter import MAX_MOVES, MoveLimiter
-from eldr_serve.scheduling.types import Lease
 from tests.support.fake_fleet import FakeFleet, Sent, answer_with, refusal
 from tests.support.request_path import (
     END,
@@ -131,7 +130,7 @@ async def test_an_answer_waits_for_another_engine_if_all_leave_while_it_moves() 
             asyncio.get_running_loop().call_later(0.02, come_back)
         return good_prefill(sent)
 
-    async def place(*args: Any, **options: Any) -> Lease:
+    async def place(*args: Any, **options: Any) -> Any:
         if not pipeline.decode.live_workers:
             raise OverloadedError("no decode replica is running yet")
         return await place_on_any(*args, **options)
