@@ -14,6 +14,7 @@ import pytest
 from benchmarks.engine import ep_engine
 from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
 from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.lib.ep import planners
 from benchmarks.lib.ep.engine import DecodedBatch
 from benchmarks.lib.ep.rows import KEEPS, MIGRATES, PHASES, STARTS, choice_rows, shift_rows, start_rows
 from benchmarks.lib.ep.turns import (
@@ -27,7 +28,8 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import placement_id
 from loadgen.journal import Journal
 from offline.expert_placement import director, relaxation
-from tests.support.traces import synthetic_trace
+from offline.expert_placement.cost import LayerCost
+from tests.support.traces import favourites_trace, synthetic_trace
 
 
 def measurement(
@@ -272,6 +274,7 @@ def test_a_shift_is_summarised_by_phase_including_moves() -> None:
     assert last["step_pct"] == pytest.approx(100 * (11 / 13 - 1))
     assert last["with_moves_pct"] == pytest.approx(100 * (15 / 13 - 1))
     assert (last["slices"], last["slices_left"], last["plan_ms"]) == (4, 1, 5)
+    assert last["other_ranks_per_token"] == pytest.approx(0.9)
 
 
 def test_the_ways_to_a_placement_are_compared_in_the_steps_during_and_after_the_migration() -> None:
@@ -298,3 +301,41 @@ def test_the_ways_to_a_placement_are_compared_in_the_steps_during_and_after_the_
     assert migrates["holds_after_ms"] == pytest.approx(50 + 99 + 3 * (12 + 24) / 2)
     assert [row["holds_after_ms"] for row in (starts, keeps)] == [0, 0]
     assert (migrates["slices"], migrates["experts_moved"], starts["experts_moved"]) == (5, 40, 0)
+
+
+def test_only_data_parallel_ranks_have_prices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[tuple[tuple[int, ...], float]] = []
+
+    def place(workload: Any, start: Any, *, token_bytes: float, **_: Any) -> tuple[Any, float]:
+        passed.append((workload.shape, token_bytes))
+        return start, 0.0
+
+    monkeypatch.setattr(planners, "renewed_placement", place)
+    data = CapturedRoutes(synthetic_trace(n=8, num_layers=2), [])
+    cost = LayerCost(fixed_s=0, per_expert_s=1, per_token_s=1, near_byte_s=1)
+    start, window = np.zeros((2, 16), int), np.arange(4)
+    tensor_parallel = planners.migration_planners(data, 16, 2, cost, 0, None)
+    assert list(tensor_parallel) == ["offline", "reactive", "proactive"]
+    data_parallel = planners.migration_planners(data, 16, 2, cost, 0, 640)
+    assert list(data_parallel) == [*tensor_parallel, planners.BY_RANK]
+    for name in ("proactive", planners.BY_RANK):
+        migration = data_parallel[name](window, start, None)
+        assert migration is not None
+        assert migration[1].shape == (2, 16)
+    assert passed == [((2, 2, 16), 0.0), ((2, 2, 16), 640)]
+
+
+def test_a_placement_by_rank_sends_fewer_tokens() -> None:
+    """The first rank's requests use experts 0 to 3 and the second rank's 4 to 7."""
+    trace = favourites_trace(("a", "b"), each=4, num_layers=1, num_experts=8, steps=16, others=1e-9)
+    data, cost = CapturedRoutes(trace, []), LayerCost(fixed_s=0, per_expert_s=0, per_token_s=1, near_byte_s=1)
+    start = np.array([[0, 4, 1, 5, 2, 6, 3, 7]])
+    by_rank = planners.migration_planners(data, 8, 2, cost, 0, 10)[planners.BY_RANK]
+    migration = by_rank(np.arange(8), start, None)
+    assert migration is not None
+    assert set(migration[0][0, :4]) == set(range(4))
+
+
+def test_a_hidden_state_has_32_bits_a_number(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 160}')
+    assert planners.state_bytes(tmp_path) == 640
