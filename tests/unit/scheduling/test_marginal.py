@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from eldr_serve.scheduling import Loads, PlacementRequest, StepCost, make_policy
 from eldr_serve.scheduling.activation import activation_of
 from eldr_serve.scheduling.cost import StepSums, solve_non_negative
+from eldr_serve.scheduling.policies import marginal_cost
 from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 
 L, E, TOP_K = 3, 16, 2
@@ -450,6 +451,53 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
     assert policy.activation.p_idle.shape == (700, 16 * 32)
     assert float(np.mean(regret)) < 0.02
     assert max(regret) < 0.1
+
+
+def request_using(name: str, experts: slice) -> PlacementRequest:
+    """Return a request whose tokens all use these of 16 experts of one layer."""
+    counts = np.zeros((1, E), np.uint32)
+    counts[0, experts] = 100
+    return PlacementRequest(name, 100, 10, expert_counts=counts)
+
+
+def test_all_of_very_many_workers_say_which_batch_is_large() -> None:
+    """Worker 0 has the newcomer's experts, and a batch that is large only beside the 31 next cheapest."""
+    own, others = slice(0, 4), slice(4, 8)
+    cost = StepCost(0.0, 0.0, 0.0, 1e-3).as_dict()
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost)
+    sizes = [5] + [1] * 31 + [4] * 481
+    positions = np.repeat(np.arange(len(sizes)), sizes).tolist()
+    requests = [request_using(str(n), others if w else own) for n, w in enumerate(positions)]
+    assign(policy, requests, positions)
+    load, newcomer = loads(by_worker(requests, positions, len(sizes))), request_using("new", own)
+    assert int(policy.added_cost(newcomer, load).argmin()) == 0
+    assert policy.select(newcomer, load, RNG).position == 0
+
+
+@pytest.mark.parametrize("affinity", [0.0, 0.2, 5.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_finalists_are_compared_as_all_workers_are(
+    affinity: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one layer, which the finalists are selected by, the choice is that among all workers."""
+    rng, workers = np.random.default_rng(seed), 24
+    tastes = rng.dirichlet(np.full(E, 0.3), size=5)
+
+    def drawn(name: str) -> PlacementRequest:
+        counts = np.minimum(rng.multinomial(400, tastes[rng.integers(5)]), 200).astype(np.uint32)
+        return PlacementRequest(name, 200, 10, expert_counts=counts[None])
+
+    policy: Any = make_policy("marginal-cost", affinity=affinity, cost=COST.as_dict())
+    positions = [*range(workers), *rng.integers(workers, size=60).tolist()]
+    requests = [drawn(str(n)) for n in range(len(positions))]
+    assign(policy, requests, positions)
+    load = loads(by_worker(requests, positions, workers))
+    for newcomer in (drawn(f"new{n}") for n in range(5)):
+        monkeypatch.setattr(marginal_cost, "_MAX_EXACT_WORKERS", workers)
+        expected = policy.select(newcomer, load, RNG).position
+        monkeypatch.setattr(marginal_cost, "_MAX_EXACT_WORKERS", workers - 1)
+        monkeypatch.setattr(marginal_cost, "_FINALISTS", 4)
+        assert policy.select(newcomer, load, RNG).position == expected
 
 
 def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> None:
