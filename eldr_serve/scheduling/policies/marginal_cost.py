@@ -206,7 +206,7 @@ class MarginalCost(Policy):
         else:
             requests = self._barrier.reduce_over_ranks(np.add, loads.in_flight)[positions]
             decode, step_s = self._barrier.added_seconds(self.cost, positions, loads, active, **more)
-        uncached = np.full(len(positions), tokens)
+        uncached = np.full(len(positions), 0 if request.blocks is None else tokens)  # None: it is prefilled
         if loads.cached_tokens is not None:
             uncached = np.maximum(uncached - loads.cached_tokens[positions], 0)
         pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[positions]

@@ -15,10 +15,12 @@ from eldr_serve.scheduling.activation import activation_of
 from eldr_serve.scheduling.cost import StepSums, solve_non_negative
 from eldr_serve.scheduling.policies import marginal_cost
 from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
+from eldr_serve.scheduling.prefixes import PromptBlocks
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
 COST = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
+NO_BLOCKS = PromptBlocks(np.zeros(0, np.uint64), 16)  # of a request whose worker also prefills
 JUMPING = replace(COST, batch_s={1: 0.0, 3: 1e-4, 4: 3e-3, 8: 4e-3})
 
 
@@ -176,7 +178,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     positions = rng.integers(workers, size=requests).tolist()
     assign(policy, running, positions)
     placement = by_worker(running, positions, workers)
-    newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
+    newcomer = replace(request_like("new", seed + 999), max_new_tokens=most, blocks=NO_BLOCKS)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
     lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # tokens not yet computed
     loads_now = replace(
@@ -214,7 +216,8 @@ def test_without_a_tail_power_the_price_is_exactly_the_added_seconds(
     running = [request_like(f"r{i}", seed + i) for i in range(requests)]
     positions = rng.integers(4, size=requests).tolist()
     assign(policy, running, positions)
-    newcomer, load = request_like("new", seed + 999), loads(by_worker(running, positions, 4))
+    newcomer = replace(request_like("new", seed + 999), blocks=NO_BLOCKS)
+    load = loads(by_worker(running, positions, 4))
     loads_now = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
     added = policy.added_cost(newcomer, loads_now)
     more = policy.activation.p_idle[:4] @ activation_of(policy.activation.estimate_levels(newcomer))
@@ -247,7 +250,8 @@ def test_a_tail_power_raises_the_price_of_slow_and_full_workers_alone(
     positions = rng.integers(workers, size=requests).tolist()
     for policy in (plain, convex):
         assign(policy, running, positions)
-    placement, newcomer = by_worker(running, positions, workers), request_like("new", seed + 999)
+    placement = by_worker(running, positions, workers)
+    newcomer = replace(request_like("new", seed + 999), blocks=NO_BLOCKS)
     pending = rng.integers(0, 90, workers)
     loads_now = replace(loads(placement), prefill_tokens=pending)
     tokens_s = cost.per_prompt_token_s / newcomer.max_new_tokens
@@ -296,8 +300,23 @@ def test_a_cached_prefix_counts_by_the_time_that_it_saves() -> None:
         policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
         assign(policy, [request_like("a", 1), request_like("b", 2)], [1, 1])
         seen = replace(Loads.from_counts([0, 2], [0, 80]), cached_tokens=np.array([0, 32]))
-        chosen.append(policy.select(request_like("new", 3), seen, RNG).position)
+        newcomer = replace(request_like("new", 3), blocks=NO_BLOCKS)
+        chosen.append(policy.select(newcomer, seen, RNG).position)
     assert chosen == [0, 0, 1]
+
+
+@pytest.mark.parametrize("power", [1, 16])
+def test_a_prompt_that_arrives_prefilled_costs_no_prefill(power: int) -> None:
+    """A step cost of `eldr cost` has a prompt token's time, also where prefill engines are separate."""
+    added = []
+    for per_token in (0.0, 1e-3):
+        cost = replace(COST, per_prompt_token_s=per_token).as_dict()
+        policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost, tail_power=power)
+        running = [request_like(str(n), n) for n in range(5)]
+        assign(policy, running, [0, 0, 0, 1, 1])
+        load = loads(by_worker(running, [0, 0, 0, 1, 1], 2))
+        added.append(policy.added_cost(request_like("new", 9), load).tolist())
+    assert added[0] == added[1]
 
 
 class Requests(RuleBasedStateMachine):
