@@ -347,9 +347,15 @@ def test_tpot_by_domain_has_the_measured_answers_of_the_policy() -> None:
     assert [row["tpot_p50_ms"] for row in ours] == [20.0, 40.0]
 
 
-@pytest.mark.parametrize("status", [0, 1, 3])
-@pytest.mark.parametrize("summary", ["", "goodput 1.00 requests/s"])
-@pytest.mark.parametrize("line", [None, "{}"])
+@pytest.mark.parametrize(
+    ("status", "summary", "line"),
+    [
+        (3, "goodput 1.00 requests/s", "{}"),
+        (1, "", "{}"),
+        (1, "goodput 1.00 requests/s", None),
+        (1, "goodput 1.00 requests/s", "{}"),  # requests failed
+    ],
+)
 def test_a_crashed_load_generator_fails_the_trial_with_one_sentence(
     tmp_path: Path, status: int, summary: str, line: str | None
 ) -> None:
@@ -357,8 +363,8 @@ def test_a_crashed_load_generator_fails_the_trial_with_one_sentence(
     log, record = tmp_path / "locust.log", tmp_path / "running.jsonl"
     log.write_text("goodput 9.00 requests/s\n")  # of the previous trial
     record.write_text("of a trial that failed")
-    writes = f"open({str(record)!r}, 'w').write({line!r});" if line else ""
-    words = f"{writes} print({summary!r}); print('out of memory'); raise SystemExit({status})"
+    writes = f"open({str(record)!r}, 'w').write({line!r}); " if line else ""
+    words = f"{writes}print({summary!r}); print('out of memory'); raise SystemExit({status})"
     command = [sys.executable, "-c", words]
     if status != 3 and summary and line:
         _run_locust(command, record, log, lambda elapsed_s: None)
