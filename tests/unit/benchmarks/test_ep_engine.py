@@ -185,7 +185,6 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     assert figures == pytest.approx(
         {
             "step_ms": 20,
-            "steps": 4,
             "worst_rank_experts": 7,
             "experts_all_ranks": 12,
             "worst_rank_pairs": 10,
