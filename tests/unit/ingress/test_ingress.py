@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
+from ray.exceptions import RayError
 from starlette.requests import Request
 
 from eldr_serve.channel import ChannelLostError
-from eldr_serve.errors import OverloadedError, RequestRefusedError
+from eldr_serve.errors import OverloadedError, RequestRefusedError, SwapRefusedError
 from eldr_serve.ingress import deployment, openai_endpoints
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.pipeline.path_options import PathOptions
@@ -318,6 +319,31 @@ async def test_an_ingress_whose_metrics_fail_is_healthy(monkeypatch: pytest.Monk
         await app.ingress.check_health()
         await wait_until(lambda: actor.state.counters["background_failures"] == 1)
         assert actor.state.counters["failed_work:the export of metrics"] == 1
+        await app.ingress.check_health()
+
+
+async def test_an_ingress_whose_settings_the_router_refuses_does_not_start() -> None:
+    actor: Any = FakeActor()
+    actor.configure = AsyncMock(side_effect=SwapRefusedError("the table is for another model"))
+    async with running_app(actor=actor) as app:
+        for _ in range(2):
+            with pytest.raises(SwapRefusedError, match="for another model"):
+                await app.ingress.check_health()
+
+
+async def test_an_ingress_configures_a_router_that_is_up_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deployment, "_CONFIGURE_WAIT_S", 0.02)
+    monkeypatch.setattr(deployment, "_CONFIGURE_RETRY_S", 0.001)
+    actor: Any = FakeActor()
+    actor.configure = AsyncMock(side_effect=RayError("dead"))
+    async with running_app(actor=actor) as app:
+        await app.ingress.check_health()
+        await wait_until(lambda: actor.configure.await_count > 3)
+        assert caplog.text.count("DecodeRouter is not up yet") == 1
+        actor.configure.side_effect = None
+        await wait_until(app.ingress._configuring.done)
         await app.ingress.check_health()
 
 
