@@ -90,7 +90,7 @@ async def test_a_table_that_is_not_live_is_not_found() -> None:
 
 
 async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> None:
-    async with running_app(admin_key=None) as app:
+    async with running_app() as app:
         answer = await app.client.get("/eldr/ready")
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "the engines are not up yet"
@@ -102,8 +102,11 @@ async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> Non
                 await asyncio.sleep(0.01)
         assert (answer.status_code, answer.json()) == (200, {"ready": True})
         assert app.ingress._warmup.num_warm_pairs == 4
+        assert [(await app.status())["ingress"][key] for key in ("ready", "all_warm")] == [True, True]
         app.decode.directory.publish({})
         assert (await app.client.get("/eldr/ready")).status_code == 503
+        for status in (await app.status(), (await app.client.get("/eldr/status")).json()):
+            assert [status["ingress"][key] for key in ("ready", "all_warm")] == [False, False]
 
 
 async def test_an_overloaded_service_answers_503_with_retry_after() -> None:
