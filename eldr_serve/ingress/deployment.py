@@ -102,9 +102,8 @@ class EldrIngress:
     ) -> None:
         fleets = self._fleets = _fleets(application, prefill_options, whole=prefill is None)
         counters = self._counters = IngressCounters()
-        calls = self._calls = RouterCalls(
-            lambda: connect(actor_name(application), router_settings), router_settings
-        )
+        find_router = partial(connect, actor_name(application), router_settings)
+        calls = self._calls = RouterCalls(find_router, router_settings)
         router = self._router = RouterClient(
             calls, lambda: fleets.decode.live_workers, counters=counters, on_predictor=self._start_tokenizer
         )

@@ -90,7 +90,7 @@ class LoadLedger:
         self._free_if_idle(self._workers[row])
 
     def assign_rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
-        """Give these workers rows, free the rows of idle others, and return the numbers for `loads`, int64[W].
+        """Give these workers rows, free those of idle others, and return their numbers for `loads`, int64[W].
 
         The next call may change the numbers.
         """
