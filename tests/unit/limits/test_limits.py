@@ -140,7 +140,7 @@ async def test_the_status_shows_workers_only_with_the_admin_key() -> None:
     async with running_app() as app:
         public = (await app.client.get("/eldr/status")).json()
         assert public["model"] == "m"
-        assert set(public["ingress"]) == {"ready", "router_unreachable", "in_flight", "leases"}
+        assert set(public["ingress"]) == {"ready", "all_warm", "router_unreachable", "in_flight", "leases"}
         assert not any(name in json.dumps(public) for name in ("r0", "r1"))
         assert {"workers", "counters"} <= (await app.status()).keys()
     async with running_app(admin_key=None) as app:
