@@ -90,7 +90,7 @@ def halves(trace: CalibrationTrace, seed: int) -> tuple[Index, Index]:
 def shares(trace: CalibrationTrace, mix: str) -> dict[str, float]:
     """Return the share of each domain's requests, summing to 1."""
     names, counts = np.unique(trace.domains, return_counts=True)
-    place = [LANGUAGES.index(name) if name in LANGUAGES else len(LANGUAGES) for name in names.tolist()]
+    place = np.array([[*LANGUAGES, name].index(name) for name in names.tolist()])
     order = np.lexsort((-counts, place)) if mix == "chat" else np.argsort(-counts, kind="stable")
     weights = {
         "even": np.ones(len(names)),

@@ -216,7 +216,8 @@ class MarginalCost(Policy):
         if loads.lacks_adapter is not None:
             load_s = self.parameters.adapter_load_s * loads.lacks_adapter[positions]
             prefill += (requests + 1) * load_s / steps
-        return WorkerCosts(decode, prefill, step_s + (uncached + pending) * per_token_s, requests + 1.0)
+        batch = requests.astype(np.float64) + 1
+        return WorkerCosts(decode, prefill, step_s + (uncached + pending) * per_token_s, batch)
 
     def _total_cost(
         self, costs: WorkerCosts, references: References, affinity: NDArray[np.float64] | float = 1.0
