@@ -207,12 +207,12 @@ async def test_refused_settings_are_told_in_one_sentence(in_constructor: bool) -
             cluster.error = ActorDiedError(refused)
         else:
             cluster.configure.remote = AsyncMock(side_effect=refused.as_instanceof_cause())
-        with pytest.raises(SwapRefusedError) as told:
+        with pytest.raises(SwapRefusedError) as refused:
             await calls.configure(None)
-    assert str(told.value).startswith("the router refuses the deployed settings: ")
-    assert str(told.value).endswith("the table is for model 'x'")
-    assert "\n" not in str(told.value)
-    assert not isinstance(told.value, RayError)
+    assert str(refused.value).startswith("the router refuses the deployed settings: ")
+    assert str(refused.value).endswith("the table is for model 'x'")
+    assert "\n" not in str(refused.value)
+    assert not isinstance(refused.value, RayError)
 
 
 async def test_an_actor_that_dies_later_refuses_nothing() -> None:
