@@ -146,7 +146,9 @@ def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tupl
 
 def overload() -> None:
     """Draw throughput against TPOT above saturation."""
-    title = "At 120 % of slot capacity marginal-cost serves most without a step barrier, the KV balancers with it"
+    title = (
+        "At 120 % of slot capacity marginal-cost serves most without a step barrier, the KV balancers with it"
+    )
     figure, panels = two_panels(title)
     for row in read_rows("together_policies"):
         load, barrier = row["workload"].split(", ")
