@@ -228,6 +228,9 @@ class FakeActor(RouterCalls):
             ]
         )
 
+    async def configure(self, settings: Any) -> None:
+        """Ignore a redeployment."""
+
     def calls(self) -> RouterCalls:
         """Return the calls of another router client."""
         calls = RouterCalls(lambda: None)  # type: ignore[arg-type, return-value]

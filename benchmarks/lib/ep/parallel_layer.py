@@ -242,14 +242,12 @@ def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
 def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
     """Return a routing that spreads an expert's tokens evenly over its replicas, as `route_even` does.
 
-    The remainder begins at another replica for each lowest home rank, so that ranks which choose for their
-    own tokens do not all add it to the same replica.
+    The first tokens go to the first replica.
     """
 
     def route(experts: Ints, home: Ints) -> Ints:
         pairs = experts.reshape(-1)
-        first = int(home.min(initial=hosts.shape[1]))
-        served = route_even(np.bincount(pairs, minlength=len(hosts)), hosts, first)
+        served = route_even(np.bincount(pairs, minlength=len(hosts)), hosts)
         ranks = np.empty_like(pairs)
         ranks[np.argsort(pairs, kind="stable")] = np.repeat(
             np.tile(np.arange(hosts.shape[1]), len(hosts)), served.reshape(-1)
