@@ -61,7 +61,7 @@ test: setup browser promtool ## run ruff, then mypy and the whole suite, on real
 	$(BIN)/python tests/suite.py
 
 test-unit: setup browser promtool ## run the fast part, under 3 minutes: no engine, no Ray
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' tests/unit
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not faults' tests/unit
 
 test-engine: setup ## test the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine

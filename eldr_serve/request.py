@@ -233,12 +233,14 @@ def _texts(value: Any) -> Iterator[str]:
 def max_new_tokens(fields: object) -> int:
     """Return the maximum number of tokens in the answer; 0 if the request has no limit.
 
+    A negative limit, which engines refuse, counts as none.
+
     Args:
         fields: RequestFields, or a request of vLLM, which may lack some of the fields.
     """
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     limit = next(filter(None, (getattr(fields, name, None) for name in names)), None)
-    return limit if isinstance(limit, int) else 0
+    return max(limit, 0) if isinstance(limit, int) else 0
 
 
 def make_placement_request(

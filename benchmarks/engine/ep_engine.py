@@ -13,7 +13,7 @@ wall-clock time, including the choice of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -27,6 +27,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
+from benchmarks.lib.ep.planners import PlanMigration, migration_planners, state_bytes
 from benchmarks.lib.ep.rows import BASE, BY_EXPERTS, EVEN, choice_rows, shift_rows
 from benchmarks.lib.ep.turns import (
     MAX_PROMPT_TOKENS,
@@ -50,12 +51,9 @@ from eldr_serve.errors import UserInputError
 from eldr_serve.experts.parallel.placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, column_notes, publish
-from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
-from offline.expert_placement.director import renewed_placement
 from offline.expert_placement.eplb import eplb_placement
-from offline.expert_placement.forecast import workload_by_rank
 from offline.expert_placement.grace import grace_placement
 
 BENCHMARKS = {"ep_choice": "all", "ep_shift": "all"}
@@ -85,12 +83,15 @@ _SHIFT_NOTES = column_notes(
     "One engine of `ranks` ranks, in 32 bits, runs on this machine's cores. The requests of a window decode "
     "together, and windows share no request. The arms take turns. Each begins with the offline placement. "
     "Figures are medians over rounds and windows of medians over a window's steps, with 95 % bootstrap "
-    "intervals. Ranks of a new placement are renamed so that the fewest experts move.",
+    "intervals. Ranks of a new placement are renamed so that the fewest experts move, except by rank.",
     {
         "offline": "Placement of EPLB for the other half of all requests.",
         "reactive": "Placement of EPLB for the previous window.",
         "proactive": "Placement of DIRECTOR for the window's own prefill counts by rank: the better of LP "
         "with rounding and of a repair of the previous placement.",
+        "proactive, by rank": "The same with the price of sending tokens between data-parallel ranks, in the "
+        "paper's cost. The engine gathers all tokens on all ranks, so `step_ms` lacks what it saves.",
+        "other_ranks_per_token": "Mean number of ranks that serve a token in a layer beside its home rank.",
         "step_ms": "Time of a step, without the slices of a migration between steps and without `plan_ms`.",
         "with_moves_ms": "`step_ms` plus the migration's time per step of the window, without `plan_ms`.",
         "paper_pct": "DIRECTOR's change on 32 GPUs.",
@@ -218,7 +219,8 @@ def ep_shift(
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     load, slots, start = _eplb_start(data, fit, replication, ranks)
-    planners = _migration_planners(data, slots, ranks, LayerCost.load(cost), seed)
+    token_bytes = state_bytes(model) if data_parallel else None
+    planners = migration_planners(data, slots, ranks, LayerCost.load(cost), seed, token_bytes)
     rng = np.random.default_rng([seed, 1])
     traffic, keys = {}, []
     for turn in range(rounds):
@@ -341,35 +343,6 @@ def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:
     by_rank = np.asarray(placement).reshape(len(placement), ranks, -1)
     empty = slots // ranks - by_rank.shape[2]
     return np.pad(by_rank, ((0, 0), (0, 0), (0, empty)), constant_values=-1).reshape(len(placement), slots)
-
-
-Migration = tuple[Ints, Floats] | None  # placement and load; None: nothing moves
-# From a window's requests, the current placement, and the routes of the previous window.
-PlanMigration = Callable[[Ints, Ints, Ints | None], Migration]
-
-
-def _migration_planners(
-    data: CapturedRoutes, slots: int, ranks: int, cost: LayerCost, seed: int
-) -> dict[str, PlanMigration]:
-    def offline(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
-        return None
-
-    def reactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
-        if previous_routes is None:
-            return None
-        target = eplb_placement(previous_routes, slots, groups=1, nodes=1, ranks=ranks)
-        return minimise_moves(placement, target, ranks, ranks_alike=True), previous_routes.astype(float)
-
-    def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
-        counts, tokens = data.trace.prefill_counts[requests], data.trace.prompt_tokens[requests]
-        topology = Topology(ranks=ranks)
-        expected = workload_by_rank(counts, tokens, 1, topology)
-        target, _ = renewed_placement(
-            expected, placement, topology=topology, slots=slots // ranks, cost=cost, seed=seed
-        )
-        return target, expected.sum(axis=1)
-
-    return {"offline": offline, "reactive": reactive, "proactive": proactive}
 
 
 def _draw_windows(

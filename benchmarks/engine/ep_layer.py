@@ -201,7 +201,7 @@ def draw_job(
         for drawn in (rng.choice(rest, tokens, replace=tokens > len(rest)) for _ in range(batches))
     ]
     routes = np.stack(steps).swapaxes(1, 2).astype(np.int64)
-    return RankJob(model, ranks, placements, routes, arms, rounds, seed)
+    return RankJob(model, ranks, experts, placements, routes, arms, rounds, seed)
 
 
 def slowest_rank(by_rank: list[dict[LayerArm, Floats]]) -> dict[LayerArm, dict[str, Floats]]:

@@ -33,6 +33,7 @@ from eldr_serve.errors import ServiceFailedError, UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.files import write_atomically
 from examples.demo_model import WEIGHTS
+from loadgen.results import environment
 from loadgen.workload import WorkloadPrompt, balanced_sample, read_prompts
 from offline.calibrate import build_trace, prompt_tokens, trace_tokens
 
@@ -40,6 +41,7 @@ TASKS = ("code", "math", "medical", "legal")
 GROUPS = ("all", "language", "task")
 _TOP_K = 4  # top-k of the demo model
 _IN_FLIGHT = 32  # requests in flight during the capture
+_MAX_PROMPT_TOKENS = 1024
 
 
 def groups_of(names: str) -> list[str]:
@@ -81,11 +83,12 @@ def load_or_capture(
 ) -> CapturedRoutes:
     """Load the capture with these settings. Run it first if it does not exist.
 
-    The device is one of the settings, because another device generates other texts.
+    The device and vLLM's version are settings, because others generate other texts.
     """
     texts = [[prompt.id, prompt.domain, prompt.text] for prompt in read_prompts([prompts])]
-    settings = [texts, requests, output_tokens, seed, weights_name()]
-    settings += [device] if device != "cpu" else []
+    vllm = {name: v for name, v in environment()["versions"].items() if name.startswith("vllm")}
+    settings = [texts, requests, output_tokens, seed, weights_name(), device, vllm]
+    settings += [BLOCK, TEMPERATURE, _MAX_PROMPT_TOKENS]
     name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     trace, tokens = (work / f"capture_{name[:10]}{suffix}" for suffix in (".safetensors", ".json"))
     if not tokens.exists():
@@ -112,7 +115,7 @@ def capture(
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens generated per prompt.")] = 64,
     max_prompt_tokens: Annotated[
         int, typer.Option(min=32, help="Maximum prompt tokens; longer prompts are cut at the start.")
-    ] = 1024,
+    ] = _MAX_PROMPT_TOKENS,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     device: options.Device = "cpu",
 ) -> None:

@@ -23,7 +23,7 @@ class ReplicaDirectory:
     else each replica is one.
 
     Attributes:
-        kv_usage: KV cache usage of the workers; the fleet sets its bound.
+        kv_usage: KV cache usage of the workers.
         reports: newest report of each worker's queue.
         experts: experts of each replica whose experts can be moved.
     """
@@ -50,6 +50,10 @@ class ReplicaDirectory:
     def block_tokens(self) -> int:
         """Return the tokens in a block of the replicas' prefix caches; 0 if unknown or if there are none."""
         return max((metadata.get(BLOCK_TOKENS, 0) for metadata in self._metadata.values()), default=0)
+
+    def set_max_kv_usage(self, max_usage: float) -> None:
+        """Set the KV usage above which a prefill replica gets no new prompt; see KvUsage."""
+        self.kv_usage.max_usage = max_usage
 
     def update_reports(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live replicas, by name."""

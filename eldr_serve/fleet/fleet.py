@@ -40,7 +40,7 @@ class Fleet:
 
     def __init__(self, directory: ReplicaDirectory, *, max_kv_usage: float = 1.0) -> None:
         self.directory = directory
-        directory.kv_usage.max_usage = max_kv_usage
+        directory.set_max_kv_usage(max_kv_usage)
         self.waiters = Waiters()
         self._channels: dict[str, Channel] = {}
         # Tasks for all replicas, even for those that have gone.

@@ -102,8 +102,8 @@ class AdminEndpoints:
     async def ready(self, request: Request) -> Response:
         """Return 200 if the service is ready for requests, else 503 with one sentence, for readiness probes.
 
-        It becomes ready when all prefill-decode pairs, or all whole replicas, are warm, and stays so while
-        any decode engine that has been warm is up.
+        It becomes ready when all prefill-decode pairs, or all whole replicas, are warm, or a minute after the
+        first of them, and stays so while any decode engine that has been warm is up.
         """
         reason = self._status.not_ready_reason
         if reason is not None:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CONFIGURE_WAIT_S, _CONFIGURE_RETRY_S = 10.0, 1.0  # wait of the first health check, time between tries
 _LISTEN_DELAY_S = 5.0  # without a decode replica, the port opens after this time
 _POLL_S = 0.05
 
@@ -78,6 +79,7 @@ class EldrIngress:
     """
 
     _started: asyncio.Task[None] | None = None
+    _configuring: asyncio.Task[None] | None = None
     _tokenizer_task: asyncio.Task[None] | None = None
     _http: HttpServer | None = None
     _metrics: IngressMetrics | None = None
@@ -100,7 +102,8 @@ class EldrIngress:
     ) -> None:
         fleets = self._fleets = _fleets(application, prefill_options, whole=prefill is None)
         counters = self._counters = IngressCounters()
-        calls = self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
+        find_router = partial(connect, actor_name(application), router_settings)
+        calls = self._calls = RouterCalls(find_router, router_settings)
         router = self._router = RouterClient(
             calls, lambda: fleets.decode.live_workers, counters=counters, on_predictor=self._start_tokenizer
         )
@@ -158,12 +161,33 @@ class EldrIngress:
     async def check_health(self) -> None:
         """Raise the exception that ended the background work, if any; the first call starts that work.
 
-        Serve calls this as its health check.
+        Serve calls this as its health check, the first time before the replica may replace an older one.
+        So the first call waits some time for the router, and raises SwapRefusedError if the router refuses
+        the deployed settings.
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())
-        if self._started.done():
-            self._started.result()
+            self._configuring = asyncio.create_task(self._configure_router())
+            await asyncio.wait([self._configuring], timeout=_CONFIGURE_WAIT_S)
+        for task in (self._configuring, self._started):
+            if task is not None and task.done():
+                task.result()
+
+    async def _configure_router(self) -> None:
+        """Send the deployed settings to the router, again while it is unavailable.
+
+        Raises:
+            SwapRefusedError: the router refuses the settings.
+        """
+        has_warned = False
+        while True:
+            try:
+                return await self._calls.configure(self._router.settings)
+            except ACTOR_UNAVAILABLE as error:
+                if not has_warned:
+                    logger.warning("DecodeRouter is not up yet: %r", error)
+                has_warned = True
+            await asyncio.sleep(_CONFIGURE_RETRY_S)
 
     async def _start(self) -> None:
         self._fleets.prefill.start()
@@ -173,23 +197,19 @@ class EldrIngress:
             self._start_tokenizer()
             assert self._tokenizer_task is not None
             await self._tokenizer_task
-        try:
-            await self._calls.configure(self._router_settings)
-        except ACTOR_UNAVAILABLE as error:
-            logger.warning("DecodeRouter is not up yet: %r", error)
         self._router.start()
         tenants = self.gate.tenants
         name = uuid.uuid4().hex
         works: dict[str, Callable[[], Awaitable[None]]] = {
             "the export of metrics": self._export,
             "the event-loop monitor": self._status.watch.run,
+            "the warm-up": self._warmup.run,
             "the keys-file monitor": tenants.watch,
             "the exchange of tenants' usage": partial(
                 tenants.share_usage, lambda usage: self._router.share_limits(name, usage)
             ),
         }
         await asyncio.gather(
-            self._warmup.run(),
             self._serve_port(),
             *(supervise(what, work, count=self._counters.count_failed_work) for what, work in works.items()),
         )
@@ -250,10 +270,9 @@ class EldrIngress:
 
         Only an ingress whose process goes on needs this, as in tests: Serve ends the process after `__del__`.
         """
-        if self._started is not None:
-            self._started.cancel()
-        if self._tokenizer_task is not None:
-            self._tokenizer_task.cancel()
+        for task in (self._started, self._configuring, self._tokenizer_task):
+            if task is not None:
+                task.cancel()
         if self._tracing is not None:
             await self._tracing.stop()
         await self._router.stop()

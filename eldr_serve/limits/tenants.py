@@ -21,6 +21,7 @@ _SHARE_PERIOD_S = 1.0
 _MAX_OUTAGE_S = 60.0
 Usage = dict[str, tuple[float, float]]  # tenant -> requests and tokens charged since the process began
 _MINUTE_S = 60.0
+_MAX_RESERVED = 2**31 - 1  # tokens; if a float added many more, it would lose the tenant's other usage
 
 
 class Bucket:
@@ -117,10 +118,14 @@ class TokenReservation:
         self._reserved = 0
 
     def reserve(self, tokens: int) -> None:
-        """Reserve an estimated number of tokens; raise RateLimitedError if none are left."""
+        """Reserve an estimated number of tokens, which may be any integer, since a client chooses it.
+
+        Raises:
+            RateLimitedError: none are left.
+        """
         self.tenant.check(self.tenant.tokens, "tokens")
-        self._reserved = tokens
-        self.tenant.tokens.charge(tokens)
+        self._reserved = min(max(tokens, 0), _MAX_RESERVED)
+        self.tenant.tokens.charge(self._reserved)
 
     def count_usage_with(self, count_used_tokens: Callable[[], int]) -> None:
         """From now on count the used tokens with this function; before, the request has used none."""

@@ -9,7 +9,10 @@ from eldr_serve.metrics.definition import COUNTER, GAUGE, HISTOGRAM, Metric, ind
 _WITH_PREFILL = "with prefill engines"
 
 INGRESS_STATUS = {
-    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "1: all engines are up and warm"),
+    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "1: the ingress is ready for requests"),
+    "all_warm": Metric(
+        "eldr_ingress_all_warm", GAUGE, "0 or 1", "1: all pairs of running engines have exchanged blocks"
+    ),
     "router_unreachable": Metric(
         "eldr_ingress_router_unreachable", GAUGE, "0 or 1", "1: the ingress cannot reach the router"
     ),

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from eldr_serve.metrics import GAUGE, LOOP, PROCESS, STALL_S
-from eldr_serve.monitoring.ray_metrics import PERIOD_S, SMALLEST, ray_metrics
+from eldr_serve.metrics import LOOP, PROCESS, STALL_S
+from eldr_serve.monitoring.ray_metrics import PERIOD_S, StatusMetrics
 
 _TICK_S = 0.1
 
@@ -16,18 +16,12 @@ class LoopMetrics:
     """Metrics of one process's event loop."""
 
     def __init__(self) -> None:
-        self._ray_metrics = ray_metrics(PROCESS)
-        self._exported = dict.fromkeys(LOOP, 0.0)  # values of the counters, by key
+        self._metrics = StatusMetrics(PROCESS)
 
     def export(self, role: str, status: Mapping[str, Any]) -> None:
         """Export the status of the loop."""
-        tags = {"role": role}
         for key, metric in LOOP.items():
-            if metric.kind == GAUGE:
-                self._ray_metrics[metric.name].set(float(status[key]), tags)
-            elif more := max(status[key], SMALLEST) - self._exported[key]:
-                self._ray_metrics[metric.name].inc(more, tags)
-                self._exported[key] += more
+            self._metrics.export(metric, status[key], role=role)
 
 
 class LoopWatch:

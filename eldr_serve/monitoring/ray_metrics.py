@@ -23,6 +23,29 @@ def ray_metrics(metrics: Mapping[str, Metric]) -> dict[str, Any]:
     return {name: _ray_metric(metric).set_default_tags(application) for name, metric in metrics.items()}
 
 
+class StatusMetrics:
+    """Ray's metrics whose values come from a status, in which counters are totals.
+
+    Attributes:
+        by_name: Ray's metric objects by name.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.by_name = ray_metrics(metrics)
+        self._totals: dict[tuple[str, ...], float] = {}  # totals of counters, by name and values of labels
+
+    def export(self, metric: Metric, value: float, **labels: str) -> None:
+        """Set a gauge to the value, or increase a counter to it."""
+        if metric.kind == GAUGE:
+            self.by_name[metric.name].set(float(value), labels)
+            return
+        key = (metric.name, *labels.values())
+        increase = value - self._totals.setdefault(key, -SMALLEST)  # this begins the series
+        if increase > 0:
+            self._totals[key] = value
+            self.by_name[metric.name].inc(float(increase), labels)
+
+
 def _ray_metric(metric: Metric) -> Counter | Gauge | Histogram:
     about, labels = f"{metric.about}, {metric.unit}", (APPLICATION, *metric.labels)
     if metric.kind == COUNTER:

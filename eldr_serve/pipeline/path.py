@@ -87,6 +87,7 @@ class RequestPath:
             return False
         if not answer.can_continue:
             answer.discard()
+            self._services.moves.end(context.request_id)  # the answer begins again, so it no longer moves
         return len(failures.decode_workers) < options.decode_attempts
 
     def _refusal(self, failures: Failures) -> RequestRefusedError:

@@ -50,6 +50,7 @@ class DecodeRouter:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
         self._state = _new_state(settings)
+        self._state_fingerprint = settings.fingerprint  # of the settings that the state was built with
         self._expert_placements = settings.expert_placements
         self._pool.apply_settings(settings.pool)
         self._ingress_calls = IngressCalls(self._state, self._metrics, settings.ingress_timeout_s)
@@ -105,23 +106,41 @@ class DecodeRouter:
             ]
         )
 
-    async def configure(self, settings: RouterSettings) -> None:
-        """Begin a new state if the deployed settings have changed; ingresses restore their leases in it.
+    async def configure(self, settings: RouterSettings, live: LiveSettings | None = None) -> None:
+        """Apply the deployed settings of an ingress, which it sends to each process of this actor.
 
-        The deployed settings replace those of operators, which ingresses would restore otherwise.
+        Ray restarts the actor with the settings of the first deployment. If the state was built with other
+        settings than these, a new one begins, in which ingresses restore their leases. New deployed settings
+        replace those of operators, which ingresses would restore otherwise.
+
+        Args:
+            live: newest live settings that the ingress knows. If they are based on other deployed settings, a
+                later deployment has replaced the ingress's, so nothing is changed. None: the ingress has just
+                started, so its deployed settings are the newest.
 
         Raises:
             SwapRefusedError: the settings are invalid; nothing was changed.
         """
         previous = self._state.settings
-        is_new = settings.fingerprint != previous.deployed_fingerprint
-        state = _new_state(settings, previous) if is_new else self._state
-        self._pool.apply_settings(settings.pool)
-        state.placer.queue.patience_s = settings.patience_s
-        self._expert_placements = settings.expert_placements
+        newest = live if live is not None and live.version > previous.version else previous
+        is_new = settings.fingerprint != newest.deployed_fingerprint
+        if is_new and live is not None:
+            return
+        state = self._state
         if is_new:
-            self._state = state
+            state = _new_state(settings, newest)
+        elif settings.fingerprint != self._state_fingerprint:
+            state = _new_state(settings)
+            state.live_settings.restore(newest)
+        elif live is None and previous.version == 0:  # now older deployments do not replace this one
+            state.live_settings.set_deployed_fingerprint(settings.fingerprint, overrides=previous)
+        self._pool.apply_settings(settings.pool)
+        state.set_patience(settings.patience_s)
+        self._expert_placements = settings.expert_placements
+        if state is not self._state:
+            self._state, self._state_fingerprint = state, settings.fingerprint
             self._ingress_calls.serve(self._state, settings.ingress_timeout_s)
+        if is_new:
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
@@ -259,7 +278,7 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
         adapters=LoadedAdapters(settings.adapters, settings.adapter_slots),
         seed=settings.seed,
     )
-    state.placer.queue.patience_s = settings.patience_s
+    state.set_patience(settings.patience_s)
     state.live_settings.set_deployed_fingerprint(settings.fingerprint, overrides=previous)
     return state
 

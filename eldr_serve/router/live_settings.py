@@ -66,6 +66,7 @@ class LiveSettingsStore:
     ) -> None:
         self.current = first
         self.table = table
+        self._deployed_version = first.version  # `current` has it until the deployed settings are changed
         self._check = check
         self._counters = counters
         self._on_change = on_change
@@ -117,9 +118,20 @@ class LiveSettingsStore:
         """
         version = 0 if overrides is None else _version_after(overrides)
         self.current = replace(self.current, deployed_fingerprint=fingerprint, version=version)
+        self._deployed_version = version
 
     def restore(self, settings: LiveSettings) -> None:
-        """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit."""
+        """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit.
+
+        Changes of a deployment count as newer than the deployment itself: in a restarted router, an ingress
+        that has just started may deploy it again before another ingress restores its changes.
+        """
+        current = self.current
+        is_of_deployment = settings.deployed_fingerprint == current.deployed_fingerprint
+        if settings.version < current.version == self._deployed_version and is_of_deployment:
+            if replace(settings, version=current.version) == current:
+                return
+            settings = replace(settings, version=_version_after(current))
         if settings.version > self.current.version:
             self._replace_policy(self._remove_unfit_artifacts(settings))
             self._counters[RouterEvent.SETTINGS_RESTORED] += 1

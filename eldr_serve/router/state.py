@@ -149,6 +149,10 @@ class RouterState:
         """Return the shape (MoE layers, experts) of expert counts as engines report it; None until known."""
         return self._check.shape
 
+    def set_patience(self, patience_s: float) -> None:
+        """Set the patience of the decode queue; see DecodeQueue."""
+        self.placer.queue.patience_s = patience_s
+
     def expect_counts(self, num_layers: int, num_experts: int) -> None:
         """Set the shape that engines report; tables and predictors of other shapes are refused.
 

@@ -166,8 +166,8 @@ class RouterClient:
 
         Args:
             request: the request without expert counts, similarity and may_wait, which are set here.
-            counts: unsigned[L,E], the prompt's expert counts; None if prefill returned none. They are then
-                predicted if there is a predictor.
+            counts: unsigned[L,E], the expert counts of `request.counted_tokens` tokens; None if prefill
+                returned none. They are then predicted if there is a predictor.
             token_ids: uint32[n], the prompt's token ids, if a predictor may read them.
             wait_s: maximum wait in the decode queue, s; 0: place at once.
             generated_tokens: number of tokens that the answer has already, if it is resumed.
@@ -192,7 +192,8 @@ class RouterClient:
         except BaseException:
             self.release(request.request_id, is_complete=False)  # it may be queued or hold a lease by now
             raise
-        if measured_counts is not None and token_ids is not None:
+        is_first = not (generated_tokens or request.worker_failed)
+        if is_first and measured_counts is not None and token_ids is not None:
             self.scorer.train(token_ids, measured_counts, len(token_ids))
         return lease
 
@@ -212,7 +213,7 @@ class RouterClient:
         if lease is not None and lease.state is LeaseState.GRANTED:
             lease.request = replace(
                 lease.request,
-                expert_counts=self.scorer.take_counts_to_report(counts),
+                expert_counts=self.scorer.sample_counts(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )

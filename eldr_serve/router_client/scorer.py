@@ -103,8 +103,8 @@ class Scorer:
             return None
         return _pack(counts)
 
-    def take_counts_to_report(self, counts: NDArray[Any]) -> NDArray[Any] | None:
-        """Return the measured counts to report next: those that the policy reads, or else a sample."""
+    def sample_counts(self, counts: NDArray[Any]) -> NDArray[Any] | None:
+        """Return the packed counts of one more measured prompt if the policy reads them or it is sampled."""
         sampled = next(self._numbers) % _SAMPLE_EVERY == 0
         return _pack(counts) if sampled else self.counts_for_policy(counts)
 
@@ -113,7 +113,7 @@ class Scorer:
         counts, settings = request.expert_counts, self.settings
         if counts is None:
             return replace(request, counts_missing=True)
-        choose_counts = self.counts_for_policy if request.predicted else self.take_counts_to_report
+        choose_counts = self.counts_for_policy if request.predicted else self.sample_counts
         fields: dict[str, Any] = {"expert_counts": choose_counts(counts)}
         if self._table is not None and settings is not None:
             try:

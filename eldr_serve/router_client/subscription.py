@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.router_client.calls import RouterCalls
@@ -161,9 +162,9 @@ class RouterSubscription:
 
     def give_up(self, error: Exception) -> None:
         """Close the channel of a router that cannot be used; place by local fallback until it can."""
-        is_unreadable = isinstance(error, _UnreadableSettingsError)
-        reason = str(error) if is_unreadable else f"DecodeRouter does not answer ({type(error).__name__})"
-        if not self.unreachable or (is_unreadable and reason != self._logged_reason):
+        is_of_settings = isinstance(error, _UnreadableSettingsError | SwapRefusedError)
+        reason = str(error) if is_of_settings else f"DecodeRouter does not answer ({type(error).__name__})"
+        if not self.unreachable or (is_of_settings and reason != self._logged_reason):
             logger.warning("%s; placing locally", reason)
             self._logged_reason = reason
         if not self.unreachable:
@@ -190,6 +191,8 @@ class RouterSubscription:
         first_settings = self._first_settings = asyncio.get_running_loop().create_future()
         async with asyncio.timeout(self._timeout_s):
             channel = await self._router_calls.get_channel()
+        async with asyncio.timeout(10 * self._timeout_s):  # the router may have to build a new state
+            await self._router_calls.configure(self._owner.scorer.settings)
         self._subscribe(channel)
         async with asyncio.timeout(self._timeout_s):
             await first_settings

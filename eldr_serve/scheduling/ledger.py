@@ -14,7 +14,7 @@ class LoadLedger:
     """Requests in flight, KV tokens (prompt + generated) and pending prefill tokens of each worker.
 
     A worker is any hashable name. Loads are never negative, and zero for an idle or unknown worker. A worker
-    has a row while it has requests or if the last call of `rows` named it.
+    has a row while it has requests or if the last call of `assign_rows` named it.
 
     Args:
         tokens_by_step: whether the caller adds generated tokens with `add_tokens`, since a simulator knows
@@ -89,8 +89,11 @@ class LoadLedger:
         assert self._kv_tokens[row] >= 0
         self._free_if_idle(self._workers[row])
 
-    def rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
-        """Return the row numbers of these workers, int64[W], for `loads`; the next call may change them."""
+    def assign_rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
+        """Give these workers rows, free those of idle others, and return their numbers for `loads`, int64[W].
+
+        The next call may change the numbers.
+        """
         names = list(workers)
         before, self._named_workers = self._named_workers, set(names)
         for worker in before - self._named_workers:

@@ -161,13 +161,20 @@ class Shadow:
     def _set_workers(self, workers: tuple[str | None, ...], available: NDArray[np.bool_]) -> None:
         pairs = enumerate(zip(self._workers, workers, strict=False))
         unchanged_positions = {position for position, (before, now) in pairs if before == now}
-        if workers != self._workers:
-            self.policy.on_workers_changed(workers)
+        changed = workers != self._workers
         self._workers, self._available = workers, available
+        if changed:
+            self.policy.on_workers_changed(workers)
+        without_worker = []
         for request in self._requests.values():
-            if self._shadow.positions.get(request.request_id) not in unchanged_positions:
+            position = self._shadow.positions.get(request.request_id)
+            if position is None or position not in unchanged_positions:
                 self._shadow.finish(request.request_id)
-                self._place(request)
+                without_worker.append(request)
+            elif changed:
+                self.policy.on_assigned(request, position)
+        for request in without_worker:
+            self._place(request)
 
     def _assign(self, request: PlacementRequest, live_position: int, generated_tokens: int) -> None:
         name = request.request_id
@@ -256,7 +263,7 @@ class _PlacedRequests:
         self._activation.on_finished(request_id)
 
     def loads(self, available: NDArray[np.bool_]) -> Loads:
-        return self._ledger.loads(self._ledger.rows(range(len(available))), available)
+        return self._ledger.loads(self._ledger.assign_rows(range(len(available))), available)
 
     def seconds(self, cost: StepCost, num_workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""

@@ -20,10 +20,11 @@ _MAX_TOKENS = 2**31 - 1
 class PlacementRequest:
     """A prefilled request that needs a decode worker. It is never changed; `replace` makes another one.
 
-    Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
+    `prompt_tokens` and `max_new_tokens` are clipped to [0, 2**31 - 1], since policies add them up in int64.
 
     Attributes:
         expert_counts: the prompt's counts, unsigned[L,E], or floating[L,E] if predicted; None if unknown.
+        resumed_tokens: number of an answer's tokens that the counts include, because it is resumed.
         domain: kind of request, as the client named it in x-eldr-domain; None if it named none.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
             caller has scored the counts. It may then omit the counts.
@@ -47,6 +48,7 @@ class PlacementRequest:
     max_new_tokens: int
     _: KW_ONLY
     expert_counts: NDArray[Any] | None = None
+    resumed_tokens: int = 0
     domain: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     adapter: str = ""
@@ -68,6 +70,11 @@ class PlacementRequest:
             return
         for name in ("prompt_tokens", "max_new_tokens"):
             setattr(self, name, min(max(getattr(self, name), 0), _MAX_TOKENS))
+
+    @property
+    def counted_tokens(self) -> int:
+        """Return the number of tokens whose experts `expert_counts` counts."""
+        return self.prompt_tokens + self.resumed_tokens
 
 
 class LeaseState(Enum):

@@ -54,7 +54,7 @@ class WorkerSet:
         if changed:
             self.names = list(names)
             self.positions = {name: position for position, name in enumerate(names) if name is not None}
-            self._ledger_rows = self._ledger.rows(names)
+            self._ledger_rows = self._ledger.assign_rows(names)
             self.prefixes.keep(self.positions)
             self._adapters.keep(self.positions)
         self.available = np.array([name is not None and name not in draining for name in names], bool)

@@ -46,6 +46,17 @@ def eplb_placement(load: ArrayLike, num_physical: int, *, groups: int, nodes: in
     return np.stack([_eplb_layer(row, num_physical, groups, nodes, ranks) for row in weight])
 
 
+def activation_probability(load: Floats, steps: int, batch: int) -> Floats:
+    """Return [L, E], the probability that a decode step of `batch` tokens activates the expert.
+
+    Args:
+        load: [L, E] tokens of each expert in all steps of single requests.
+        steps: number of these steps.
+    """
+    probability: Floats = 1 - (1 - load / steps) ** batch
+    return probability
+
+
 def activation_placement(activation: ArrayLike, ranks: int) -> Ints:
     """Return ELDR's placement for one decode worker (paper, section 5): no replicas, equal numbers per rank.
 

@@ -43,7 +43,10 @@ def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches
 
 
 def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
-    """Serve as vLLM's EPLB does: the tokens of an expert use its replicas in turn."""
+    """Let the replicas of an expert take turns by the position of the token in the batch.
+
+    vLLM's EPLB hashes the position first (see EvenSpread). With 2, 4 or 8 replicas the turns are the same.
+    """
     replicas = hosts.sum(axis=1)
     ordered = np.argsort(~hosts, axis=1, kind="stable")  # hosts first
     turn = np.arange(len(experts))[:, None] % replicas[experts]
@@ -54,8 +57,8 @@ def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
 def metro_rule(hosts: ArrayLike) -> ReplicaRule:
     """Return METRO's rule for hosts bool[L, E, G]: in each batch all tokens of an expert use one replica."""
     plans = [MetroPlan.from_hosts(layer) for layer in np.asarray(hosts, bool)]
-    return lambda layer, experts, source, hosts: plans[layer].route(
-        np.bincount(experts.reshape(-1), minlength=len(hosts))
+    return lambda layer, experts, source, layer_hosts: plans[layer].route(
+        np.bincount(experts.reshape(-1), minlength=len(layer_hosts))
     )[experts]
 
 

@@ -33,11 +33,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from eldr_serve.engine.vllm import eplb
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.experts.parallel.metro import route_metro
+from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.placement import ExpertPlacement, hosts_of
 
 RANKS, LAYERS, EXPERTS, SLOTS, TOP_K = 2, 2, 6, 8, 2
-PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 3, 0, 1, 5, 4, 2]]
+# In the second layer the two forms of METRO choose different replicas of expert 0.
+PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 4, 0, 1, 5, 1, 0]]
+METRO_PLANS = {"metro": MetroPlan.from_hosts, "metro-paper": MetroPlan.as_written}
 
 
 def reload_router_with_kernel() -> Any:
@@ -151,7 +153,10 @@ def run(rank: int, port: int, path: Path) -> None:
 
     placement = np.array(PLACEMENT)
     hosts = hosts_of(placement, EXPERTS, RANKS)
-    for choice, own_tokens in (("even", True), ("metro", True), ("metro", False), ("local", True)):
+    ours, papers = (plan(hosts).route(np.ones((LAYERS, EXPERTS), int)) for plan in METRO_PLANS.values())
+    assert not np.array_equal(ours, papers), "the placement does not tell the two forms apart"
+    choices = [("even", True), *((metro, own) for metro in METRO_PLANS for own in (True, False))]
+    for choice, own_tokens in (*choices, ("local", True)):
         _, state, layers = worker(rank, path, kernel_router, choice, own_tokens)
         check_weights(rank, layers, placement)
         for _ in range(3):
@@ -166,9 +171,9 @@ def run(rank: int, port: int, path: Path) -> None:
                 load = np.bincount(slots.ravel(), minlength=SLOTS)
                 assert np.array_equal(layer.eplb_state.expert_load_view.numpy(), load)
                 ranks = slots // (SLOTS // RANKS)
-                if choice == "metro":
+                if choice in METRO_PLANS:
                     count = np.bincount(ids.ravel(), minlength=EXPERTS)
-                    assert np.array_equal(ranks, route_metro(count, hosts[index])[own_ids])
+                    assert np.array_equal(ranks, METRO_PLANS[choice](hosts[index]).route(count)[own_ids])
                 elif choice == "local":
                     assert (ranks == rank)[hosts[index, own_ids, rank]].all()
                 else:

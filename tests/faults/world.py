@@ -45,6 +45,7 @@ from eldr_serve.router import actor as decode_router
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
+from eldr_serve.router_protocol.messages import LiveSettings
 from tests.faults.fake_engines import BlockEngine, DecodeEngine, PrefillEngine
 from tests.faults.fake_ray import (
     FakePromptTokenizer,
@@ -302,8 +303,8 @@ async def _router_address(process: Process) -> Any:
     return await process.servable_object.address()
 
 
-async def _configure(process: Process, settings: RouterSettings) -> None:
-    await process.servable_object.configure(settings)
+async def _configure(process: Process, settings: RouterSettings, live: LiveSettings | None) -> None:
+    await process.servable_object.configure(settings, live)
 
 
 async def _observe_steps(process: Process, *args: Any) -> Any:

@@ -228,9 +228,6 @@ class FakeActor(RouterCalls):
             ]
         )
 
-    async def configure(self, settings: Any) -> None:
-        """Ignore a redeployment."""
-
     def calls(self) -> RouterCalls:
         """Return the calls of another router client."""
         calls = RouterCalls(lambda: None)  # type: ignore[arg-type, return-value]

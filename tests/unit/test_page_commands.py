@@ -153,6 +153,7 @@ REASON_WITHOUT_TEST = {
     "python -m benchmarks.serving.scaling": "six engines and minutes; its results are committed",
     "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
+    "python -m offline.position_placement": "a job without an end; tested by test_position_placement.py",
 }
 RUN_WITHOUT_SERVICE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
 FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"

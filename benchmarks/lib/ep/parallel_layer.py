@@ -242,12 +242,14 @@ def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
 def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
     """Return a routing that spreads an expert's tokens evenly over its replicas, as `route_even` does.
 
-    The first tokens go to the first replica.
+    The remainder begins at another replica for each lowest home rank, so that ranks which choose for their
+    own tokens do not all add it to the same replica.
     """
 
     def route(experts: Ints, home: Ints) -> Ints:
         pairs = experts.reshape(-1)
-        served = route_even(np.bincount(pairs, minlength=len(hosts)), hosts)
+        first = int(home.min(initial=hosts.shape[1]))
+        served = route_even(np.bincount(pairs, minlength=len(hosts)), hosts, first)
         ranks = np.empty_like(pairs)
         ranks[np.argsort(pairs, kind="stable")] = np.repeat(
             np.tile(np.arange(hosts.shape[1]), len(hosts)), served.reshape(-1)

@@ -103,6 +103,7 @@ def shift_rows(
                     (
                         "worst_rank_experts",
                         "worst_rank_pairs",
+                        "other_ranks_per_token",
                         "plan_ms",
                         "migration_ms",
                         "experts_moved",
@@ -111,7 +112,7 @@ def shift_rows(
                     ),
                 ),
                 "requests_equal_pct": _equal_pct(trials, base),
-                "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
+                "paper_pct": _PAPER_PROACTIVE if name.startswith("proactive") else None,
             }
 
 

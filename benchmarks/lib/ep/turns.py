@@ -28,7 +28,7 @@ Key = TypeVar("Key", bound=tuple[Hashable, ...])
 EngineT = TypeVar("EngineT")
 NUM_HEADS = 4  # attention heads of the model; 2 and 4 ranks divide them
 MAX_PROMPT_TOKENS = 65  # longer prompts are cut, since only decode is measured
-SKIPPED_STEPS = 2  # decode steps after the prefill that no figure includes
+SKIPPED_STEPS = 2  # first decode steps, which the times and counts of a batch leave out
 Ranks = Annotated[int, typer.Option(min=2, help="Ranks of the engine; each wants a core.")]
 DataParallel = Annotated[
     int | None, typer.Option(min=2, help="Data-parallel ranks, instead of --ranks tensor-parallel ones.")
@@ -123,7 +123,6 @@ def summarise_batch(decoded: DecodedBatch) -> dict[str, Any]:
     tokens, activated, pairs, served_at_home, moved_tokens = columns
     return {
         "step_ms": 1e3 * float(np.median(decoded.seconds[SKIPPED_STEPS:])),
-        "steps": len(decoded.seconds),
         "worst_rank_experts": float(activated.max(axis=0).mean()),
         "experts_all_ranks": float(activated.sum(axis=0).mean()),
         "worst_rank_pairs": float(pairs.max(axis=0).mean()),

@@ -34,6 +34,10 @@ class AdmissionResult:
     prediction: LatencyPrediction | None = None
     late_workers: tuple[str, ...] = ()
 
+    def timely_workers(self, workers: list[str]) -> list[str]:
+        """Return the workers that are not late, or all of them if all are."""
+        return [name for name in workers if name not in self.late_workers] or workers
+
 
 class LatencyAdmission:
     """Refuses requests whose predicted latency would miss their objective.

@@ -116,10 +116,12 @@ class DecodeStep:
                     error, context, decode_call, suspects_prefill=not decode_call.has_begun
                 )
             except CallFailedError as error:
-                if error.status < 500 and not context.answer.has_started and not decode_call.has_begun:
-                    raise
-                if error.status >= 500:  # else the resumed request is at fault, for example too long
+                if error.status >= 500:
                     self._outliers.record_failure(worker, error)
+                elif not (context.answer.has_started or decode_call.has_begun):
+                    if not is_resumed:
+                        raise
+                    context.answer.discard()  # the resumed request is at fault, for example too long
                 _raise_unless_complete(error, context, decode_call, suspects_prefill=True)
             else:
                 report = msgspec.convert(channel_call.engine_report, GenerationReport)

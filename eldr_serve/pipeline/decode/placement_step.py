@@ -75,9 +75,11 @@ class PlacementStep:
 
     async def place(self, context: RequestContext, prompt: Prompt) -> Lease:
         """Return a lease of a worker; raise OverloadedError if no engine can take the request."""
+        if context.answer.num_tokens:  # it would be lost if all engines have left during its last prefill
+            await self.wait_for_decode()
         client_request, prompt_ids = context.request, context.prompt_ids
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
-        blocks = None
+        counts, blocks = prompt.expert_counts, None
         if prompt.ids_to_compute is not None:
             blocks = context.blocks(prompt.ids_to_compute, self._fleet.directory.block_tokens)
         request = replace(
@@ -87,6 +89,7 @@ class PlacementStep:
                 client_request.hints,
                 prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
             ),
+            resumed_tokens=0 if counts is None else context.answer.num_ids,
             blocks=blocks,
             exclude=self._workers_to_avoid(context, prompt),
             prompt_key=prompt_key(client_request.fields, client_request.adapter),
@@ -101,7 +104,7 @@ class PlacementStep:
         token_ids = context.predictable_ids
         return await self._router_client.place(
             request,
-            prompt.expert_counts,
+            counts,
             token_ids=token_ids,
             wait_s=wait_s,
             generated_tokens=context.answer.num_tokens,

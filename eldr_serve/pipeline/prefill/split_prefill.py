@@ -124,7 +124,7 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
-        replicas = [name for name in replicas if name not in admission_result.late_workers] or replicas
+        replicas = admission_result.timely_workers(replicas)
         open_calls, other_calls = self._fleet.open_calls, self._admission.queues.other_calls(replicas)
         replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),

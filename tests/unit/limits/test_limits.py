@@ -17,7 +17,7 @@ from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.ingress.endpoints import ENDPOINTS, Audience
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
-from tests.support.fake_fleet import answer_with
+from tests.support.fake_fleet import answer_with, refusal
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, KEY, running_app
 
@@ -112,6 +112,16 @@ async def test_each_tenant_has_its_own_rate_limits(tmp_path: Path) -> None:
         assert app.ingress.gate.in_flight == 0
 
 
+async def test_a_negative_limit_of_tokens_leaves_no_debt(tmp_path: Path) -> None:
+    engine = answer_with(refusal(400))
+    async with with_tenants(tmp_path, {"a": {"tokens_per_minute": 1000}}, prefill=engine) as app:
+        for _ in range(2):
+            answer = await app.post(COMPLETIONS, HELLO | {"max_tokens": -(10**9)}, "a")
+            assert answer.status_code == 400  # the engine's answer
+        tokens = app.ingress.gate.tenants.find("Bearer a").tokens
+        assert (tokens.charged, tokens.compute_wait_s()) == (0, 0)
+
+
 async def test_waiting_tenants_get_permits_in_fair_shares(tmp_path: Path) -> None:
     go_on = asyncio.Event()
     async with with_tenants(tmp_path, {"a": {}, "b": {}}, max_in_flight=2, prefill=answer_with(go_on)) as app:
@@ -130,7 +140,7 @@ async def test_the_status_shows_workers_only_with_the_admin_key() -> None:
     async with running_app() as app:
         public = (await app.client.get("/eldr/status")).json()
         assert public["model"] == "m"
-        assert set(public["ingress"]) == {"ready", "router_unreachable", "in_flight", "leases"}
+        assert set(public["ingress"]) == {"ready", "all_warm", "router_unreachable", "in_flight", "leases"}
         assert not any(name in json.dumps(public) for name in ("r0", "r1"))
         assert {"workers", "counters"} <= (await app.status()).keys()
     async with running_app(admin_key=None) as app:

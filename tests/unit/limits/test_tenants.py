@@ -84,17 +84,34 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     assert tenant.tokens.compute_wait_s() > 0
 
 
+@pytest.mark.parametrize("tokens", [-(10**9), 10**22, 10**400])
+def test_an_absurd_reservation_leaves_the_usage_of_other_requests(tokens: int) -> None:
+    tenant = Tenant("a", Limits(tokens_per_minute=100), Clock())
+    tenant.tokens.charge(60)
+    reservation = TokenReservation(tenant)
+    reservation.reserve(tokens)
+    reservation.settle()
+    assert tenant.tokens.charged == 60
+    tenant.tokens.charge(39)
+    assert tenant.tokens.compute_wait_s() == 0
+    tenant.tokens.charge(1)
+    assert tenant.tokens.compute_wait_s() > 0
+
+
 def test_the_keys_command_writes_only_hashes(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     first = run_keys("add", "search", file=file, priority=4, requests_per_minute=60)
     second = run_keys("add", "search", file=file, tokens_per_minute=1000)
     assert first not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o644
+    file.chmod(0o600)
     keys = read_keys(file)
     assert keys.owners == {digest(key): "search" for key in (first, second)}
     assert keys.tenants["search"] == Limits(priority=4, requests_per_minute=60, tokens_per_minute=1000)
     hashes = json.loads(run_keys("list", file=file))["search"]["keys"]
     assert list(hashes) == [digest(key)[:12] for key in (first, second)]
     run_keys("revoke", digest(first)[:12], file=file)
+    assert file.stat().st_mode & 0o777 == 0o600
     assert read_keys(file).owners == {digest(second): "search"}
     before = file.read_bytes()
     for wrong in (("revoke", "ffff"), ("revoke", ""), ("add", "No Tenant")):

@@ -10,10 +10,20 @@ import pytest
 
 from eldr_serve.channel import ChannelLostError, Chunk
 from eldr_serve.engine.report_fields import SLOTS
+from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
 from eldr_serve.pipeline.decode.move_limiter import MAX_MOVES, MoveLimiter
-from tests.support.fake_fleet import FakeFleet, Sent, answer_with
-from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
+from tests.support.fake_fleet import FakeFleet, Sent, answer_with, refusal
+from tests.support.request_path import (
+    END,
+    EVENTS,
+    TOKENS,
+    WHOLE,
+    Pipeline,
+    good_prefill,
+    pack_ids,
+    request_context,
+)
 
 
 def engines(
@@ -78,6 +88,17 @@ async def test_an_answer_moves_again_and_stays_when_no_engine_is_left() -> None:
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
 
 
+async def test_an_unstreamed_answer_whose_next_engine_refuses_it_begins_again() -> None:
+    generate = engines(2)
+
+    def decode(sent: Sent) -> AsyncIterator[Any]:
+        return answer_with(refusal(400))(sent) if sent.header["generated"] else generate(sent)
+
+    pipeline = Pipeline(decode=decode)
+    assert await pipeline.run(stream=False) == WHOLE
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
+
+
 async def test_a_stream_that_has_moved_resumes_after_a_loss() -> None:
     pipeline = Pipeline(decode=engines(2, lost=1))
     assert await pipeline.run(stream=True) == WHOLE + END
@@ -96,6 +117,28 @@ async def test_without_another_engine_an_answer_stays() -> None:
     pipeline.decode.lost = {"d1", "d2"}
     assert await pipeline.run(stream=True) == WHOLE + END
     assert len(pipeline.decode.requests) == 1
+
+
+async def test_an_answer_waits_for_another_engine_if_all_leave_while_it_moves() -> None:
+    def come_back() -> None:
+        pipeline.decode.lost.clear()
+        pipeline.decode.waiters.wake()
+
+    def prefill(sent: Sent) -> AsyncIterator[Any]:
+        if sent.header["generated"]:
+            pipeline.decode.lost |= {"d0", "d1", "d2"}
+            asyncio.get_running_loop().call_later(0.02, come_back)
+        return good_prefill(sent)
+
+    async def place(*args: Any, **options: Any) -> Any:
+        if not pipeline.decode.live_workers:
+            raise OverloadedError("no decode replica is running yet")
+        return await place_on_any(*args, **options)
+
+    pipeline = Pipeline(prefill=prefill, decode=engines(2))
+    place_on_any, pipeline.router.place = pipeline.router.place, place
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert pipeline.counters.events == ["prefills", "prefills", "moved"]
 
 
 async def test_an_operator_can_switch_moves_off() -> None:

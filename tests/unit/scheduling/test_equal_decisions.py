@@ -2,8 +2,9 @@
 
     python tests/unit/scheduling/test_equal_decisions.py            records them again
 
-The decisions were recorded at commit 2458aa0, except those of marginal-cost and balance-band. Both policies
-have changed since: if a request is assigned again, they no longer learn it a second time.
+The decisions were recorded at commit 2458aa0, except those of marginal-cost and balance-band, and the
+simulated ones of balance-route-horizon. The first two policies have changed since: if a request is assigned
+again, they no longer learn it a second time. A simulation no longer tells policies the lengths of answers.
 """
 
 import hashlib
