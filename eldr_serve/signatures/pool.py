@@ -93,7 +93,7 @@ class SignaturePool:
     async def refit(self) -> dict[str, Any]:
         """Fit a table now and return its entry in the status; see Coordinator.refit."""
         await self._poll_actors()
-        return await self._coordinator.refit(self._status())
+        return await self._coordinator.refit(self._status)
 
     async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
         shards = await self._call_others("samples")

@@ -90,7 +90,7 @@ class LocalPool:
         return self.coordinator.status()
 
     async def refit(self) -> Any:
-        return await self.coordinator.refit(self.status)
+        return await self.coordinator.refit(self.coordinator.status)
 
     @property
     def counters(self) -> Any:
@@ -235,6 +235,20 @@ async def test_a_requested_refit_keeps_each_workers_kind() -> None:
     refit = await local.refit()
     assert (refit["version"], refit["samples"], refit["why"]) == (2, 120, "requested")
     assert kinds(local.live) == before
+
+
+async def test_a_refit_that_is_requested_during_an_automatic_fit_replaces_its_table() -> None:
+    local = LocalPool(60)
+    requested: list[asyncio.Task[Any]] = []
+
+    def request() -> None:
+        local.during_fit = None
+        requested.append(asyncio.create_task(local.refit()))
+
+    local.during_fit = request
+    await local.poll()
+    refit = await requested[0]
+    assert (refit["version"], refit["why"]) == (2, "requested")
 
 
 async def test_a_table_swapped_in_during_a_fit_stays() -> None:
