@@ -8,7 +8,7 @@ from contextlib import aclosing
 from eldr_serve.pipeline.admission.latency_admission import LatencyAdmission
 from eldr_serve.pipeline.admission.retry_limiter import RetryLimiter
 from eldr_serve.pipeline.context.request_context import RequestContext
-from eldr_serve.pipeline.decode.decode_call import DecodeCall
+from eldr_serve.pipeline.decode.leased_decode import DecodeCall
 from eldr_serve.pipeline.decode.decode_step import DecodeStep
 from eldr_serve.pipeline.decode.placement_step import PlacementStep
 from eldr_serve.pipeline.prefill.prefill_step import PrefillStep

@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
-        "eldr_serve.pipeline.decode.decode_call",
+        "eldr_serve.pipeline.decode.leased_decode",
         "        if self.channel_call is not None and not self.has_ended:\n"
         "            self.channel_call.cancel()\n",
         "",
@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an answer that continues on another engine begins again",
-        "eldr_serve.pipeline.decode.decode_call",
+        "eldr_serve.pipeline.decode.leased_decode",
         "            generated=bytes(context.answer.encoded_ids),\n            created",
         "            created",
     ),

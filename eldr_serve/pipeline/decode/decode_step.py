@@ -18,7 +18,7 @@ from eldr_serve.pipeline.context.failures import DecodeFailedError
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.context.stage import DecodeStages, Stage
 from eldr_serve.pipeline.context.stage_latencies import StageLatencies
-from eldr_serve.pipeline.decode.decode_call import DecodeCall
+from eldr_serve.pipeline.decode.leased_decode import DecodeCall
 from eldr_serve.pipeline.decode.move_limiter import MoveLimiter
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path_options import PathOptions
