@@ -147,7 +147,7 @@ class VllmEngine:
         serving, client = wrap_client(serving, CountingClient)
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if isinstance(answer, AsyncGenerator):
-            await _read_stream(answer, lambda chunk: send(chunk.encode(), client.take()))
+            await _read_stream(answer, lambda chunk: send(chunk.encode(), client.take_token_count()))
         else:
             send(*_body(answer))
 
