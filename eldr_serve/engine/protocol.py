@@ -56,7 +56,7 @@ class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             priority is ignored. If empty, the client's own salt and priority apply.
         generated: token ids that a lost engine has already sent, uint32 bytes. The engine appends them to
             the prompt and continues the answer after them.
-        prompt_tokens: the caller's estimate of the tokens to compute; 0 if there is none.
+        tokens_to_compute: the caller's estimate of the prompt tokens to compute; 0 if there is none.
         created: timestamp in the events that were sent with `generated`, in seconds since 1970.
         sampled: record an ExpertSample of the request, which `take_samples` returns.
         domain: the client's label for the kind of request, copied to the sample.
@@ -74,7 +74,7 @@ class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str = ""
     generated: bytes = b""
     created: int | None = None
-    prompt_tokens: float = 0.0
+    tokens_to_compute: float = 0.0
     sampled: bool = False
     domain: str = ""
     expert_counts: str = ""

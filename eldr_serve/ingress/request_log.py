@@ -23,7 +23,7 @@ class RequestLog:
     def write(self, context: RequestContext) -> None:
         """Write the line of a request that has ended, if it is to be logged."""
         if self._every or context.failures.messages:
-            logger.info("request %s", json.dumps(context.line()))
+            logger.info("request %s", json.dumps(context.log_line()))
 
 
 def show_request_lines() -> None:

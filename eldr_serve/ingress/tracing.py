@@ -103,11 +103,14 @@ def _set_error(span: Span, error: str) -> None:
 
 def _attributes(context: RequestContext) -> dict[str, Any]:
     """Return the known attributes of the request's span."""
-    line = context.line()
+    line = context.log_line()
     attributes = {
         "http.response.status_code": line["status"],
         "gen_ai.usage.input_tokens": line["prompt_tokens"],
         "gen_ai.usage.output_tokens": line["tokens"],
-        **{f"eldr.{key}": line[key] for key in ("request", "tenant", "policy", "reason", "left", "failures")},
+        **{
+            f"eldr.{key}": line[key]
+            for key in ("request", "tenant", "policy", "reason", "disconnected", "failures")
+        },
     }
     return {key: value for key, value in attributes.items() if value not in (None, "", [])}

@@ -97,7 +97,7 @@ class Services:
             decode_starts=self.decode_starts,
             outliers=self.outliers,
         )
-        self.moves = MoveLimiter(fleets.decode, self.decode_starts, options.moves_at_once)
+        self.moves = MoveLimiter(self.decode_starts, self.outliers, options.moves_at_once)
         self.attempt_steps = AttemptSteps(
             retries=self.retries,
             tokenizer=tokenizer if fleets.whole else None,

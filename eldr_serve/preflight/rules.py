@@ -89,7 +89,10 @@ def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iter
 
 
 def check_gpus(engines: EngineDeployment) -> Iterator[Finding]:
-    """Yield an error if a replica's number of GPUs is not its number of ranks; ignore shares of GPUs."""
+    """Yield an error if a replica's number of GPUs is not its number of ranks.
+
+    Skip replicas that request a fraction of a GPU.
+    """
     amounts = [bundle["GPU"] for bundle in engines.bundles if bundle.get("GPU")]
     has_shares = not all(float(amount).is_integer() for amount in amounts)
     if engines.spec.device == "cpu" or has_shares or sum(amounts) == engines.spec.ranks:
@@ -107,8 +110,8 @@ def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult
     hidden = [name for name, hides in result.kernels if hides]
     if hidden:
         yield _error(
-            f"{engines.role} on {kind} would run {hidden[0]}, which routes internally and hides its choices, "
-            "so experts cannot be counted: set moe_backend in engine_kwargs to another kernel"
+            f"{engines.role} on {kind} would run {hidden[0]}, whose router runs inside the kernel, so the "
+            "chosen experts cannot be read: set moe_backend in engine_kwargs to another kernel"
         )
     elif result.weights and result.kv <= 0 and gpu is not None:
         yield _error(
@@ -215,8 +218,8 @@ def check_this_machine(deployment: Deployment) -> Iterator[Finding]:
         elif state == "shared" and where == "ingress":
             yield Finding(
                 "warning",
-                f"ingress.port is {port}, where a service of yours listens at {host}: a second service "
-                "there is refused, a new one in its place is not",
+                f"ingress.port is {port}, and your running service listens there at {host}: you can redeploy "
+                "it, but a second service cannot use this port",
             )
 
 

@@ -294,7 +294,7 @@ class PrefillQueues:
         queue.own.leave(ticket.num_tokens, computed or 0)
         queue.own_calls -= 1
 
-    def keep(self, workers: Iterable[str]) -> None:
-        """Discard the queues of other workers, once they are empty."""
+    def keep_only(self, workers: Iterable[str]) -> None:
+        """Discard the empty queues of all workers but these."""
         names = set(workers)
         self._queues = {n: q for n, q in self._queues.items() if n in names or q.own_calls}

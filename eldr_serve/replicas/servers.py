@@ -185,7 +185,7 @@ class PrefillServer(EngineServer):
 
     async def _prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Compute a prompt and measure its throughput."""
-        tokens, computed = request.prompt_tokens, 0
+        tokens, computed = request.tokens_to_compute, 0
         self._meter.enter(tokens)
         try:
             prefilled = await self._engine.prefill(request)
@@ -278,8 +278,8 @@ class DecodeServer(EngineServer):
                 load = self._rank_loads[request.rank]
                 stack.enter_context(load.track_call())
                 meter = load.meter
-            if request.prompt_tokens:
-                send = stack.enter_context(_measure_prompt(meter, request.prompt_tokens, send))
+            if request.tokens_to_compute:
+                send = stack.enter_context(_measure_prompt(meter, request.tokens_to_compute, send))
             # A sample covers an answer from its first token.
             if _is_from_client(request) and not request.generated:
                 sampled = stack.enter_context(self._sampler.admit(request.id))
@@ -293,7 +293,7 @@ class DecodeServer(EngineServer):
 
 
 @contextmanager
-def _measure_prompt(meter: PromptMeter, prompt_tokens: float, send: Send) -> Iterator[Send]:
+def _measure_prompt(meter: PromptMeter, tokens_to_compute: float, send: Send) -> Iterator[Send]:
     """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
     is_computing = True
 
@@ -301,13 +301,13 @@ def _measure_prompt(meter: PromptMeter, prompt_tokens: float, send: Send) -> Ite
         nonlocal is_computing
         if is_computing:
             is_computing = False
-            meter.leave(prompt_tokens, computed)
+            meter.leave(tokens_to_compute, computed)
 
     def end_and_send(payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        end(prompt_tokens)
+        end(tokens_to_compute)
         send(payload, tokens, ids)
 
-    meter.enter(prompt_tokens)
+    meter.enter(tokens_to_compute)
     try:
         yield end_and_send
     finally:

@@ -49,7 +49,7 @@ class ExpectedActivation:
 
     A request activates expert e of layer l in a step with probability p[l,e], estimated as its counts divided
     by the number of counted tokens. A worker's batch leaves the expert idle with probability prod(1 - p). The
-    arrays have a row for each worker, with all cells (l, e); those of every eighth layer come first.
+    arrays have a row for each worker, with all cells (l, e). The cells of every eighth layer come first.
 
     Attributes:
         running: for each running request, the position of its worker and its levels.

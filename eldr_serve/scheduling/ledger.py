@@ -90,9 +90,9 @@ class LoadLedger:
         self._free_if_idle(self._workers[row])
 
     def assign_rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
-        """Give these workers rows, free those of idle others, and return their numbers for `loads`, int64[W].
+        """Assign a row to each of these workers, and return the row numbers for `loads`, int64[W].
 
-        The next call may change the numbers.
+        The rows of idle workers that are not named are freed. The next call may change the numbers.
         """
         names = list(workers)
         before, self._named_workers = self._named_workers, set(names)

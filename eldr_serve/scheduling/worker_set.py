@@ -18,8 +18,8 @@ class WorkerSet:
     """The decode workers by position, with their loads, prefix caches and adapters.
 
     The position of a worker is its index in the loads that policies see. A worker is available if it may get
-    requests: its position is not vacant and it does not drain. A request also avoids its excluded workers and
-    those that its ingress cannot reach, as long as others are available.
+    requests: its position is not vacant and it does not drain. As long as other workers are available, a
+    request also avoids its excluded workers and the workers that its ingress cannot reach.
 
     Args:
         ledger: load of the workers.
@@ -55,15 +55,15 @@ class WorkerSet:
             self.names = list(names)
             self.positions = {name: position for position, name in enumerate(names) if name is not None}
             self._ledger_rows = self._ledger.assign_rows(names)
-            self.prefixes.keep(self.positions)
-            self._adapters.keep(self.positions)
+            self.prefixes.keep_only(self.positions)
+            self._adapters.keep_only(self.positions)
         self.available = np.array([name is not None and name not in draining for name in names], bool)
         return changed
 
     def record_use(self, lease: Lease) -> None:
         """Record the adapter; set the prompt's cached tokens, then add its blocks to the prefix cache."""
         if lease.worker in self.positions:
-            self._adapters.use(lease.worker, lease.request.adapter)
+            self._adapters.record_request(lease.worker, lease.request.adapter)
             if (blocks := lease.request.blocks) is not None:
                 lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
                 self.prefixes.record_prompt(lease.worker, blocks)

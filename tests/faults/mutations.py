@@ -55,9 +55,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
-        "eldr_serve.pipeline.decode.decode_call",
-        "        if self.channel_call is not None and not self.has_ended:\n"
-        "            self.channel_call.cancel()\n",
+        "eldr_serve.pipeline.decode.leased_decode",
+        "        if self.call is not None and not self.has_ended:\n            self.call.cancel()\n",
         "",
     ),
     Mutation(
@@ -98,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an answer that continues on another engine begins again",
-        "eldr_serve.pipeline.decode.decode_call",
+        "eldr_serve.pipeline.decode.leased_decode",
         "            generated=bytes(context.answer.encoded_ids),\n            created",
         "            created",
     ),
@@ -215,7 +214,7 @@ MUTATIONS = (
     Mutation(
         "prefixes of workers that have gone are remembered",
         "eldr_serve.scheduling.worker_set",
-        "self.prefixes.keep(self.positions)",
+        "self.prefixes.keep_only(self.positions)",
     ),
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",

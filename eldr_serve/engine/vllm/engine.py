@@ -53,7 +53,7 @@ from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
 from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_unstreamed_answer
 from eldr_serve.engine.vllm.requests.continuation import Continuation
-from eldr_serve.engine.vllm.requests.first_token import prefill_prompt
+from eldr_serve.engine.vllm.requests.one_token_prefill import prefill_prompt
 from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
@@ -147,7 +147,7 @@ class VllmEngine:
         serving, client = wrap_client(serving, CountingClient)
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if isinstance(answer, AsyncGenerator):
-            await _read_stream(answer, lambda chunk: send(chunk.encode(), client.take()))
+            await _read_stream(answer, lambda chunk: send(chunk.encode(), client.take_token_count()))
         else:
             send(*_body(answer))
 

@@ -84,7 +84,7 @@ class EngineMeasurements:
     def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
         """Return the changes of the prefix cache since the last call, see Engine.take_prefix_changes."""
         with self._lock:
-            return None if self._prefixes is None else self._prefixes.take(full=full)
+            return None if self._prefixes is None else self._prefixes.take_changes(full=full)
 
     def awaits_counts(self, name: str) -> bool:
         """Return whether a call waits for the expert counts of this prompt."""

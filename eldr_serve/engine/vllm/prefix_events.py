@@ -21,7 +21,7 @@ from eldr_serve.engine.vllm.compat.kv_events import (
 )
 from eldr_serve.scheduling.prefixes import BlockChanges, TrackedBlocks, block_id, first_parent
 
-_MAX_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the router
+_MAX_REPORTED_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the router
 
 
 class PrefixEvents(EventPublisher):
@@ -60,9 +60,9 @@ class PrefixEvents(EventPublisher):
     def shutdown(self) -> None:
         """Do nothing: there is nothing to close."""
 
-    def take(self) -> BlockChanges | None:
+    def take_changes(self) -> BlockChanges | None:
         """Return the changes since the last call; None if there are none."""
-        return self._tracked.take()
+        return self._tracked.take_changes()
 
     def _store(self, event: BlockStored) -> None:
         size = self._block_tokens
@@ -109,7 +109,7 @@ def prefix_events(vllm_config: VllmConfig, kv_cache_config: Any, *, log_stats: b
         or transfer.kv_role != "kv_both"
         or vllm_config.kv_events_config is not None
         or vllm_config.parallel_config.data_parallel_size > 1
-        or kv_cache_config.num_blocks > _MAX_BLOCKS
+        or kv_cache_config.num_blocks > _MAX_REPORTED_BLOCKS
     ):
         return None
     group = counted_group(vllm_config, kv_cache_config)

@@ -76,7 +76,7 @@ class LatencyAdmission:
         Raises:
             OverloadedError: the request would miss its objective everywhere.
         """
-        if not context.request.objective or context.is_retry:
+        if not context.request.objective or context.has_earlier_attempt:
             return AdmissionResult()
         loads = await request_decode_loads(self._router_client, context, self._fleets.decode)
         # While there is room, nothing is awaited from here until the prompt is in a queue, so that the
@@ -104,7 +104,7 @@ class LatencyAdmission:
             late_workers = late_names(ttft_delays)
         if delay_s:
             self._refuse_unless_trial(context, prediction, delay_s)
-        self._retries.claim(context.retry_key)
+        self._retries.claim(context.resend_key)
         return AdmissionResult(prediction, late_workers)
 
     def _predict_delays(
@@ -143,7 +143,7 @@ class LatencyAdmission:
                 return
             retry_s = _TRIAL_S - (now_s - measured_at_s)
         else:
-            retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
+            retry_s = self._retries.reserve(context.resend_key, 1.0, delay_s, WINDOW_S)
         self._counters.count(IngressEvent.REFUSED_OBJECTIVE)
         raise OverloadedError(_reason(context, prediction), retry_after_s=max(1, math.ceil(retry_s)))
 

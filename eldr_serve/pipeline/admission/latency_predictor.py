@@ -85,8 +85,8 @@ class LatencyPredictor:
         """Return the time that each worker needs for the prompt, s; empty until a rate is measured.
 
         If the router knows how many tokens of this prompt a worker has cached, the uncached tokens are
-        divided by the mean uncached share of prompts, because a rate counts all tokens of prompts, including
-        those in the prefix cache.
+        divided by the mean uncached share of prompts. The reason is that a rate counts all tokens of prompts,
+        including cached tokens.
         """
         queues, names = self._queues, self._fleets.prefill_capable.live_workers
         if not queues.is_measured(names):

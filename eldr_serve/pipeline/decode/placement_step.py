@@ -63,7 +63,7 @@ class PlacementStep:
 
     def check_slots(self, context: RequestContext) -> None:
         """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
-        if context.is_retry:
+        if context.has_earlier_attempt:
             return
         wait_s = self._decode_starts.estimate_wait_s()
         bound_s = self._options.slot_wait_s
@@ -123,7 +123,7 @@ class PlacementStep:
         - workers that would compute the prompt or the answer too late
         """
         past_workers = (*context.failures.decode_workers, *context.drained_workers)
-        replicas, usable_workers = set(map(replica_of, past_workers)), set(self._outliers.usable_workers)
+        replicas, usable_workers = context.past_replicas, set(self._outliers.usable_workers)
         other_workers = (
             name
             for name in self._fleet.live_workers

@@ -51,10 +51,10 @@ class Prompt:
         """Enter the queue of the leased worker."""
 
     def on_first_token(self) -> None:
-        """Note that the decode engine has read or computed the prompt."""
+        """Record that the decode engine has read or computed the prompt."""
 
     def on_engine_lost(self) -> None:
-        """Note that the channel to the decode engine was lost; the engine itself may be alive."""
+        """Record that the channel to the decode engine was lost; the engine itself may be alive."""
 
     def close(self, reader: Call | None) -> None:
         """Release the prompt's resources.
@@ -134,7 +134,7 @@ class TicketedPrompt(Prompt):
         self.workers_to_avoid = workers_to_avoid
         self.tokens_to_compute = num_tokens
         self._num_generated = context.answer.num_ids
-        self._ticket = queues.enter(None, num_tokens, context.retry_key)
+        self._ticket = queues.enter(None, num_tokens, context.resend_key)
         self._queues = queues
         self._on_computed = on_computed
 

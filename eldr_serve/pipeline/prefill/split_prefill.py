@@ -132,7 +132,7 @@ class SplitPrefill:
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )
-        ticket = self._admission.queues.enter(replica, num_tokens, context.retry_key)
+        ticket = self._admission.queues.enter(replica, num_tokens, context.resend_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
@@ -152,7 +152,7 @@ class SplitPrefill:
                 headers=request.headers,
                 cache_salt=request.cache_salt,
                 generated=bytes(context.answer.encoded_ids),
-                prompt_tokens=ticket.num_tokens,
+                tokens_to_compute=ticket.num_tokens,
             )
             with context.record.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, PREFILL, engine_request)
@@ -200,7 +200,7 @@ class SplitPrefill:
     async def _eligible_replicas(self, context: RequestContext, num_tokens: float) -> list[str]:
         """Return the prefill replicas that may take the prompt; empty if a decode engine must prefill it."""
         while await self._wait_for_kv_room(context, num_tokens):
-            if context.is_retry:
+            if context.has_earlier_attempt:
                 return self._replicas_with_room()
             if replicas := await self._admission.admit(context, num_tokens, self._replicas_with_room):
                 return replicas
@@ -243,7 +243,7 @@ class SplitPrefill:
         if not is_reachable:
             return OverloadedError("no prefill replica can be reached")
         why = "the KV caches of all prefill replicas are full"
-        return self._admission.make_refusal(why, [*self._fleet.live_workers], num_tokens, context.retry_key)
+        return self._admission.make_refusal(why, [*self._fleet.live_workers], num_tokens, context.resend_key)
 
     def _replicas_with_room(self) -> list[str]:
         return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_workers)

@@ -36,7 +36,7 @@ class WholePrefill:
         num_tokens, workers_to_avoid = 0.0, admission_result.late_workers
         if fields.stream or why_not_split(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
-            if not context.is_retry:
+            if not context.has_earlier_attempt:
                 workers_to_avoid = await self._admit(context, num_tokens, admission_result)
         return TicketedPrompt(
             context, num_tokens, self._admission.queues, self._admission.finish, workers_to_avoid

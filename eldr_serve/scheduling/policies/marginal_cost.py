@@ -80,7 +80,9 @@ class WorkerCosts(NamedTuple):
 
 
 class MarginalCost(Policy):
-    """Chooses the worker where the request adds the least time, summed over all requests.
+    """Chooses the worker on which the request adds least to the time of all requests.
+
+    The added time is weighted by a penalty for slow or full workers, and by the worker's affinity profile.
 
     docs/policies.md explains the formulas. The cost of a worker, in seconds per step, consists of:
 
@@ -242,7 +244,7 @@ class MarginalCost(Policy):
         """Return the cost at each worker, weighted by affinity, from the first `num_cells` of each row.
 
         Args:
-            references: those of all candidates; None: the workers are all candidates.
+            references: the references of all candidates; None: `positions` are all candidates.
 
         Returns:
             (float64[n], the references).
@@ -255,7 +257,7 @@ class MarginalCost(Policy):
                 rows, _dot_products(self.profiles.vectors, rows, estimate.deviation, num_cells)
             )
         references = references or costs.references(float(similarity.max()))
-        # The largest similarity was estimated from fewer cells, so that of a finalist may be larger.
+        # The reference was estimated from fewer cells, so the similarity of a finalist may exceed it.
         affinity = 1 + self._affinity * np.maximum(references.similarity - similarity, 0)
         return self._total_cost(costs, references, affinity), references
 

@@ -225,6 +225,9 @@ async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(
     assert refused.value.status == 400
     assert engine.status == before
     swap = asyncio.create_task(engine.place(target))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestRefusedError, match=r"under way$"):  # it is planned and has no slices yet
+        await engine.place(placement_of(placements(5)[1]))
     await began.wait()
     with pytest.raises(RequestRefusedError, match=r"under way: \d+ slices to come") as refused:
         await engine.place(placement_of(placements(5)[1]))

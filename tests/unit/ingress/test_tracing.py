@@ -111,7 +111,7 @@ async def test_a_request_is_one_span_with_a_child_for_each_stage(traced: Any, bo
         "gen_ai.usage.output_tokens": 3,
         "eldr.request": answer.headers["x-eldr-request"],
         "eldr.policy": answer.headers["x-eldr-policy"],
-        "eldr.left": False,
+        "eldr.disconnected": False,
     }
     assert answer.headers["x-eldr-trace"] == format_trace_id(root.context.trace_id)
 

@@ -179,7 +179,7 @@ def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
         outcome = check(tmp_path, document)
         assert outcome.can_start
         assert sentences(outcome, "warning")[0].startswith(
-            f"ingress.port is {port}, where a service of yours"
+            f"ingress.port is {port}, and your running service listens there"
         )
 
 

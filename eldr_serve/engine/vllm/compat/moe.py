@@ -174,8 +174,8 @@ def _find_source(index: int, layer: Any) -> Any:
         check_kernel_of_ranks(type(experts), experts.moe_config)
         return RoutingKernel(layer, experts)
     raise UnsupportedEngineError(
-        f"MoE layer {index} runs {type(experts or method).__name__}, which routes internally and hides its "
-        "choices; choose another kernel with moe_backend"
+        f"MoE layer {index} runs {type(experts or method).__name__}, whose router runs inside the kernel, "
+        "so the chosen experts cannot be read; choose another kernel with moe_backend"
     )
 
 

@@ -1,4 +1,4 @@
-"""One call to a decode engine: its place in the queue, its answer, and measured expert counts."""
+"""The decode of a request on its leased worker: the queue, the call, and measured expert counts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from eldr_serve.router_client.client import RouterClient
 from eldr_serve.scheduling.types import Lease
 
 
-class DecodeCall:
-    """One call to a decode engine, used as a context manager.
+class LeasedDecode:
+    """The decode of a request on its leased worker, used as a context manager.
 
-    The request is in the queue of the leased engine until its first token. At the exit it leaves the queue,
-    and a call that the engine may still work on is cancelled.
+    The request is in the queue of the worker until its first token. At the exit it leaves the queue, and a
+    call on which the engine may still work is cancelled.
 
     Args:
         counts_prompts: whether the decode engine counts the experts of prompts, as whole replicas do.
@@ -32,8 +32,8 @@ class DecodeCall:
         prompt: the prompt of the request.
         lease: the lease of the decode worker.
         worker: the decode worker.
-        channel_call: the call over the channel; None until it is sent.
-        has_begun: part of the answer has arrived over this call.
+        call: the call to the worker's engine; None until it is sent.
+        has_begun: part of the answer has arrived over the call.
         has_ended: the engine no longer works on the call.
     """
 
@@ -52,7 +52,7 @@ class DecodeCall:
         self.prompt = prompt
         self.lease = lease
         self.worker = lease.worker
-        self.channel_call: Call | None = None
+        self.call: Call | None = None
         self.has_begun = False
         self.has_ended = False
         self._context = context
@@ -61,43 +61,41 @@ class DecodeCall:
         self._router_client = router_client
         self._options = options
         self._counts_prompts = counts_prompts
-        self._waiting_call: WaitingCall | None = None
+        self._queue_entry: WaitingCall | None = None
         self._measured: MeasuredCounts | None = None
         self._engine_request = self._make_engine_request()
 
-    def __enter__(self) -> DecodeCall:
+    def __enter__(self) -> LeasedDecode:
         self.prompt.enter(self.worker)
-        self._waiting_call = self._decode_starts.enter(self.worker, self.prompt.remaining_s)
+        self._queue_entry = self._decode_starts.enter(self.worker, self.prompt.remaining_s)
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._leave_queue(answered=self.has_ended)
-        if self.channel_call is not None and not self.has_ended:
-            self.channel_call.cancel()
+        if self.call is not None and not self.has_ended:
+            self.call.cancel()
         if self._measured is not None:
             self._measured.finish()
 
     def send(self) -> Call:
         """Send and return the call; raise ChannelLostError if there is no channel to the worker's replica."""
-        assert self._waiting_call is not None
+        assert self._queue_entry is not None
         request = self._context.request
-        self._measured = self._measure_counts()
-        self.channel_call = self._fleet.call(self.worker, GENERATE, self._engine_request)
-        self.channel_call.on_overflow = self._context.on_overflow
+        self._measured = self._request_measured_counts()
+        self.call = self._fleet.call(self.worker, GENERATE, self._engine_request)
+        self.call.on_overflow = self._context.on_overflow
         # An engine that also prefills sends nothing of an unstreamed answer before its end.
         if request.fields.stream or self.prompt.kv_transfer_params is not None:
             options = self._options
-            since = partial(self._decode_starts.postpone_if_full, self._waiting_call)
-            self.channel_call.set_timeouts(
-                options.first_token_timeout_s, options.next_token_timeout_s, since=since
-            )
-        return self.channel_call
+            since = partial(self._decode_starts.postpone_if_full, self._queue_entry)
+            self.call.set_timeouts(options.first_token_timeout_s, options.next_token_timeout_s, since=since)
+        return self.call
 
     async def read(self) -> Chunk | None:
         """Return the next part of the answer, None at its end; raise what Call.read raises."""
-        assert self.channel_call is not None
+        assert self.call is not None
         try:
-            chunk = await self.channel_call.read()
+            chunk = await self.call.read()
         except CallFailedError:
             self.has_ended = True
             raise
@@ -114,8 +112,8 @@ class DecodeCall:
         return chunk
 
     def _leave_queue(self, *, answered: bool) -> None:
-        assert self._waiting_call is not None
-        self._decode_starts.leave(self._waiting_call, answered=answered)
+        assert self._queue_entry is not None
+        self._decode_starts.leave(self._queue_entry, answered=answered)
 
     def _make_engine_request(self) -> EngineRequest:
         context = self._context
@@ -131,13 +129,17 @@ class DecodeCall:
             cache_salt=request.cache_salt,
             generated=bytes(context.answer.encoded_ids),
             created=context.answer.created,
-            prompt_tokens=self.prompt.tokens_to_compute,
+            tokens_to_compute=self.prompt.tokens_to_compute,
             domain=request.hints.domain or "",
             expert_counts=expert_counts,
         )
 
-    def _measure_counts(self) -> MeasuredCounts | None:
-        """Report the prompt's expert counts to the router once a whole replica has computed it."""
+    def _request_measured_counts(self) -> MeasuredCounts | None:
+        """Ask a whole replica for the prompt's expert counts, which are then reported to the router.
+
+        Returns:
+            None if the engine does not count prompts, the prompt's ids are unknown or the answer has begun.
+        """
         request_id = self._context.request_id
         prompt_ids = self.prompt.ids_to_compute
         if not self._counts_prompts or prompt_ids is None or self._context.answer.num_tokens:

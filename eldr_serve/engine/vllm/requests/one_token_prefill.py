@@ -27,17 +27,18 @@ class _OneTokenClient:
     Args:
         client: vLLM's client of the engine.
         generated: tokens that another engine generated from the prompt, appended to it.
-        raises: `generate` raises _PromptKnownError, because vLLM would read its result at once.
+        stops_when_prompt_is_known: `generate` raises _PromptKnownError, because vLLM would read its result at
+            once.
 
     Attributes:
-        output: result of the last `generate`; None before.
+        outputs: result of the last `generate`; None before.
     """
 
-    def __init__(self, client: Any, generated: list[int], *, raises: bool) -> None:
+    def __init__(self, client: Any, generated: list[int], *, stops_when_prompt_is_known: bool) -> None:
         self._client = client
         self._generated = generated
-        self._raises = raises
-        self.output: AsyncGenerator[Any, None] | None = None
+        self._stops_when_prompt_is_known = stops_when_prompt_is_known
+        self.outputs: AsyncGenerator[Any, None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -45,10 +46,10 @@ class _OneTokenClient:
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        self.output = self._generate(prompt, sampling_params, request_id, kwargs)
-        if self._raises:
+        self.outputs = self._generate(prompt, sampling_params, request_id, kwargs)
+        if self._stops_when_prompt_is_known:
             raise _PromptKnownError
-        return self.output
+        return self.outputs
 
     async def _generate(
         self, prompt: Any, params: SamplingParams, request_id: str, kwargs: dict[str, Any]
@@ -94,15 +95,17 @@ async def prefill_prompt(
     serving, create = openai_serving(engine, method)
     # Only a complete answer of a lazy method calls `generate` at once.
     is_lazy = answer_form(method).is_lazy
-    serving, client = wrap_client(serving, lambda client: _OneTokenClient(client, generated, raises=is_lazy))
+    serving, client = wrap_client(
+        serving, lambda client: _OneTokenClient(client, generated, stops_when_prompt_is_known=is_lazy)
+    )
     answer: Any = None
     with suppress(_PromptKnownError):
         # Other streams are returned before they begin and are never read, so no answer is made.
         request = request.model_copy(update={"stream": not is_lazy})
         answer = await getattr(serving, create)(request, raw_request)
-    if client.output is None:
+    if client.outputs is None:
         raise CallFailedError(int(answer.error.code), answer.model_dump_json().encode())
     last: Any = None
-    async for output in client.output:
+    async for output in client.outputs:
         last = output
     return last
