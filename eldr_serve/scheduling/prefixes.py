@@ -256,6 +256,7 @@ class ReportedCache:
         for block in removed:
             if block in self._placed:
                 self._awaited[block] = self._reports
+                self._awaited.move_to_end(block)
             else:
                 self._awaited.pop(block, None)
         self._placed.clear()
