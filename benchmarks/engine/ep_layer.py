@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, run_on_ranks
 from benchmarks.lib.ep.timing import (
     STAGES,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.engine.moe_layer_latency import routes
-from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.lib.captured_routes import CapturedRoutes
 from benchmarks.lib.engine_pool import EnginePool, EngineProcesses, ReplayTimes
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import schedule as replay
