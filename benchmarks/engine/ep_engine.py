@@ -25,7 +25,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import GROUPS, CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
 from benchmarks.lib.ep.planners import PlanMigration, migration_planners, state_bytes
 from benchmarks.lib.ep.rows import BASE, BY_EXPERTS, EVEN, choice_rows, shift_rows

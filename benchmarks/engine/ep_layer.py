@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, run_on_ranks
 from benchmarks.lib.ep.timing import (
     STAGES,
@@ -106,7 +106,7 @@ def ep_layer(
 
 def _publish_parts(
     path: Path,
-    times_alone: list[dict[str, Any]],
+    rank_rows: list[dict[str, Any]],
     message_rows: list[dict[str, Any]],
     inputs: dict[str, Any],
     seed: int,
@@ -115,14 +115,14 @@ def _publish_parts(
     by_rank = path.with_name(f"{path.stem}_rank.json")
     publish(
         "ep_layer_rank",
-        times_alone,
+        rank_rows,
         inputs=inputs,
         seed=seed,
         out=by_rank,
         notes="Time of one rank's experts, by the number of activated experts and of tokens per expert.",
     )
     lines(
-        times_alone,
+        rank_rows,
         "activated_experts",
         ["latency_p50_ms"],
         by_rank.with_suffix(".png"),

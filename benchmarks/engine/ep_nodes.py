@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.engine.ep_layer import draw_job, slowest_rank
 from benchmarks.lib import options
-from benchmarks.lib.capture import load_or_capture
+from benchmarks.lib.captured_routes import load_or_capture
 from benchmarks.lib.ep.network import TRAFFIC, Network
 from benchmarks.lib.ep.ranks import run_on_ranks
 from benchmarks.lib.ep.timing import ONCE_A_NODE, LayerArm, LayerRun, RankJob, time_layers_together

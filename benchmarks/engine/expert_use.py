@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import TASKS, CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import TASKS, CapturedRoutes, load_or_capture
 from eldr_serve.commands.run import run
 from eldr_serve.experts.fitting.quality import signature_quality as rho_of
 from eldr_serve.experts.fitting.table import compare_transforms, fit_signature, fit_table

@@ -98,7 +98,7 @@ def _rows(
     for _ in range(rounds + 1):  # the first round warms up
         for n in rng.permutation(len(points)):
             b, a = points[n]
-            ids = routes(b, a, experts, top_k, rng)
+            ids = draw_experts(b, a, experts, top_k, rng)
             times[b, a].append(layer.seconds(ids))
     return [
         {"shape": shape, "device": device, "batch_size": b, "active_experts": a}
@@ -107,7 +107,7 @@ def _rows(
     ]
 
 
-def routes(batch: int, active: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
+def draw_experts(batch: int, active: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
     """Return int[batch, top_k]: distinct experts for each token, exactly `active` in all."""
     chosen = rng.permutation(experts)[:active]
     dealt = np.concatenate([rng.permutation(chosen) for _ in range(-(-batch * top_k // active) + 1)])

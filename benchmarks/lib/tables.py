@@ -116,10 +116,25 @@ def has_result(name: str) -> bool:
 
 
 def _claims(name: str) -> str:
-    """Return one line per claim. A cell with fields repeats for each row of the claim's result."""
+    """Return one line per claim, or per row of its result if the list says `line_per_row`.
+
+    In a line per claim, a cell with fields repeats for each row of the claim's result.
+    """
     claims = itertools.chain.from_iterable(map(_each, CLAIMS[name]["lines"]))
-    lines = [[_cell(cell, claim) for cell in claim["cells"]] for claim in claims]
+    if CLAIMS[name].get("line_per_row"):
+        lines = list(itertools.chain.from_iterable(map(_lines_of_rows, claims)))
+    else:
+        lines = [[_cell(cell, claim) for cell in claim["cells"]] for claim in claims]
     return _markdown(CLAIMS[name]["columns"], lines)
+
+
+def _lines_of_rows(claim: dict[str, Any]) -> list[list[str]]:
+    """Return a line for each row of the claim's result. Only the first has the cells without fields."""
+    rows = [row for row in read_rows(claim["result"]) if matches_claim(row, claim)]
+    lines = [[_fill_in(cell, row) for cell in claim["cells"]] for row in rows]
+    for line in lines[1:]:
+        line[:] = ["" if "{" not in cell else value for cell, value in zip(claim["cells"], line, strict=True)]
+    return lines
 
 
 def _each(claim: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
 from benchmarks.lib.ep.turns import (
     MAX_PROMPT_TOKENS,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, groups_of, load_or_capture
 from benchmarks.lib.ep.engine import EpEngine
 from benchmarks.lib.ep.rows import KEEPS, MIGRATES, STARTS, start_rows
 from benchmarks.lib.ep.turns import (

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import groups_of, load_or_capture
+from benchmarks.lib.captured_routes import groups_of, load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import (
     LiveComparison,

@@ -115,8 +115,6 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.experts.parallel.metro_triton": ("gpu",),
     "eldr_serve.gpu_cost.kernel_times": ("cost",),
-    "benchmarks.lib.channel_transports": ("dev",),
-    "benchmarks.lib.frames_in_grpc": ("dev",),
     "benchmarks.lib.screenshots": ("dev",),
     "benchmarks.lib.triton_cpu.interpreted": ("dev",),
     **dict.fromkeys(

@@ -1,5 +1,6 @@
 """Each command on a page is run here or by a test named here, or is left out for a stated reason."""
 
+import ast
 import asyncio
 import json
 import os
@@ -103,9 +104,6 @@ TEST_BY_COMMAND = {
     "python -m benchmarks.papers.at_scale": (
         "tests/unit/papers/test_at_scale.py::test_a_run_has_rows_by_workers_and_policy_and_resumes"
     ),
-    "python -m benchmarks.serving.channel_or_grpc": (
-        "tests/unit/benchmarks/test_channel_or_grpc.py::test_the_command_writes_a_row_for_each_way"
-    ),
     "python -m benchmarks.gpu": (
         "tests/unit/benchmarks/test_gpu.py::test_the_command_writes_states_and_fails_with_a_step"
     ),
@@ -200,6 +198,31 @@ def test_every_test_in_the_registry_exists(address: str) -> None:
     """A file alone, or the beginning of a test's name, is not enough."""
     file, _, test = address.partition("::")
     assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE)
+
+
+def docstring_commands() -> Iterator[tuple[str, str, set[str]]]:
+    """Yield module, command and required options, for the commands in the docstrings of benchmarks."""
+    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
+        text = file.read_text()
+        tree, ends = ast.parse(text), re.search(r"^    run\((\w+)\)$", text, re.MULTILINE)
+        required: set[str] = set()
+        for function in tree.body:
+            if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+                continue  # a settings class has the options of a decorated command
+            if ends and function.name == ends[1]:
+                arguments = function.args.args[: len(function.args.args) - len(function.args.defaults)]
+                required = {f"--{argument.arg.replace('_', '-')}" for argument in arguments}
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for line in (ast.get_docstring(tree) or "").replace("\\\n", "").splitlines():
+            if line.startswith("    python -m benchmarks."):
+                yield name, line.strip(), required
+
+
+def test_commands_in_docstrings_name_their_module_and_have_its_required_options() -> None:
+    commands = list(docstring_commands())
+    assert any(required for *_, required in commands)
+    assert not [line for name, line, _ in commands if line.split()[2] != name]
+    assert not [(line, left) for _, line, options in commands if (left := options - set(line.split()))]
 
 
 @pytest.fixture

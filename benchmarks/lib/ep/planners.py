@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.lib.captured_routes import CapturedRoutes
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.alignment import minimise_moves

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.active_experts import active_experts
-from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, groups_of, load_or_capture
 from benchmarks.lib.engine_pool import ReplayEngines
 from benchmarks.lib.engines import weights_name
 from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival, StepRecords

@@ -15,7 +15,7 @@ from benchmarks.papers.figures.common import (
     change_pct,
     each_seed,
     requests_at_batch,
-    summarise_seeds,
+    summarise_runs,
 )
 from benchmarks.papers.figures.eldr import workloads
 from benchmarks.papers.figures.eldr_domains import PER_WORKER, Index, cost_of
@@ -65,9 +65,7 @@ def gates(options: Options) -> Rows:
     for (workload, _), runs in each_seed(options, workloads(trace).items(), run):
         for transform in sums:
             row: dict[str, Any] = {"workload": workload, "transform": transform}
-            for key in runs[0][transform]:
-                row |= summarise_seeds(key, [result[transform][key] for result in runs])
-            rows.append(row)
+            rows.append(row | summarise_runs([result[transform] for result in runs]))
     return rows
 
 

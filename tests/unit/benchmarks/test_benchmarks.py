@@ -334,6 +334,16 @@ def test_a_claim_repeats_for_each_combination_of_values_in_its_result(
     assert lines == ["| x 20; y 20 | 2 |", "| x 10; y 10 | 1 |"]
 
 
+def test_a_claim_may_have_a_line_for_each_row_of_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"way": way, "a": n} for n, way in enumerate("xyz")]
+    monkeypatch.setattr(tables, "read_rows", lambda name: rows)
+    line = {"result": "r", "where": {"way": ["x", "z"]}, "cells": ["time", "{way}", "{a} s", "`run`"]}
+    claims = {"columns": ["what", "case", "measured", "by"], "line_per_row": True, "lines": [line]}
+    monkeypatch.setattr(tables, "CLAIMS", {"r": claims})
+    lines = tables.fill_blocks("<!-- claims r -->\n<!-- end -->").splitlines()[3:-1]
+    assert lines == ["| time | x | 0 s | `run` |", "|  | z | 2 s |  |"]
+
+
 def test_only_results_of_a_gpu_have_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pages = {path.stem for path in tables.TABLES.glob("*.md")} & set(tables.GPU_PAGES)
     assert pages == {name for name in tables.GPU_PAGES if tables.has_result(name)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,9 +15,10 @@ import pytest
 
 from benchmarks.engine import ep_engine
 from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
-from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.lib.captured_routes import CapturedRoutes
+from benchmarks.lib.ep import engine as ep_processes
 from benchmarks.lib.ep import planners
-from benchmarks.lib.ep.engine import DecodedBatch
+from benchmarks.lib.ep.engine import DecodedBatch, EpEngine
 from benchmarks.lib.ep.rows import KEEPS, MIGRATES, PHASES, STARTS, choice_rows, shift_rows, start_rows
 from benchmarks.lib.ep.turns import (
     SKIPPED_STEPS,
@@ -338,3 +341,49 @@ def test_a_placement_by_rank_sends_fewer_tokens() -> None:
 def test_a_hidden_state_has_32_bits_a_number(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 160}')
     assert planners.state_bytes(tmp_path) == 640
+
+
+class FakeRankEngine:
+    """An engine of one data-parallel rank, which computes all its prompts in each step."""
+
+    def __init__(self, steps: int) -> None:
+        self.left, self.steps, self.added = 0, steps, list[str]()
+
+    def add_request(self, number: str, prompt: Any, params: Any) -> None:
+        self.added.append(number)
+
+    def has_unfinished_requests(self) -> bool:  # of any rank, as vLLM says
+        return self.left < self.steps
+
+    def step(self) -> list[Any]:
+        self.left += 1
+        tokens = [SimpleNamespace(token_ids=list(range(self.left)))]
+        done = self.left == self.steps
+        return [SimpleNamespace(request_id=n, outputs=tokens, finished=done) for n in self.added]
+
+    def collective_rpc(self, _: str, args: tuple[str, Any]) -> list[Any]:
+        rows = [[[1, 0, 0, 0, 0]]] * self.left
+        status = {"bytes_received": 0, "experts_moved": 0, "placement": [[0]]}
+        return [{"batches": (self.left, rows[: self.left]), "routed": [[0]], "status": status}[args[0]]]
+
+
+def test_a_rank_without_prompts_has_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, engine = 3, object.__new__(EpEngine)
+    engine._num_processes = 2
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=Mock()))
+
+    def call(function: Any, *arguments: Any) -> list[Any]:
+        results = []
+        for rank in range(2):
+            for name, value in (("_engine", FakeRankEngine(tokens)), ("_data_rank", rank)):
+                monkeypatch.setattr(ep_processes, name, value, raising=False)
+            monkeypatch.setattr(ep_processes, "_num_requests", 0)
+            monkeypatch.setattr(ep_processes, "_cached_names", {"all on one rank on [1]"})
+            results.append(function(*arguments))
+        return results
+
+    monkeypatch.setattr(engine, "_call", call)
+    decoded = engine.decode([[5]], tokens, name="all on one rank", homes=np.array([1]))
+    assert decoded.answers.tolist() == [[0, 1, 2]]
+    assert decoded.log.shape[0] == 2
+    assert len(decoded.seconds) == tokens

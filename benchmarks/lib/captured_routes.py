@@ -1,9 +1,10 @@
 """Capture the experts that the demo model uses for real prompts, the input of most benchmarks.
 
-    python -m benchmarks.lib.capture --prompts DIR
+    python -m benchmarks.lib.captured_routes --prompts DIR --trace routes.safetensors --tokens tokens.json
 
-It runs the prompts once on a real engine, and stores the result in the work folder. Prompts are filled up to
-whole KV blocks and one token (benchmarks/lib/replay/engine.py), so that a replay uses the same tokens.
+It runs the prompts once on a real engine. A benchmark calls it for files in its work folder. Prompts are
+filled up to whole KV blocks and one token (benchmarks/lib/replay/engine.py), so that a replay uses the same
+tokens.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def load_or_capture(
         arguments = ["--prompts", prompts, "--trace", trace, "--tokens", tokens, "--requests", requests]
         arguments += ["--output-tokens", output_tokens, "--seed", seed, "--device", device]
         process = subprocess.run(
-            [sys.executable, "-m", "benchmarks.lib.capture", *map(str, arguments)],
+            [sys.executable, "-m", "benchmarks.lib.captured_routes", *map(str, arguments)],
             check=False,
             env=os.environ | ENGINE_ENV | ({} if device == "cpu" else ONE_PROCESS),
         )
