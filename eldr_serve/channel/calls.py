@@ -114,7 +114,7 @@ class Call:
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the engine takes no further calls; this one may go on."""
+        """Return whether the engine accepts no new calls; this call may continue."""
         return self._channel.is_leaving
 
     def cancel(self) -> None:

@@ -110,8 +110,8 @@ class DecodeRouter:
         """Apply the deployed settings of an ingress, which it sends to each process of this actor.
 
         Ray restarts the actor with the settings of the first deployment. If the state was built with other
-        settings than these, a new one begins, in which ingresses restore their leases. New deployed settings
-        replace those of operators, which ingresses would restore otherwise.
+        settings, a new state begins, in which ingresses restore their leases. New deployed settings replace
+        the settings of operators, which ingresses would restore otherwise.
 
         Args:
             live: newest live settings that the ingress knows. If they are based on other deployed settings, a
@@ -139,7 +139,7 @@ class DecodeRouter:
         self._expert_placements = settings.expert_placements
         if state is not self._state:
             self._state, self._state_fingerprint = state, settings.fingerprint
-            self._ingress_calls.serve(self._state, settings.ingress_timeout_s)
+            self._ingress_calls.replace_state(self._state, settings.ingress_timeout_s)
         if is_new:
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
@@ -207,7 +207,7 @@ class DecodeRouter:
         return self._limits.exchange(ingress, usage)
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
-        """Return the loads of all workers, for a prediction of the latency of a request with these blocks."""
+        """Return the loads of all workers, to predict the latency of a request with these blocks."""
         return self._state.decode_loads(blocks)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
@@ -215,7 +215,7 @@ class DecodeRouter:
         return list(self._state.leases.recent_counts)
 
     async def pending_counts(self) -> list[NDArray[Any]]:
-        """Return the expert counts, unsigned[L,E], of the requests that decode, then of those that wait."""
+        """Return the expert counts, unsigned[L,E], of decoding requests, then of queued requests."""
         return self._state.placer.pending_counts()
 
     async def report_pool(self, status: dict[str, Any]) -> RouterView:
@@ -265,7 +265,7 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
     """Return a new state; raise SwapRefusedError if the settings are invalid.
 
     Args:
-        previous: live settings that these override.
+        previous: live settings that the new state overrides.
     """
     state = RouterState(
         model_id=settings.model_id,

@@ -1,8 +1,7 @@
 """The router's end of its ingresses' open calls: one subscription per ingress, one lease per request.
 
-Releases, and leases that ingresses hold already, are applied at once. Progress and requests for leases are
-collected during one iteration of the event loop and applied together, so the policy runs once for all of
-them.
+Releases, and leases that ingresses hold already, are applied at once. Progress and requests for leases form a
+batch: they are collected during one iteration of the event loop, and applied together in the next.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from eldr_serve.channel.server import OpenMethod
 from eldr_serve.router.metrics_export import RouterMetrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.router_protocol.messages import (
+    NO_WORKER,
+    ROUTER_ERROR,
     Counted,
     Granted,
     IngressReport,
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _decode_restore, _decode_subscription_note = decoder(Restore), decoder(Workers | IngressReport)
 _decode_place, _decode_place_note = decoder(Place), decoder(Place | Counted)
-_QUEUED, _UNPLACED = encode(Queued()), encode(Unplaced())
+_QUEUED = encode(Queued())
 
 
 class IngressCalls:
@@ -58,13 +59,13 @@ class IngressCalls:
         self.by_ingress: dict[str, _Subscription] = {}
         self.place_calls: dict[str, _PlaceCall] = {}
         self._by_peer: dict[object, _Subscription] = {}  # subscriptions by connection, without lost ones
-        self._pending_leases: list[Lease] = []  # `_apply` places them
-        self._generated_tokens: dict[str, int] = {}  # totals by request id; `_apply` sets them
-        self._scheduled = False
-        self.serve(state, grace_s)
+        self._pending_leases: list[Lease] = []  # `_run_batch` places them
+        self._generated_tokens: dict[str, int] = {}  # totals by request id; `_run_batch` sets them
+        self._is_scheduled = False
+        self.replace_state(state, grace_s)
 
-    def serve(self, state: RouterState, grace_s: float) -> None:
-        """Serve this state; all ingresses connect again, and restore their leases in it."""
+    def replace_state(self, state: RouterState, grace_s: float) -> None:
+        """Apply further calls to this state; all ingresses connect again, and restore their leases in it."""
         self.state, self._grace_s = state, grace_s
         state.set_callbacks(on_granted=self._send_leases, on_settings=self._send_settings)
         for subscription in list(self._by_peer.values()):
@@ -75,11 +76,11 @@ class IngressCalls:
         """Return whether an ingress is connected."""
         return bool(self._by_peer)
 
-    def apply_soon(self) -> None:
-        """Apply all collected messages, and dispatch the decode queue, in the event loop's next iteration."""
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._apply)
+    def schedule_batch(self) -> None:
+        """Apply the batch, and dispatch the decode queue, in the event loop's next iteration."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run_batch)
 
     # -- called by the calls ------------------------------------------------------------------------
 
@@ -89,13 +90,13 @@ class IngressCalls:
         self.state.ingresses.add_report(ingress, report)
 
     def add_pending(self, lease: Lease) -> None:
-        """Add a lease that the next `_apply` places."""
+        """Add a requested lease to the batch."""
         self._pending_leases.append(lease)
 
     def add_generated_tokens(self, request_id: str, tokens: int) -> None:
-        """Add a request's total of generated tokens."""
+        """Add a request's total of generated tokens to the batch."""
         self._generated_tokens[request_id] = tokens
-        self.apply_soon()
+        self.schedule_batch()
 
     def remove_call(self, request_id: str, call: _PlaceCall) -> bool:
         """Remove a request's call, unless a later one has replaced it; return whether it was removed."""
@@ -108,23 +109,23 @@ class IngressCalls:
         """End a request, with the number of tokens of its complete answer, or 0 if it is not complete."""
         self._generated_tokens.pop(request_id, None)
         self.state.leases.finish(request_id, tokens, is_complete=tokens > 0)
-        self.apply_soon()
+        self.schedule_batch()
 
     def end_subscription(self, subscription: _Subscription) -> None:
         """End a subscription, and the ingress's leases too if it does not return in the grace period."""
         if self._by_peer.get(subscription.reply.peer) is subscription:
             del self._by_peer[subscription.reply.peer]
-            asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)
+            asyncio.get_running_loop().call_later(self._grace_s, self._drop_ingress, subscription)
 
-    def _drop(self, subscription: _Subscription) -> None:
+    def _drop_ingress(self, subscription: _Subscription) -> None:
         if self.by_ingress.get(subscription.ingress) is subscription:
             del self.by_ingress[subscription.ingress]
             self.state.ingresses.drop_ingress(subscription.ingress)
 
     # -- batches ------------------------------------------------------------------------------------
 
-    def _apply(self) -> None:
-        self._scheduled = False
+    def _run_batch(self) -> None:
+        self._is_scheduled = False
         generated_tokens, self._generated_tokens = self._generated_tokens, {}
         pending = [lease for lease in self._pending_leases if lease.state is LeaseState.SENT]
         self._pending_leases = []
@@ -149,7 +150,7 @@ class IngressCalls:
                 call.queued = True
                 call.reply.send(_QUEUED)
             elif lease.state is LeaseState.SENT and not self.state.leases.is_stale(lease.request):
-                call.reply.send(_UNPLACED)
+                call.reply.send(encode(Unplaced(ROUTER_ERROR if has_failed else NO_WORKER)))
         if has_failed:
             self._send_leases(self._unsent_leases(pending))
 
@@ -249,7 +250,7 @@ class _PlaceCall:
         else:
             message.lease.copy_to(lease)
             self._ingress_calls.state.leases.adopt_lease(lease)
-        self._ingress_calls.apply_soon()
+        self._ingress_calls.schedule_batch()
 
     def _withdraw(self) -> None:
         if self._pending is not None and self._pending.state is LeaseState.SENT:
@@ -265,7 +266,7 @@ class _PlaceCall:
         message = _decode_place_note(payload)
         if isinstance(message, Counted):
             state.leases.set_measured_counts(message.request)
-            self._ingress_calls.apply_soon()
+            self._ingress_calls.schedule_batch()
         elif message.lease is not None or not state.leases.is_running(self._request_id):
             self.place(message)
 

@@ -40,10 +40,15 @@ class Ingresses:
         self.ids: set[str] = set()
         self.predictions: dict[str, dict[str, Any]] = {}
 
-    def add_ingress(self, ingress: str, workers: tuple[str, ...]) -> None:
-        """Add an ingress, or one that has returned, with the workers that it can reach, if it knows any."""
+    def add_ingress(self, ingress: str, workers: tuple[str, ...] | None) -> None:
+        """Add an ingress, also one that has returned.
+
+        Args:
+            workers: workers that the ingress can reach, which replace an earlier report; None: not known yet,
+                so an earlier report stays.
+        """
         self.ids.add(ingress)
-        if workers:
+        if workers is not None:
             self._positions.set_reachable(ingress, workers)
             self._update_workers()
 
@@ -77,4 +82,4 @@ class Ingresses:
 
     def _update_workers(self) -> None:
         self._placer.set_workers(self._positions.workers, unreachable=self._positions.unreachable)
-        self._view.keep_workers(self._positions.live_workers)
+        self._view.discard_other_workers(self._positions.live_workers)

@@ -113,8 +113,8 @@ class LiveSettingsStore:
         """Mark the settings as the settings of the deployment with this fingerprint.
 
         Args:
-            overrides: older settings, which do not replace these when an ingress restores them; None: the
-                settings of any ingress replace these.
+            overrides: older settings. If an ingress restores them, the marked settings stay. None: the
+                settings of any ingress replace the marked settings.
         """
         version = 0 if overrides is None else _version_after(overrides)
         self.current = replace(self.current, deployed_fingerprint=fingerprint, version=version)
@@ -176,5 +176,5 @@ class LiveSettingsStore:
 
 
 def _version_after(settings: LiveSettings) -> int:
-    # Milliseconds, so that settings made after a restart are newer than those that ingresses restore.
+    # Milliseconds, so that settings made after a restart are newer than restored settings.
     return max(settings.version + 1, time.time_ns() // 1_000_000)

@@ -71,8 +71,8 @@ class LiveView:
         if steps.steps:
             self._reports.setdefault(worker, deque(maxlen=_STEPS)).append((self._clock(), steps))
 
-    def keep_workers(self, workers: Collection[str]) -> None:
-        """Discard the steps of other workers."""
+    def discard_other_workers(self, workers: Collection[str]) -> None:
+        """Discard the steps of all workers except these."""
         self._reports = {name: reports for name, reports in self._reports.items() if name in workers}
 
     def record_change(self, policy: str, table: CentroidTable | None, table_version: int) -> None:

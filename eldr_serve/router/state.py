@@ -31,7 +31,7 @@ from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PromptBlocks
 from eldr_serve.scheduling.types import Lease
 
-_MAX_REPORTERS = 10_000  # workers whose newest report is remembered; also those that have gone
+_MAX_REPORTERS = 10_000  # workers, including lost ones, whose newest report is remembered
 
 
 class RouterState:

@@ -27,7 +27,7 @@ class RouterCalls:
     Args:
         find: returns the actor's handle, and starts the actor if needed. It is called in a thread, one call
             at a time, because Ray's look-up blocks while GCS is unavailable.
-        settings: deployed settings for `configure`; None: the actor keeps those that it was started with.
+        settings: deployed settings for `configure`; None: the actor keeps its first settings.
     """
 
     def __init__(self, find: Callable[[], ActorHandle], settings: RouterSettings | None = None) -> None:

@@ -33,6 +33,8 @@ from eldr_serve.router_client.subscription import RouterSubscription
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.router_protocol import methods
 from eldr_serve.router_protocol.messages import (
+    ROUTER_ERROR,
+    ROUTER_UNREACHABLE,
     Counted,
     Granted,
     IngressReport,
@@ -88,7 +90,7 @@ class RouterClient:
         self._fallback = LocalFallback(workers)
         self._place_calls: dict[str, OpenCall] = {}  # open calls by request id
         self._reporting: asyncio.Task[None] | None = None
-        # `_report` sends these to the router.
+        # What the next `_report` sends to the router:
         self._unreported: set[str] = set()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
@@ -182,13 +184,14 @@ class RouterClient:
         placed_request = replace(request, expert_counts=counts, predicted=is_predicted, may_wait=wait_s > 0)
         lease = Lease(placed_request, generated_tokens=generated_tokens)
         self.leases[request.request_id] = lease
+        unplaced_reason = ROUTER_UNREACHABLE
         try:
             if not self.router_unreachable:
                 if self._subscription.connected:
                     self._send(lease)
-                await self._waiting.wait(lease, wait_s)
+                unplaced_reason = await self._waiting.wait(lease, wait_s)
             if lease.state is not LeaseState.GRANTED:
-                self._lease_by_local_fallback(lease)
+                self._lease_by_local_fallback(lease, unplaced_reason)
         except BaseException:
             self.release(request.request_id, is_complete=False)  # it may be queued or hold a lease by now
             raise
@@ -233,7 +236,7 @@ class RouterClient:
         """End a request's lease in any state. Further calls have no effect.
 
         The release of a complete answer reports its number of tokens, from which policies learn answer
-        lengths; that of another answer reports 0.
+        lengths; the release of an incomplete answer reports 0.
         """
         lease = self.leases.pop(request_id, None)
         if lease is None:
@@ -270,28 +273,31 @@ class RouterClient:
 
     def _on_message(self, lease: Lease, payload: bytes) -> None:
         reply = _decode_reply(payload)
+        if lease.state not in (LeaseState.SENT, LeaseState.QUEUED):
+            return  # local fallback has placed the request meanwhile, and the router adopts that lease
         if isinstance(reply, Granted):
             reply.copy_to(lease)
             self._discard_unread_counts(lease)
             self._fallback.add(lease)
-        elif isinstance(reply, Queued) and lease.state is LeaseState.SENT:
+            self._waiting.resume(lease.request_id)
+        elif isinstance(reply, Unplaced):
+            self._waiting.resume(lease.request_id, reply.reason)
+        elif lease.state is LeaseState.SENT:
             lease.become(LeaseState.QUEUED)
             self._waiting.queue_or_refuse(lease.request_id)
-            return
-        self._waiting.resume(lease.request_id)
 
     def _on_failed(self, lease: Lease, error: Exception) -> None:
         if isinstance(error, CallFailedError) and self._place_calls.pop(lease.request_id, None) is not None:
-            self._waiting.resume(lease.request_id)
+            self._waiting.resume(lease.request_id, ROUTER_ERROR)
 
-    def _lease_by_local_fallback(self, lease: Lease) -> None:
-        self._fallback.lease(lease, "router-unreachable" if self.router_unreachable else "no-worker")
+    def _lease_by_local_fallback(self, lease: Lease, reason: str) -> None:
+        self._fallback.lease(lease, reason)
         self._counters.count(IngressEvent.PLACED_BY_LOCAL_FALLBACK)
         self._discard_unread_counts(lease)
         self.send_leases([lease])
 
     def _discard_unread_counts(self, lease: Lease) -> None:
-        """Discard counts that the live policy does not read; a lease keeps those that it reads."""
+        """Remove the lease's expert counts unless the live policy reads them."""
         counts = self.scorer.counts_for_policy(lease.request.expert_counts)
         lease.request = replace(lease.request, expert_counts=counts)
 
@@ -317,7 +323,7 @@ class RouterClient:
 
     def on_router_unreachable(self) -> None:
         for lease in self._waiting:
-            self._waiting.resume(lease.request_id)
+            self._waiting.resume(lease.request_id, ROUTER_UNREACHABLE)
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ class LocalFallback:
     def lease(self, lease: Lease, reason: str) -> None:
         """Lease the least loaded worker that is not excluded, and break ties randomly.
 
+        Args:
+            reason: why the router did not place the request: NO_WORKER, ROUTER_ERROR or ROUTER_UNREACHABLE.
+
         Raises:
             OverloadedError: no decode replica is known.
         """

@@ -109,7 +109,7 @@ class RouterSubscription:
         self._channel: Channel | None = None
         self._subscription: OpenCall | None = None
         self._first_settings: asyncio.Future[None] | None = None
-        self._reported_workers: tuple[str, ...] = ()
+        self._reported_workers: tuple[str, ...] | None = None  # None until a worker is known
         self._task: asyncio.Task[None] | None = None
         self._delays = _retry_delays()  # the delays start again after each success
         self._logged_reason = ""
@@ -151,9 +151,17 @@ class RouterSubscription:
 
     def report_workers(self) -> None:
         """Report the live decode workers if they have changed."""
-        if self._subscription is not None and self._reported_workers != (workers := self._workers()):
+        if self._subscription is None:
+            return
+        workers = self._known_workers()
+        if workers is not None and workers != self._reported_workers:
             self._reported_workers = workers
-            self._subscription.note(encode(Workers(self._reported_workers)))
+            self._subscription.note(encode(Workers(workers)))
+
+    def _known_workers(self) -> tuple[str, ...] | None:
+        """Return the live decode workers; None if this ingress has not known any yet."""
+        workers = self._workers()
+        return None if not workers and self._reported_workers is None else workers
 
     def report(self, report: IngressReport) -> None:
         """Send the counts of the ingress."""
@@ -179,14 +187,14 @@ class RouterSubscription:
         try:
             while True:
                 try:
-                    await self._serve()
+                    await self._connect_until_lost()
                 except Exception as error:  # any error: no request may wait for a broken router
                     self.give_up(error)
                 await asyncio.sleep(next(self._delays))
         finally:
             self._close_channel("the ingress stops")
 
-    async def _serve(self) -> None:
+    async def _connect_until_lost(self) -> None:
         """Connect and subscribe, then wait until the channel is lost."""
         first_settings = self._first_settings = asyncio.get_running_loop().create_future()
         async with asyncio.timeout(self._timeout_s):
@@ -199,7 +207,7 @@ class RouterSubscription:
         self._close_channel(await asyncio.shield(channel.closed))
 
     def _subscribe(self, channel: Channel) -> None:
-        self._reported_workers = self._workers()
+        self._reported_workers = self._known_workers()
         leases = self._owner.held_leases()
         message = Restore(
             self._name,

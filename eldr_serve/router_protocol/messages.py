@@ -26,6 +26,11 @@ from eldr_serve.scheduling.types import Lease, LeaseState
 
 LOCAL_FALLBACK = "local-fallback"  # `Granted.policy` of a lease that its ingress has made
 
+# `Granted.reason` of such a lease: why the router did not place the request
+NO_WORKER = "no-worker"  # the router knows no decode worker
+ROUTER_ERROR = "router-error"  # an exception in the router
+ROUTER_UNREACHABLE = "router-unreachable"  # no answer in time, or settings that the ingress cannot use
+
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NamedPolicy:
@@ -46,7 +51,7 @@ class LiveSettings:
     table_version: int
     predictor: bytes | None = None  # a SignaturePredictor file
     predictor_version: int = 0
-    deployed_fingerprint: str = ""  # fingerprint of the deployment settings that these are based on
+    deployed_fingerprint: str = ""  # of the deployed settings that an operator may have changed
     shadow: NamedPolicy | None = None  # policy to compare the live one with
 
     @property
@@ -55,25 +60,26 @@ class LiveSettings:
         return self.shadow is not None or reads_counts(self.policy)
 
 
-class Restore(msgspec.Struct, tag=True, frozen=True):
+class Restore(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """The state that an ingress sends after it has connected; a `place` call for each lease follows.
 
     Attributes:
         ingress: id of the ingress.
+        workers: decode workers that the ingress can reach; None: it has not known any yet.
         leases: ids of the requests that hold a lease; all other requests of the ingress have ended or wait.
         settings: newest settings that the ingress knows, which a restarted router adopts.
         counts_shape: (MoE layers, experts) as engines report it, if known.
     """
 
     ingress: str
-    workers: tuple[str, ...] = ()
+    workers: tuple[str, ...] | None = None
     leases: tuple[str, ...] = ()
     settings: LiveSettings | None = None
     counts_shape: tuple[int, int] | None = None
 
 
 class Workers(msgspec.Struct, tag=True, frozen=True):
-    """The live decode workers, as the ingress knows them."""
+    """The decode workers that the ingress can reach; a later list replaces it."""
 
     workers: tuple[str, ...]
 
@@ -135,7 +141,13 @@ class Queued(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Unplaced(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The answer that the router knows no decode replica, so the ingress decides."""
+    """The answer that the router cannot place the request, so the ingress does.
+
+    Attributes:
+        reason: NO_WORKER or ROUTER_ERROR.
+    """
+
+    reason: str = NO_WORKER
 
 
 class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):

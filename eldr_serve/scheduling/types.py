@@ -78,7 +78,7 @@ class PlacementRequest:
 
 
 class LeaseState(Enum):
-    """The states of a lease. In the first two it is requested."""
+    """The states of a lease. UNSENT and SENT: the lease is requested but not answered."""
 
     UNSENT = "unsent"  # the ingress sends the request when it has a channel
     SENT = "sent"  # the router has not answered yet
@@ -111,7 +111,8 @@ class Lease:
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         is_most_similar: whether no available worker is more similar to the signature.
-        reason: rule that chose the worker, as in Decision; "" while there is none.
+        reason: rule that chose the worker, as in Decision; if the ingress chose it, why the router did not;
+            "" while there is none.
         policy: name of the policy that chose the worker; "" while there is none.
         queued_at_s: time of entry into the decode queue, by the router's clock.
         first_token_deadline_s: time at which the objective requires the first token, by the router's clock;

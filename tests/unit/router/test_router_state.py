@@ -78,6 +78,14 @@ def test_an_ingress_without_workers_of_its_own_gets_those_of_others() -> None:
     assert place_one(state, "b", 0).worker == "r0"
 
 
+def test_an_ingress_that_returns_replaces_its_report_unless_it_knows_no_worker_yet() -> None:
+    state = router_state(ingresses="c")
+    state.restore_from_ingress(Restore("c"))
+    assert state.positions.num_live == 3
+    state.restore_from_ingress(Restore("c", ()))
+    assert state.positions.num_live == 0
+
+
 def test_workers_of_a_lost_ingress_stay_until_it_is_dropped() -> None:
     state = router_state(ingresses="c")
     state.restore_from_ingress(Restore("d", ("r0", "own")))

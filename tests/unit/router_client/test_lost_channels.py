@@ -80,7 +80,7 @@ async def test_an_answer_that_closes_its_channel_affects_no_other_client() -> No
     lost.send.side_effect = lose
     for name, answer in {"a": lost, "b": lost, "c": alive}.items():
         calls[name] = place(encode(Place(request(name))), answer)
-    ingress_calls._apply()
+    ingress_calls._run_batch()
     lost.send.assert_called_once()
     alive.send.assert_called_once()
     assert ingress_calls.place_calls.keys() == {"c"}
@@ -113,6 +113,30 @@ async def test_a_change_of_replicas_is_sent_before_the_next_request_and_without_
         assert (await client.place(request("b"), None)).worker == "r1"
         directory.publish({"r2": {}})
         await wait_until(lambda: actor.state.positions.workers == ["r2"])
+
+
+async def test_workers_that_are_lost_while_the_channel_is_lost_keep_no_positions() -> None:
+    actor, directory = FakeActor(), ReplicaDirectory()
+    async with connected_client(actor, "r0", directory=directory) as client:
+        await wait_until(lambda: actor.state.positions.workers == ["r0"])
+        actor.alive = False
+        await wait_until(lambda: not client._subscription.connected)
+        directory.publish({})
+        actor.alive = True
+        await wait_until(lambda: client._subscription.connected)
+        assert not actor.state.positions.num_live
+        directory.publish({"r1": {}})
+        await wait_until(lambda: actor.state.positions.workers == ["r1"])
+
+
+async def test_a_client_that_has_not_known_a_worker_yet_reports_none() -> None:
+    actor = FakeActor()
+    async with connected_client(actor) as client:
+        await wait_until(lambda: client._subscription.connected)
+        client._subscription.report_workers()
+        (restore,) = actor.restored
+        assert "workers" not in restore  # a router of an earlier version would not know null
+        assert not actor.state.positions._reachable
 
 
 @pytest.mark.parametrize("error", [RayError("dead"), TimeoutError(), CallFailedError(500, b"{}")])
