@@ -99,7 +99,7 @@ def test_every_mutation_of_the_code_is_found() -> None:
         (
             RouterClient,
             "_lease_by_local_fallback",
-            lambda client, lease: client._fallback.lease(lease, "no-worker"),
+            lambda client, lease, reason: client._fallback.lease(lease, reason),
             5,
         ),
     ],
