@@ -24,7 +24,7 @@ from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 from offline.expert_placement.eplb import activation_placement, activation_probability
 

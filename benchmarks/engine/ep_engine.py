@@ -48,7 +48,7 @@ from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, column_notes, publish
 from offline.expert_placement.co_activation import co_activation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eldr_serve.engine.protocol import CalibrationEngine, Device, Engine, EngineRole, StepSizes
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 
 
 class EngineSpec(Protocol):

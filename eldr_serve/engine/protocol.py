@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.engine.calls import GenerationReport
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize

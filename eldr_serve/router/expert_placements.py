@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eldr_serve.artifact_metadata import ArtifactError, require
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition, ExpertsChange
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 
 _FILE = re.compile(r".+\.(\d+)\.json")

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.packing import (

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.arrays import Ints
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.cost import LayerCost, LayerWork
 
 Bools = NDArray[np.bool_]

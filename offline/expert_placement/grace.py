@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.grouping import (
     OUR_GROUPING,
     RATIOS,

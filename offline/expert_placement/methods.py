@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement.cost import LayerCost, LayerWork
 
 

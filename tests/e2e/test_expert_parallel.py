@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from examples.demo_model import WEIGHTS
 from loadgen.processes import is_alive
 from loadgen.results import RESULTS

@@ -33,8 +33,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from eldr_serve.engine.vllm import eplb
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.experts.expert_placement import ExpertPlacement, hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import ExpertPlacement, hosts_of
 
 RANKS, LAYERS, EXPERTS, SLOTS, TOP_K = 2, 2, 6, 8, 2
 # In the second layer the two forms of METRO choose different replicas of expert 0.

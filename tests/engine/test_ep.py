@@ -24,7 +24,7 @@ from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse_experts_config
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology
 from examples.demo_model import WEIGHTS
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost

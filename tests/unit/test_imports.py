@@ -106,6 +106,25 @@ def test_a_part_imports_only_earlier_parts(part: str) -> None:
     }
 
 
+# -- experimental parts: of the product, only the vLLM engine uses them -------------------------------
+
+EXPERIMENTAL = ("eldr_serve.experts.parallel", "eldr_serve.engine.vllm.ep", "offline.expert_placement")
+USERS_OF_EXPERIMENTAL_PARTS = {
+    f"eldr_serve.engine.vllm.{name}"
+    for name in ("compat.ep", "compat.ep_ranks", "engine", "eplb", "experts_config", "spec", "worker")
+}
+
+
+def test_only_the_vllm_engine_imports_experimental_parts() -> None:
+    users = {
+        module
+        for module, imported in GRAPH.items()
+        if _is_within(module, "eldr_serve") and not _is_within(module, *EXPERIMENTAL)
+        if any(_is_within(name, *EXPERIMENTAL) for name in imported)
+    }
+    assert users == USERS_OF_EXPERIMENTAL_PARTS
+
+
 # -- imports are declared for the installation in which a module runs ---------------------------------
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -291,7 +310,7 @@ def test_only_one_module_uses_internal_names_of_uvicorn() -> None:
 
 ENGINES = "eldr_serve.engine"
 # The public method that writes a file for vLLM, and the name of a part of NVIDIA's tables.
-FORMATS = {("eldr_serve.experts.parallel.placement", "to_vllm"), ("eldr_serve.gpu_cost.kernel_times", "vllm")}
+FORMATS = {("eldr_serve.experts.expert_placement", "to_vllm"), ("eldr_serve.gpu_cost.kernel_times", "vllm")}
 
 
 def _names_in(path: Path) -> Iterator[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.lib.ep.replica_choice import route_even
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 
 Bools = NDArray[np.bool_]
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.lib.captured_routes import CapturedRoutes
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import renewed_placement

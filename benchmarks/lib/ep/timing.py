@@ -25,8 +25,8 @@ from benchmarks.lib.ep.parallel_layer import (
     vllm_products,
 )
 from benchmarks.lib.ep.ranks import device, read_experts, read_gate
+from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import hosts_of
 
 STAGES = ("dispatch", "gate", "route", "experts", "combine")
 ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

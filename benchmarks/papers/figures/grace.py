@@ -25,7 +25,7 @@ from benchmarks.papers.figures.common import (
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.evaluate import ReplicaRule, evaluate, sample_batches, serve_even

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.papers.migration import Links, plan_migration
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.cost import LayerCost, LayerWork
 from offline.expert_placement.director import director_placement

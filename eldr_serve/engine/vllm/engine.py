@@ -57,7 +57,7 @@ from eldr_serve.engine.vllm.requests.one_token_prefill import prefill_prompt
 from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.request import has_several_prompts

@@ -34,7 +34,7 @@ from eldr_serve.engine.vllm.compat.eplb import (
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_placement_fits
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, check_placement_fits
 from eldr_serve.experts.parallel.replica_choice import (
     Metro,
     NearestReplica,

@@ -32,7 +32,7 @@ from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
 from eldr_serve.engine.vllm.ranks import check_gpus, data_ranks, model_ranks, runs_in_one_process
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 
 # First port of the NIXL side channels; each replica adds an offset by its rank.
 _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole": 22000}

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
-from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.validation import unknown_name
 
 Rule = Literal["none", "even", "metro", "metro-paper", "local", "weighted"]

@@ -28,7 +28,7 @@ from benchmarks.lib.ep.turns import (
     summarise_batch,
 )
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import placement_id
+from eldr_serve.experts.expert_placement import placement_id
 from loadgen.journal import Journal
 from offline.expert_placement import director, relaxation
 from offline.expert_placement.cost import LayerCost

@@ -26,8 +26,8 @@ from benchmarks.lib.ep.parallel_layer import (
 from benchmarks.lib.ep.ranks import read_experts, read_gate, run_on_ranks
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
 from benchmarks.lib.ep.timing import LayerArm, RankJob
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from examples.demo_model import WEIGHTS
 from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.evaluate import forwarded_copies, work_of

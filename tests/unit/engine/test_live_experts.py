@@ -19,7 +19,7 @@ from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import EngineExperts, ExpertPlacementError, swap_placement
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, placement_id
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, placement_id
 
 LAYERS, EXPERTS, SLOTS, MAX_MOVED = 2, 6, 8, 2
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
+from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MAX_PAIRS, MetroPlan, route_metro
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
-from eldr_serve.experts.parallel.placement import hosts_of
 from offline.expert_placement.eplb import activation_placement, eplb_placement
 from tests.support.processes import python
 from tests.support.shipped import ROOT

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from eldr_serve.experts.parallel.replica_choice import EvenSpread
 from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost

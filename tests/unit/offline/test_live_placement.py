@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from eldr_serve.commands.client import ServiceError
-from eldr_serve.experts.parallel.placement import ExpertPlacement, hosts_of
+from eldr_serve.experts.expert_placement import ExpertPlacement, hosts_of
 from offline import live_placement
 from offline.expert_placement import director, relaxation
 from offline.expert_placement.cost import LayerCost

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.parallel.placement import ExpertPlacement
 from offline.expert_placement import director, director_paper, grace_paper, grouping, methods, relaxation
 from offline.expert_placement.cost import LayerCost
 from offline.place import METHODS, place

@@ -8,8 +8,8 @@ import pytest
 from eldr_serve.commands.client import ServiceError
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
 from offline.expert_placement.methods import METHODS, Problem
 from offline.position_placement import PositionPlacements, placements_of_clusters
 from tests.support.tables import unit_table

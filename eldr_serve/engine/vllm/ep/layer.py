@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.replica_choice import ReplicaChoice, make_choice
 
 LOG_SIZE = 4096  # batches in the log; new ones replace the oldest

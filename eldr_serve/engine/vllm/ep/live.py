@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.transfer import transfer
+from eldr_serve.experts.expert_placement import check_placement_fits
 from eldr_serve.experts.parallel.moves import Move, keep_slots, slice_moves
-from eldr_serve.experts.parallel.placement import check_placement_fits
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.validation import unknown_name
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import ExpertPlacement, placement_id
+from eldr_serve.experts.expert_placement import ExpertPlacement, placement_id
 
 if TYPE_CHECKING:
     from eldr_serve.engine.vllm.ep.live import RankMethod  # this imports torch

@@ -13,8 +13,8 @@ from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, check_placement_fits
 from eldr_serve.experts.parallel.moves import Move, fill_with_replicas, keep_slots, slice_moves
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_placement_fits
 
 
 def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: Any) -> int:
