@@ -198,7 +198,7 @@ MUTATIONS = (
     Mutation(
         "an ingress that is lost for good is not dropped",
         "eldr_serve.router.ingress_calls",
-        "asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)",
+        "asyncio.get_running_loop().call_later(self._grace_s, self._drop_ingress, subscription)",
     ),
     Mutation(
         "the router still reads a connection that its ingress has left",

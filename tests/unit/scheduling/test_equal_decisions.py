@@ -73,7 +73,7 @@ class Traffic:
         self.state.set_callbacks(on_granted=self.granted.extend)
         self.state.expect_counts(L, E)
         for ingress, leases in self.held.items():
-            replicas = tuple(self.replicas) if ingress == "a" else ()  # "b" reports none, so it reaches all
+            replicas = tuple(self.replicas) if ingress == "a" else None  # "b" reports none, so it reaches all
             self.state.restore_from_ingress(Restore(ingress, replicas, tuple(leases), self.settings))
             for lease in leases.values():
                 self.state.leases.adopt_lease(replace(lease, ingress=ingress))
