@@ -43,7 +43,7 @@ class BenchmarkStep:
 
     letter: str  # short name
     command: tuple[str, ...]  # arguments of Python, to which `--out FILE` is added
-    seconds: float  # expected duration; a step that needs more than the rest of the time is left out
+    seconds: float  # expected duration; a step that needs more time than is left is left out
     limit_s: float  # time after which the step is killed
     name: str  # name of the files of its result
 
@@ -112,7 +112,7 @@ def run_steps(steps: Sequence[BenchmarkStep], out: Path, seconds: float) -> list
 
     Returns:
         A row for each step: `step`, `state` (done, done before, failed, timed out, left out) and `seconds`,
-        the time that it took or, if left out, would need.
+        the time that the step took or, if it was left out, would need.
     """
     if sys.platform == "linux":  # orphans of a dead step become children of this process
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -167,7 +167,7 @@ def _run(step: BenchmarkStep, out: Path, limit_s: float) -> tuple[str, float]:
 
 
 def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
-    """Kill a step's process group, and all children of this process but `others` (they left the group)."""
+    """Kill a step's process group, and the children of this process that have left it, except `others`."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
