@@ -6,8 +6,8 @@ Like offline.live_placement, it acts on a running service, beside which it runs 
 
 ELDR places the experts of each decode worker by the activation of its own cluster (paper, section 5). When
 the service has a new table, the job makes a placement for each cluster from the sampled traffic. At each
-check, every engine that holds another placement gets that of its position, so an engine that has replaced
-another one gets it, too.
+check, every engine that holds another placement gets the placement of its position. So an engine that has
+replaced another one gets it too.
 """
 
 from __future__ import annotations

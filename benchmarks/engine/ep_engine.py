@@ -65,9 +65,9 @@ _CHOICE_NOTES = column_notes(
     {
         "change_pct": "Change of the step time against the base arm, paired by round.",
         "even_pct": "Change of the step time against `eplb, even` at the same replication, paired by round.",
-        "homes": "Data-parallel ranks have equally many requests of a batch, in its order (blocks) or "
-        "where most of their prompts' experts are. Tensor-parallel ranks have no requests: equal blocks of "
-        "tokens stand in.",
+        "homes": "Data-parallel ranks have equally many requests of a batch: in the batch's order (blocks), "
+        "or where most of their prompts' experts are. Tensor-parallel ranks have no requests, so equal "
+        "blocks of tokens stand in for them.",
         "pairs_off_home_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
         "other_ranks_per_token": "Mean number of ranks that serve a token in a layer beside its home rank.",
         "moved_vs_base_pct": "Change of `other_ranks_per_token` against the base arm.",
@@ -83,14 +83,15 @@ _SHIFT_NOTES = column_notes(
     "One engine of `ranks` ranks, in 32 bits, runs on this machine's cores. The requests of a window decode "
     "together, and windows share no request. The arms take turns. Each begins with the offline placement. "
     "Figures are medians over rounds and windows of medians over a window's steps, with 95 % bootstrap "
-    "intervals. Ranks of a new placement are renamed so that the fewest experts move, except by rank.",
+    "intervals. Ranks of a new placement are renamed so that the fewest experts move, except in "
+    "the arm by rank.",
     {
         "offline": "Placement of EPLB for the other half of all requests.",
         "reactive": "Placement of EPLB for the previous window.",
         "proactive": "Placement of DIRECTOR for the window's own prefill counts by rank: the better of LP "
         "with rounding and of a repair of the previous placement.",
-        "proactive, by rank": "The same with the price of sending tokens between data-parallel ranks, in the "
-        "paper's cost. The engine gathers all tokens on all ranks, so `step_ms` lacks what it saves.",
+        "proactive, by rank": "`proactive` with the price of sending tokens between data-parallel ranks, in "
+        "the paper's cost. The engine gathers all tokens on all ranks, so `step_ms` lacks what it saves.",
         "other_ranks_per_token": "Mean number of ranks that serve a token in a layer beside its home rank.",
         "step_ms": "Time of a step, without the slices of a migration between steps and without `plan_ms`.",
         "with_moves_ms": "`step_ms` plus the migration's time per step of the window, without `plan_ms`.",
@@ -103,7 +104,7 @@ _SHIFT_NOTES = column_notes(
 class PlacedArm:
     """One setting: a placement int[L, P] (-1: an empty slot) and a rule that chooses replicas.
 
-    Data-parallel ranks get a batch's prompts in equal blocks, or by their experts.
+    Data-parallel ranks get a batch's prompts in equal blocks, or by the prompts' experts.
     """
 
     placement: Ints
@@ -137,7 +138,9 @@ def ep_choice(
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
-        raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
+        raise UserInputError(
+            f"there are {len(rest)} held-out requests, too few for a batch of {max(batches)}"
+        )
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     sizes = {ratio: round(load.shape[1] * ratio / ranks) * ranks for ratio in ratios}
     arms = _arms(data, fit, sizes, ranks, seed)
@@ -252,7 +255,7 @@ def _two_groups(value: str) -> list[str]:
 
 
 def _inputs(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments on which the result depends, a path as its name."""
+    """Return the arguments on which the result depends. A path is given as its name."""
     return {
         name: value.name if isinstance(value, Path) else value
         for name, value in arguments.items()
@@ -354,7 +357,8 @@ def _draw_windows(
         available = rest[np.isin(rest, data.group(group))]
         if len(available) < batch * number:
             raise UserInputError(
-                f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(available)}"
+                f"there are {len(available)} held-out {group!r} requests, too few for {number} windows of "
+                f"{batch}"
             )
         yield from draw_disjoint_batches(available, batch, number, rng)
 

@@ -4,9 +4,10 @@
 
 The experts are those of the widened demo model, and the routes are its real ones for real prompts. Placements
 are EPLB's for one half of the requests, and batches come from the other half. Two ranks run as processes with
-a core (or a GPU) each. More ranks than cores would wait for each other. So each rank's share is timed alone,
-and the slowest is the layer's time without messages. A rank's time by activated experts and tokens, and the
-messages' time by bytes, are measured first. They give the layer cost that `--cost-out` writes.
+a core (or a GPU) each. More ranks than cores would wait for each other. Their shares are therefore timed one
+by one, and the slowest share is the layer's time without messages. A rank's time by activated experts and
+tokens, and the messages' time by bytes, are measured first. They give the layer cost that `--cost-out`
+writes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def ep_layer(
     alone_work = _work(points)
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
-    source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte is as a near one"
+    source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte costs as much as "
+    source += "a near one"
     layer_fit = _fit(compute, many_ranks, times_alone, measurements=len(points), source=source)
     cost = _add_messages(compute, message_rows).model_copy(update={"fit": layer_fit})
     if cost_out is not None:

@@ -35,9 +35,9 @@ _ARMS = tuple(LayerArm(1.0, "even", dispatch) for dispatch in ("all-to-all", ONC
 _NOTES = (
     "Two nodes of two ranks each are simulated on one machine, with real routes and random hidden states. "
     "Messages and bytes are those of all ranks in one layer, to the experts and back, including the messages "
-    "with the numbers of tokens. Near ones stay within a node, far ones pass between the nodes. Times are "
-    "those of the slowest rank, as means over batches and layers. Changes are against the all-to-all of the "
-    "same batch size and bandwidth, with 95 % intervals by bootstrap over batches."
+    "with the numbers of tokens. Near messages stay within a node, far messages pass between the nodes. "
+    "Times are those of the slowest rank, as means over batches and layers. Changes are against the "
+    "all-to-all of the same batch size and bandwidth, with 95 % intervals by bootstrap over batches."
 )
 
 

@@ -8,10 +8,11 @@ then its choices are replaced by one copy per layer. All requests have about `--
 cache.
 
 `forward` is the time of the forward pass that EldrConnector reports, by CUDA events. `step` is the wall time
-of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
+of the whole step, including sampling and scheduling, which is not asynchronous. Rows of level `fit` are
 time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package`
-come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They have an MoE
-layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
+come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They give an MoE
+layer's time by active experts, and the time of whole steps with 1,024 tokens of context and the package's own
+routing.
 """
 
 from __future__ import annotations

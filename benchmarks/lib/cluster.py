@@ -36,7 +36,7 @@ def python_path(*folders: Path) -> str:
 def local_ray(
     *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
 ) -> Iterator[None]:
-    """Start Ray with this environment, and Serve if a port is given. Stop both, also when interrupted."""
+    """Start Ray with this environment, and Serve if a port is given. Stop both, even when interrupted."""
     before = dict(os.environ)
     os.environ |= {**RAY_ENV, **environment}
     os.environ["PYTHONPATH"] = python_path()

@@ -6,10 +6,10 @@ A table stands between `<!-- table NAME column, column ... -->` and `<!-- end --
 NAME.json. A column is a key of the rows, or `KEY [LOW HIGH]`, which prints a value and its interval;
 `[_low _high]` appends to KEY. Each result of a GPU gets the page that gpu_pages.yaml describes.
 
-Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml or papers.yaml, between
-`<!-- pages gpu -->` and `<!-- end -->` the list of pages with results of a GPU, and between
-`<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy.
-`beyond` leaves out those that OTHER has with the same default.
+Three more blocks end with `<!-- end -->`. `<!-- claims NAME -->` begins that list of claims.yaml or
+papers.yaml. `<!-- pages gpu -->` begins the list of pages with results of a GPU. `<!-- parameters NAME
+[beyond OTHER] -->` begins the parameters of a policy; `beyond` leaves out those that OTHER has with the same
+default.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class EpWorkload:
         self._fit, rest = data.split(group, 0.5, seed)
         if len(rest) < workers * batch:
             raise UserInputError(
-                f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}"
+                f"{workers} x {batch} held-out requests of {group!r} are needed, but there are {len(rest)}"
             )
         self._rounds = draw_disjoint_batches(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
         self._table, _ = fit_table(data.trace.subset_without_routes(self._fit), workers, seed=seed)

@@ -20,9 +20,9 @@ already count, so that a long comparison can be split into short runs.
 
 Rows are medians over trials. `_cpu_ms` columns are CPU time per request of the serving processes. An
 `_over_SYSTEM_pct` column is the median change against SYSTEM's trial in the same round and turn, with a 95 %
-interval. `ttft_beyond_SYSTEM_ms` is the same as a difference, in ms.
+interval. `ttft_beyond_SYSTEM_ms` is the change of the TTFT as a difference in ms.
 
-The whole product against the whole peer, with engines that spend their time on experts:
+This compares the whole product with the whole peer, on engines that spend their time on experts:
 
     python -m benchmarks.serving.peers --deployment deployments/cpu_demo_4d.yaml --decode-replicas 4 \\
         --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 40 --warm-up 128 \\
@@ -350,10 +350,10 @@ def _start_groups(
 def _check_together(groups: list[list[str]]) -> None:
     """Raise UserInputError if the groups cannot be up at once."""
     if sum(group[0] in RAY_SYSTEMS for group in groups) > 1:
-        raise UserInputError(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
+        raise UserInputError(f"with --turns only one of {', '.join(RAY_SYSTEMS)} can be up at a time")
     spinning = [s for group in groups for s in group if not s.startswith("eldr") and "-polled" not in s]
     if spinning:
-        raise UserInputError(f"with --turns idle engines must sleep, and those of {', '.join(spinning)} spin")
+        raise UserInputError(f"with --turns idle engines must sleep: leave out {', '.join(spinning)}")
 
 
 def _choose_systems(systems: str, venv: Path | None, policies: str) -> list[str]:

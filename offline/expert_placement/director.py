@@ -84,7 +84,7 @@ def director_placement(
     """Return the placement for a pending batch; replicas of an expert share its tokens evenly.
 
     Args:
-        workload: tokens by source rank and expert, [L, G, E]; or [L, E] if all ranks have the same.
+        workload: tokens by source rank and expert, [L, G, E]; or [L, E] if all ranks have the same tokens.
         slots: slots of each rank, C (the paper's C_max); ranks * slots = P.
         token_bytes: bytes that a token sends to a rank which serves it.
         start: int[L, P], a placement to improve with the swaps that the tolerance requires; None: make a

@@ -243,7 +243,7 @@ def _solve_feasible(
 ) -> Floats | None:
     """Solve the LP with a budget; return x[L, E, G], or None if it is infeasible.
 
-    Each expert's shares sum to 1: the paper's 1 or more costs more and places no better.
+    Each expert's shares sum to 1. The paper permits more than 1, which costs more and places no better.
     """
     layers, experts, ranks = shape
     upper = np.tile(np.append(np.ones(experts * ranks), [np.inf, np.inf]), layers)

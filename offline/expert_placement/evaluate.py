@@ -148,7 +148,7 @@ def evaluate(
     - load_std_pct: standard deviation over ranks of all batches' pairs, relative to their mean.
     - near_copies, far_copies: hidden states sent to other ranks of the node and to other nodes, per token
       and layer.
-    - near_forwarded, far_forwarded: the same under the dispatch of `forwarded_copies`.
+    - near_forwarded, far_forwarded: these numbers under the dispatch of `forwarded_copies`.
     - layer_us: time of a layer, if there is a cost.
     """
     hosted = np.asarray(hosts, bool)

@@ -79,7 +79,7 @@ def placed_work(
     The replicas of an expert get equal shares of the tokens that each source rank has for it.
 
     Args:
-        workload: [..., G, E] tokens by source rank and expert, or [..., E], if all ranks have the same.
+        workload: [..., G, E] tokens by source rank and expert, or [..., E] if all ranks have the same tokens.
         hosts: bool[..., E, G], by `hosts_of`.
     """
     tokens = np.asarray(workload, np.float64)

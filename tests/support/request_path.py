@@ -54,7 +54,7 @@ def request_context(method: str = "completions", **fields: Any) -> RequestContex
 
 
 def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
-    """Return engines of which the replica gives `answer`, and all others give `others`."""
+    """Return engines of which this replica answers by `answer`, and every other replica by `others`."""
     return lambda sent: (answer if sent.replica == replica else others)(sent)
 
 

@@ -45,7 +45,7 @@ class ParallelLayer:
 
     Args:
         products: computes this rank's slots.
-        placement: int[P], the logical expert in each slot, rank-major; ValueError as `slots_of`.
+        placement: int[P], the logical expert in each slot, rank-major; `slots_of` checks it.
         route: the serving rank of each (token, expert) pair; the same function on every rank.
         on_exchange: called after each exchange of `run_exchanged`, whose parts it counts as one message.
     """

@@ -2,8 +2,8 @@
 
 Tensor-parallel ranks all have all tokens, so an expert has the same price on every rank, and DIRECTOR's
 workload by rank has no effect. Data-parallel ranks have tokens of their own. There `proactive, by rank` adds
-the price of sending them, as the paper does. Our engines gather all tokens on all ranks, so a step lacks what
-it saves: messages of an all-to-all, which are counted.
+the price of sending them, as the paper does. Our engines gather all tokens on all ranks, so they send no
+messages of an all-to-all, which this would save. Those messages are counted instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def migration_planners(
 
     Args:
         slots: slots of a layer.
-        token_bytes: bytes that a token sends to another rank; None: the ranks all have all tokens.
+        token_bytes: bytes that a token sends to another rank; None: all ranks have all tokens.
     """
 
     def offline(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:

@@ -143,7 +143,7 @@ def start_rows(
 def _split_steps(trial: dict[str, Any], slices: int) -> dict[str, Any]:
     """Return the trial with its medians over the steps during and after a migration of so many slices.
 
-    The first slice follows the first step, so as many steps end before the placement holds.
+    The first slice follows the first step, so as many steps as slices end before the placement holds.
     """
     steps_ms, first = np.array(trial["steps_ms"]), max(slices, SKIPPED_STEPS + 1)
     during_ms = float(np.median(steps_ms[SKIPPED_STEPS:first]))

@@ -131,7 +131,7 @@ class ReplayEngine:
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
         """Run one step, and return outputs, seconds on the engine's clock, and the newly complete records.
 
-        On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
+        On a GPU these include records of previous steps. A record has the number of its step in "step", and
         that step's time, s, in "took".
         """
         self._records.clear()

@@ -54,7 +54,7 @@ _FIT_BATCHES = (2, 10, 24, 40)
 
 
 def fit_batches(requests: int) -> list[int]:
-    """Return batch sizes that sum to a quarter of the requests. Few requests give smaller and fewer ones."""
+    """Return batch sizes that sum to a quarter of the requests. Few requests give fewer, smaller batches."""
     ends = np.rint(np.cumsum(_FIT_BATCHES) / sum(_FIT_BATCHES) * (requests // 4))
     return [int(size) for size in np.diff(ends, prepend=0) if size]
 

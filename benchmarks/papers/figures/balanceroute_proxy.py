@@ -2,9 +2,9 @@
 
 In both, prefilled requests wait for a free slot in one queue, from which BR-H chooses, a prompt's KV stays on
 its prefill worker until the hand-over, and a prefill worker gets no new prompt while its KV usage is above a
-threshold. They differ in how long a request may wait for a prefill worker and then in the queue: in the
-paper without a bound (the TTL of its pool is not stated), here at most the defaults of `path`. Refused and
-expired requests are not sent again.
+threshold. They differ in how long a request may wait for a prefill worker and then in the queue. The paper's
+waits have no bound (the TTL of its pool is not stated). The waits here end after the defaults of `path`.
+Refused and expired requests are not sent again.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def peers(**options: object) -> str:
 def test_bad_input_is_reported_in_one_sentence() -> None:
     assert "nobody" in peers(systems="nobody")
     assert "can be up at a time" in peers(systems="eldr,eldr-proxy", turns=2)
-    assert "no-router spin" in peers(systems="eldr,no-router", turns=2)
+    assert "leave out no-router" in peers(systems="eldr,no-router", turns=2)
     latency = partial(command, "benchmarks.engine.moe_layer_latency")
     assert "--batches must be comma-separated positive numbers, got 'x'" in sentence(latency(batches="x"))
     assert "--active must be" in sentence(latency(active="0"))

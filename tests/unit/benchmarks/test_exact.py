@@ -1,14 +1,19 @@
 """Comparison of engine reports with the choices of tokens."""
 
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.engine import exact_counts
+from benchmarks.lib import tiny_model
 from benchmarks.lib.exact import ComparedCells, compare_with_reference, compare_with_report
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.experts.signature import pack_counts
+from tests.support.in_process import command
 
 LAYERS, EXPERTS, TOP_K, PROMPT, TOKENS = 2, 8, 2, 5, 4
 
@@ -82,3 +87,27 @@ def test_steps_that_only_one_engine_has_differ(report: dict[str, Any]) -> None:
     missing = shorter["steps"].pop()
     assert differ(compare_with_report(report, shorter)) == differ(compare_with_report(shorter, report))
     assert differ(compare_with_report(report, shorter)) == [{}, {"step": 2 + len(missing["active_by_layer"])}]
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_the_command_publishes_and_then_fails_if_anything_differs(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report: dict[str, Any] = dict.fromkeys(
+        ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
+    )
+    equal, other = ComparedCells(), ComparedCells()
+    other.compared["token"], other.differ["token"] = 9, tokens
+    results = {
+        "_serve": report | {"records": []},
+        "reference": None,
+        "compare_with_reference": [equal],
+        "compare_with_report": [equal, other],
+    }
+    for name, result in results.items():
+        monkeypatch.setattr(exact_counts, name, lambda *_, result=result: result)
+    monkeypatch.setattr(tiny_model, "make", lambda *_: None)
+    done = command("benchmarks.engine.exact_counts", out=tmp_path / "exact.json")
+    assert done.exit_code == (1 if tokens else 0)
+    assert done.stderr.startswith("token_differ must be 0" if tokens else "")
+    assert json.loads((tmp_path / "exact.json").read_text())["rows"][-1]["token_differ"] == tokens
