@@ -175,7 +175,7 @@ class Placer:
             for excluded, successive in groupby(waiting, self.workers.excluded_for):
                 if excluded in full:
                     continue
-                group, loads = list(successive), self.workers.loads_without(*excluded)
+                group, loads = list(successive), self.workers.loads_avoiding(*excluded)
                 decisions = self._policy.dispatch([lease.request for lease in group], loads, self._rng)
                 new_leases += [self._assign(group[index], decision, loads) for index, decision in decisions]
                 if len(decisions) < len(group):

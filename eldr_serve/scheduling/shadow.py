@@ -263,7 +263,9 @@ class _PlacedRequests:
         self._activation.on_finished(request_id)
 
     def loads(self, available: NDArray[np.bool_]) -> Loads:
-        return self._ledger.loads(self._ledger.assign_rows(range(len(available))), available)
+        positions = range(len(available))
+        self._ledger.name_workers(positions)
+        return self._ledger.loads(self._ledger.rows_of(positions), available)
 
     def seconds(self, cost: StepCost, num_workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""

@@ -198,7 +198,7 @@ MUTATIONS = (
     Mutation(
         "an ingress that is lost for good is not dropped",
         "eldr_serve.router.ingress_calls",
-        "asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)",
+        "asyncio.get_running_loop().call_later(self._grace_s, self._drop_ingress, subscription)",
     ),
     Mutation(
         "the router still reads a connection that its ingress has left",
@@ -270,7 +270,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the usage of tenants is not sent to other ingresses",
-        "eldr_serve.limits.shared_limits",
+        "eldr_serve.limits.tenants",
         "return {name: item[1] for name, item in self._usage.items() if name != ingress}",
         "return {}",
     ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.channel import Call
 from eldr_serve.engine.calls import expert_counts_of
+from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.prefill.kv_release import KvRelease
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
@@ -62,6 +63,13 @@ class Prompt:
         Args:
             reader: the decode call, if there was one.
         """
+
+
+class PrefillStep(Protocol):
+    """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
+
+    async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
+        """Return the prompt, ready for placement."""
 
 
 class UncomputedPrompt(Prompt):
