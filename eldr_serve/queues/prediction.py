@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 WINDOW_S = 60.0  # older errors are dropped, except the newest _MIN_ERRORS
 _MAX_ERRORS = 512
 _MIN_ERRORS = 8  # with fewer errors there is no margin; the newest ones count at any age
-_MAX_NEAREST = 80  # errors that a margin is taken from, those at the nearest loads
+_MAX_NEAREST = 80  # number of errors from which a margin is taken, those at the nearest loads
 # Share of requests whose latency is to be within prediction and margin, so that 95 % meet both latencies.
 _COVERED_SHARE = 0.975
 
@@ -38,8 +38,8 @@ class PredictionAccuracy:
     """Accuracy of the predictions of one latency, by the load at which they were made.
 
     Since predictions for a busy service err more, a single margin would let errors made under overload cause
-    refusals even when the service is idle. So a margin is taken from requests at similar loads, and errors at
-    a higher load are reduced in proportion to it.
+    refusals even when the service is idle. A margin is therefore taken from requests at similar loads, and
+    errors at a higher load are reduced in proportion to that load.
 
     Args:
         clock: returns the time, s.

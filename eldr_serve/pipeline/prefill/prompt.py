@@ -80,9 +80,9 @@ class HeldPrompt(Prompt):
     """A prompt whose KV blocks a prefill replica holds for one decode call.
 
     When an engine has read the blocks, the prefill engine reuses them at once, so no second call may name
-    them. Nor may they be freed while the first call may still read them, since the decode engine would keep
-    wrong data in its prefix cache.
-    An engine whose channel is lost may be alive; then the blocks are freed when their lease ends.
+    them. They must not be freed while the first call may still read them, because the decode engine would
+    keep wrong data in its prefix cache. An engine whose channel is lost may be alive; then the blocks are
+    freed when their lease ends.
 
     Args:
         request_id: id of the prefill call.

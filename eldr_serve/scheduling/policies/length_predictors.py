@@ -241,7 +241,7 @@ class Oracle:
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
     ) -> EndPrediction:
         length = np.array([self._output_tokens.get(key or "", -1) for key in keys], np.float64)
-        # For an end beyond the horizon mu is beyond it too, and the caller clips it.
+        # mu exceeds the horizon if the end is beyond it; the caller clips mu.
         return (length >= 0).astype(np.float64), np.maximum(length - ages, 0.0)
 
 
