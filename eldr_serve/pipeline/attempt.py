@@ -11,8 +11,7 @@ from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.decode.decode_step import DecodeStep
 from eldr_serve.pipeline.decode.leased_decode import LeasedDecode
 from eldr_serve.pipeline.decode.placement_step import PlacementStep
-from eldr_serve.pipeline.prefill.prefill_step import PrefillStep
-from eldr_serve.pipeline.prefill.prompt import Prompt, UncomputedPrompt
+from eldr_serve.pipeline.prefill.prompt import PrefillStep, Prompt, UncomputedPrompt
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 
 

@@ -21,7 +21,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill.kv_release import KvRelease
 from eldr_serve.pipeline.prefill.local_prefill import LocalPrefill
-from eldr_serve.pipeline.prefill.prefill_step import PrefillStep
+from eldr_serve.pipeline.prefill.prompt import PrefillStep
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.prefill.split_prefill import SplitPrefill
 from eldr_serve.pipeline.prefill.whole_prefill import WholePrefill

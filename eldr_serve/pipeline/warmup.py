@@ -1,8 +1,8 @@
 """Warm-up requests for each prefill-decode pair, or each whole replica, before clients are served.
 
-Otherwise the first request would wait for NIXL's handshake, and all requests for the compilation of vLLM's
-samplers, which blocks a decode engine for seconds: samplers for log-probabilities, for one request and for
-several.
+Otherwise the first request would wait for NIXL's handshake. All requests would wait for the compilation of
+vLLM's samplers, which blocks a decode engine for seconds. There are samplers for log-probabilities, for one
+request and for several.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Warmup:
     def not_ready_reason(self) -> str | None:
         """Return why the service is not ready, one sentence; None if it is.
 
-        At first all pairs must be warm, or one pair for some time, since an engine that stays cold must not
-        keep the others from serving. Later one warm decode engine is enough: new engines are warmed up during
-        traffic, and decode engines prefill requests if no prefill engine is warm.
+        At first all pairs must be warm, or one pair must have been warm for some time, since an engine that
+        stays cold must not keep the others from serving. Later one warm decode engine is enough: new engines
+        are warmed up during traffic, and decode engines prefill requests if no prefill engine is warm.
         """
         if self._all_were_warm or self._has_waited_for_cold_pairs:
             is_up = not self._warm_workers.isdisjoint(self._fleets.decode.live_workers)

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-WINDOW_S = 60.0  # older errors count only as long as there are too few newer ones
+WINDOW_S = 60.0  # older errors are dropped, except the newest _MIN_ERRORS
 _MAX_ERRORS = 512
 _MIN_ERRORS = 8  # with fewer errors there is no margin; the newest ones count at any age
-_MAX_NEAREST = 80  # errors that a margin is taken from, those at the nearest loads
+_MAX_NEAREST = 80  # number of errors from which a margin is taken, those at the nearest loads
 # Share of requests whose latency is to be within prediction and margin, so that 95 % meet both latencies.
 _COVERED_SHARE = 0.975
 
@@ -38,8 +38,8 @@ class PredictionAccuracy:
     """Accuracy of the predictions of one latency, by the load at which they were made.
 
     Since predictions for a busy service err more, a single margin would let errors made under overload cause
-    refusals even when the service is idle. So a margin is taken from requests at similar loads, and errors at
-    a higher load are reduced in proportion to it.
+    refusals even when the service is idle. A margin is therefore taken from requests at similar loads, and
+    errors at a higher load are reduced in proportion to that load.
 
     Args:
         clock: returns the time, s.
@@ -109,17 +109,26 @@ class ConcurrencyMeter:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.running = 0
         self._clock = clock
-        self._changed_at_s = 0.0
-        self._request_s = 0.0  # integral of running requests over time, up to `_changed_at_s`
+        self._advanced_at_s = 0.0
+        self._request_s = 0.0  # integral of running requests over time, up to `_advanced_at_s`
 
-    def add(self, requests: int) -> float:
-        """Add requests that start, or subtract those that end; return the mark of this moment for `mean`."""
-        now_s = self._clock()
-        self._request_s += self.running * (now_s - self._changed_at_s)
-        self._changed_at_s = now_s
-        self.running += requests
+    def start(self) -> float:
+        """Count a request that starts; return the mark of this moment for `mean`."""
+        self._advance()
+        self.running += 1
         return self._request_s
+
+    def end(self) -> None:
+        """Count a request that ends."""
+        self._advance()
+        self.running -= 1
 
     def mean(self, mark: float, seconds: float) -> float:
         """Return the mean number of running requests in the seconds since a mark."""
-        return (self.add(0) - mark) / seconds if seconds > 0 else float(self.running)
+        self._advance()
+        return (self._request_s - mark) / seconds if seconds > 0 else float(self.running)
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        self._request_s += self.running * (now_s - self._advanced_at_s)
+        self._advanced_at_s = now_s

@@ -17,8 +17,7 @@ from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition
 from eldr_serve.errors import SwapRefusedError, one_line_message
-from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Usage
+from eldr_serve.limits.tenants import SharedLimits, Usage
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised

@@ -13,7 +13,7 @@ from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
 from eldr_serve.scheduling import PlacementRequest
-from eldr_serve.scheduling.cached_share import CachedShare
+from eldr_serve.scheduling.decode_loads import CachedShare
 from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.types import Lease, LeaseState
 

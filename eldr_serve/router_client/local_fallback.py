@@ -50,7 +50,8 @@ class LocalFallback:
         candidates = [name for name in workers if name not in lease.request.exclude] or list(workers)
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)
-        in_flight = self._ledger.loads(self._ledger.assign_rows(candidates)).in_flight
+        self._ledger.name_workers(candidates)
+        in_flight = self._ledger.loads(self._ledger.rows_of(candidates)).in_flight
         lease.become(LeaseState.GRANTED)
         least_loaded = np.flatnonzero(in_flight == in_flight.min())
         lease.worker, lease.position = candidates[int(random.choice(least_loaded))], -1

@@ -1,6 +1,6 @@
 """Expected activation of experts in a decode step of each worker.
 
-A request's activation is stored in one byte per expert and layer, its levels, so that thousands of running
+A request's activation is stored as levels, one byte per expert and layer, so that thousands of running
 requests need little memory.
 """
 

@@ -55,8 +55,8 @@ class DecodeQueue:
         """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
 
         Every request has a deadline, so every request has its turn. Without an objective, or if the first
-        token is late already, the deadline is `patience_s` after the arrival. So requests without objectives
-        are in the order of arrival.
+        token is late already, the deadline is `patience_s` after the arrival. Requests without objectives are
+        therefore in the order of arrival.
 
         Args:
             running: leases of the requests that hold a worker; they count towards their tenants' shares.

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class GuardedPolicy:
     """A policy with a fallback: if it fails, the worker with the fewest requests is chosen ("policy-error").
 
-    If a notification fails, the policy misses that event; others are not affected.
+    If a notification fails, the policy misses that event; other events are not affected.
 
     Args:
         on_policy_error: callback for each exception; may raise it again.

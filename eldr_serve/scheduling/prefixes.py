@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _DEFAULT_BLOCKS = 4096  # capacity of a worker that has not reported it
-_MAX_EXPECTED_BLOCKS = 2**16  # limit of a worker's blocks that no engine has reported, some 8 MB
+_MAX_EXPECTED_BLOCKS = 2**16  # limit of a worker's blocks that no engine has reported, about 8 MB
 _HASH_BYTES = 8
-_UNCONFIRMED_REPORTS = 60  # a prompt is forgotten if so many reports do not contain it
+_UNCONFIRMED_REPORTS = 60  # a prompt is forgotten after so many reports without its blocks
 
 
 def first_parent(salt: str) -> bytes:
@@ -61,7 +61,7 @@ def prompt_blocks(
 
     Args:
         token_ids: uint32[T].
-        block_tokens: block size of the engines' KV cache; 0 without prefix caching gives no blocks.
+        block_tokens: block size of the engines' KV cache; 0 without prefix caching, which gives no blocks.
         salt: the request's `cache_salt`; prompts with different salts share no blocks.
         exact: see PromptBlocks.
     """
@@ -89,7 +89,8 @@ class BlockChanges:
 
     Attributes:
         added: ids of blocks that are cached now.
-        removed: ids of blocks that are not cached now, including some that were added and removed since.
+        removed: ids of blocks that are not cached now, including some that were added and removed
+            since the last report.
         full: `added` has all cached blocks, and earlier reports do not count.
     """
 
@@ -241,8 +242,8 @@ class ReportedCache:
     def apply(self, changes: BlockChanges) -> None:
         """Apply a report of the engine.
 
-        If a prompt was placed since the last report, the engine will compute its removed blocks again: it has
-        evicted them before it got the prompt, since it evicts no block of a running request.
+        If a prompt was placed since the last report, the engine will compute the prompt's removed blocks
+        again. It evicted them before it got the prompt, because it evicts no block of a running request.
         """
         added, removed = (
             set(np.frombuffer(ids, np.uint64).tolist()) for ids in (changes.added, changes.removed)

@@ -27,7 +27,7 @@ class PlacementRequest:
         resumed_tokens: number of an answer's tokens that the counts include, because it is resumed.
         domain: kind of request, as the client named it in x-eldr-domain; None if it named none.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
-            caller has scored the counts. It may then omit the counts.
+            caller has scored the counts, which it may then omit.
         labels: values of the `x-eldr-label-NAME` headers, by name, for policies outside this project.
         adapter: LoRA adapter of the request; "" for the base model.
         prompt_key: key that is equal for equal prompts; None if unknown.
@@ -100,8 +100,8 @@ _NEXT = {
 class Lease:
     """A request's lease of a decode worker: requested, perhaps queued, granted, ended.
 
-    The router and its ingress each have a copy. The ingress uses it for its call to the decode engine. The
-    router fills three more fields, which it does not send: `ingress`, `queued_at_s` and
+    The router and its ingress each have a copy. The ingress uses its copy for the call to the decode engine.
+    The router fills three more fields, which it does not send: `ingress`, `queued_at_s` and
     `first_token_deadline_s`.
 
     Attributes:

@@ -54,7 +54,8 @@ class WorkerSet:
         if changed:
             self.names = list(names)
             self.positions = {name: position for position, name in enumerate(names) if name is not None}
-            self._ledger_rows = self._ledger.assign_rows(names)
+            self._ledger.name_workers(names)
+            self._ledger_rows = self._ledger.rows_of(names)
             self.prefixes.keep_only(self.positions)
             self._adapters.keep_only(self.positions)
         self.available = np.array([name is not None and name not in draining for name in names], bool)
@@ -84,15 +85,15 @@ class WorkerSet:
     def loads_for(self, lease: Lease) -> Loads:
         """Return the loads for a request, and its prompt's cached tokens."""
         request = lease.request
-        loads = self.loads_without(*self.excluded_for(lease))
+        loads = self.loads_avoiding(*self.excluded_for(lease))
         if request.adapter:
             loads = replace(loads, lacks_adapter=self._adapters.lacks_adapter(self.names, request.adapter))
         if request.blocks is None:
             return loads
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self.names, request.blocks))
 
-    def loads_without(self, *groups: Collection[str]) -> Loads:
-        """Return the loads without the first group whose exclusion leaves a worker, or else all loads."""
+    def loads_avoiding(self, *groups: Collection[str]) -> Loads:
+        """Return the loads without the first of these groups that leaves a worker; all loads if none does."""
         for workers in groups:
             loads = self.loads(workers)
             if loads.available.any():

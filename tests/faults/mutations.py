@@ -270,7 +270,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the usage of tenants is not sent to other ingresses",
-        "eldr_serve.limits.shared_limits",
+        "eldr_serve.limits.tenants",
         "return {name: item[1] for name, item in self._usage.items() if name != ingress}",
         "return {}",
     ),

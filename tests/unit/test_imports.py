@@ -31,6 +31,7 @@ def _is_within(name: str, *parts: str) -> bool:
 PARTS = (
     "eldr_serve.arrays",
     "eldr_serve.errors",
+    "eldr_serve.import_path",
     "eldr_serve.objective",
     "eldr_serve.files",
     "eldr_serve.data_root",

@@ -35,7 +35,7 @@ class AdmissionResult:
     late_workers: tuple[str, ...] = ()
 
     def timely_workers(self, workers: list[str]) -> list[str]:
-        """Return the workers that are not late, or all of them if all are."""
+        """Return the workers that are not late, or all workers if all are late."""
         return [name for name in workers if name not in self.late_workers] or workers
 
 
@@ -127,8 +127,8 @@ class LatencyAdmission:
     ) -> None:
         """Refuse the request, or return without an error if it is admitted as a trial.
 
-        If even an idle engine is predicted to miss the objective, one request is admitted once none has been
-        measured for _TRIAL_S, because without measurements the prediction would never change.
+        If even an idle engine is predicted to miss the objective, one request is admitted after _TRIAL_S
+        without a measurement, because without measurements the prediction would never change.
 
         Raises:
             OverloadedError: with the time after which the objective could be met.

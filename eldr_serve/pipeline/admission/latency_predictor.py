@@ -175,8 +175,8 @@ class LatencyPredictor:
     ) -> dict[str, float]:
         """Return the delay after which the TPOT at each decode worker meets a bound, s.
 
-        After the delay, so many of the worker's requests have ended that a step is short enough. The delay is
-        inf if even a request that runs alone exceeds the bound.
+        After the delay, enough of the worker's requests have ended for a step to be short enough. The delay
+        is inf if even a request that runs alone exceeds the bound.
 
         Args:
             num_returning: number of refused requests that return before this one.
@@ -209,5 +209,5 @@ class LatencyPredictor:
 
 
 def late_names(delays: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the workers at which the objective could only be met after a delay."""
+    """Return the workers at which the objective could be met only after a delay."""
     return tuple(name for name, delay_s in delays.items() if delay_s)

@@ -49,13 +49,13 @@ class PredictionRecorder:
     @contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:
         """Measure a request; record the latencies of an answer that was predicted."""
-        mark, started_at_s = self._concurrency.add(1), self._clock()
+        mark, started_at_s = self._concurrency.start(), self._clock()
         running = self._concurrency.running
         try:
             yield
             self._record(context, self._concurrency.mean(mark, self._clock() - started_at_s) / running)
         finally:
-            self._concurrency.add(-1)
+            self._concurrency.end()
             if context.lease is not None:
                 self._ends.record_departure(empty=not self._concurrency.running)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from eldr_serve.errors import one_line_message
 
@@ -29,8 +28,10 @@ class DecodeFailedError(Exception):
         suspect_replica: the prefill replica whose blocks may be at fault; "" if there is none.
     """
 
-    def __init__(self, reason: Any, worker: str, *, has_begun: bool, suspect_replica: str) -> None:
-        super().__init__(f"{reason}")
+    def __init__(
+        self, reason: str | Exception, worker: str, *, has_begun: bool, suspect_replica: str
+    ) -> None:
+        super().__init__(str(reason))
         self.worker = worker
         self.has_begun = has_begun
         self.suspect_replica = suspect_replica

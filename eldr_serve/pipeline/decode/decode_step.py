@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import msgspec
 
@@ -174,7 +173,9 @@ def _raise_unless_complete(
         raise _decode_failure(error, leased_decode, suspects_prefill=suspects_prefill) from error
 
 
-def _decode_failure(reason: Any, leased_decode: LeasedDecode, *, suspects_prefill: bool) -> DecodeFailedError:
+def _decode_failure(
+    reason: str | Exception, leased_decode: LeasedDecode, *, suspects_prefill: bool
+) -> DecodeFailedError:
     suspect = leased_decode.prompt.prefill_replica if suspects_prefill else ""
     return DecodeFailedError(
         reason, leased_decode.worker, has_begun=leased_decode.has_begun, suspect_replica=suspect

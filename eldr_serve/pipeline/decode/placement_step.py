@@ -75,7 +75,7 @@ class PlacementStep:
 
     async def place(self, context: RequestContext, prompt: Prompt) -> Lease:
         """Return a lease of a worker; raise OverloadedError if no engine can take the request."""
-        if context.answer.num_tokens:  # it would be lost if all engines have left during its last prefill
+        if context.answer.num_tokens:  # it would be lost if all engines had left during its last prefill
             await self.wait_for_decode()
         client_request, prompt_ids = context.request, context.prompt_ids
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers

@@ -50,7 +50,7 @@ class SplitPrefill:
         counters: counters of the ingress.
         kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
         stage_latencies: latencies of the prefill stage.
-        tokenizer: tokenises prompts that decode engines prefill; None: these have no known token ids.
+        tokenizer: tokenises prompts that decode engines prefill; None: their token ids are unknown.
 
     Attributes:
         local_prefill: chooses the prompts that decode engines compute.
@@ -209,8 +209,8 @@ class SplitPrefill:
     async def _wait_for_kv_room(self, context: RequestContext, num_tokens: float) -> bool:
         """Wait until a prefill replica has room; return False if a decode engine must prefill the prompt.
 
-        That is so while no prefill replica can be reached; requests then proceed in order of arrival, at a
-        limited rate.
+        A decode engine must prefill the prompt while no prefill replica can be reached. Requests then proceed
+        in order of arrival, at a limited rate.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._options.replica_wait_s
@@ -238,7 +238,7 @@ class SplitPrefill:
         self, context: RequestContext, num_tokens: float, is_reachable: bool
     ) -> OverloadedError:
         """Return the error of a request for which no engine had room in time."""
-        if not context.answer.num_tokens:  # otherwise it continues on a decode engine
+        if not context.answer.num_tokens:  # otherwise the answer continues on a decode engine
             self._counters.count(IngressEvent.REFUSED_PREFILL_FULL)
         if not is_reachable:
             return OverloadedError("no prefill replica can be reached")

@@ -92,9 +92,9 @@ class MarginalCost(Policy):
     2. Prefill, only on whole replicas: prompt tokens that the worker's prefix cache lacks delay the other
        requests, and the new request also waits for earlier prompts. This time is divided by the number of
        steps of the new request: the mean length of recent answers or, if less, the request's token limit.
-       The time in which a worker loads the request's LoRA adapter, if it lacks it, counts in the same way.
+       If the worker lacks the request's LoRA adapter, the time to load the adapter counts in the same way.
     3. Tail: with `tail_power` above 1, both costs are multiplied by a factor above 1 if the worker's step
-       would be slow compared with the median, or its batch large compared with the mean.
+       would be slow compared with the median, or if its batch would be large compared with the mean.
 
     Since data-parallel ranks wait for each other in every step (see StepBarrier), the step, the requests, the
     active experts and the profile are taken from the whole replica. Within the replica the request goes to
@@ -208,7 +208,7 @@ class MarginalCost(Policy):
         else:
             requests = self._barrier.reduce_over_ranks(np.add, loads.in_flight)[positions]
             decode, step_s = self._barrier.added_seconds(self.cost, positions, loads, active, **more)
-        uncached = np.full(len(positions), 0 if request.blocks is None else tokens)  # None: it is prefilled
+        uncached = np.full(len(positions), 0 if request.blocks is None else tokens)  # None: prefilled already
         if loads.cached_tokens is not None:
             uncached = np.maximum(uncached - loads.cached_tokens[positions], 0)
         pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[positions]

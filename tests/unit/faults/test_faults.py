@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Tenants
+from eldr_serve.limits.tenants import SharedLimits, Tenants
 from eldr_serve.pipeline.prefill.split_prefill import SplitPrefill
 from eldr_serve.router.leases import Leases
 from eldr_serve.router_client.client import RouterClient

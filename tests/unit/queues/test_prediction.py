@@ -77,12 +77,12 @@ def test_after_a_burst_an_idle_service_admits_again() -> None:
 
 def test_mean_concurrency_over_the_time_of_a_request() -> None:
     concurrency = ConcurrencyMeter(clock := Clock())
-    first = concurrency.add(1)
+    first = concurrency.start()
     clock.now += 2.0
-    second = concurrency.add(1)
+    second = concurrency.start()
     clock.now += 2.0
     assert concurrency.mean(first, 4.0) == pytest.approx(1.5)
     assert concurrency.mean(second, 2.0) == pytest.approx(2.0)
-    concurrency.add(-1)
+    concurrency.end()
     assert concurrency.running == 1
-    assert concurrency.mean(concurrency.add(0), 0.0) == 1.0
+    assert concurrency.mean(concurrency.start(), 0.0) == 2.0
