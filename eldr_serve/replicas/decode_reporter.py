@@ -11,7 +11,7 @@ from typing import Any
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.engine.protocol import Engine
 from eldr_serve.scheduling.cost import StepAnswer, StepSums
 from eldr_serve.scheduling.worker_names import worker_names

@@ -10,7 +10,7 @@ import msgspec
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.engine.protocol import MovesExperts
 from eldr_serve.errors import RequestRefusedError

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.signatures.settings import pool_actor_name
 

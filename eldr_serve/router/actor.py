@@ -12,8 +12,8 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
+from eldr_serve.actors import start_actor
 from eldr_serve.channel import ChannelServer, Reply
-from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition
 from eldr_serve.errors import SwapRefusedError, one_line_message

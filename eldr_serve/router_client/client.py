@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.channel import CallFailedError, OpenCall
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
