@@ -200,7 +200,11 @@ class IngressCalls:
         message: Place = _decode_place(body)
         call = _PlaceCall(self, self._by_peer[reply.peer].ingress, reply, message.request.request_id)
         self.place_calls[message.request.request_id] = call
-        call.place(message)
+        try:
+            call.place(message)
+        except Exception:  # the ingress gets a FAIL frame, and will not close the call
+            call.on_close(0)
+            raise
         return call
 
 
