@@ -282,7 +282,7 @@ class DecodeServer(EngineServer):
                 send = stack.enter_context(_measure_prompt(meter, request.tokens_to_compute, send))
             # A sample covers an answer from its first token.
             if _is_from_client(request) and not request.generated:
-                sampled = stack.enter_context(self._sampler.admit(request.id))
+                sampled = stack.enter_context(self._sampler.track(request.id))
                 request = msgspec.structs.replace(request, sampled=sampled)
             return await super().generate(request, send)
 
