@@ -65,7 +65,7 @@ class ExpertPlacementFollower:
                 replica = serve.get_replica_context().replica_id.unique_id
                 answer = await router.expert_placement_of_position.remote(replica, self._digest)
             except (ValueError, RayError) as error:  # the router is unavailable
-                if isinstance(error, ActorDiedError):  # it is permanent: a restarted actor keeps its handle
+                if isinstance(error, ActorDiedError):  # this is final: a restarted actor keeps its handle
                     router = None
                 logger.info("the position of this replica is unknown: %r", error)
                 continue

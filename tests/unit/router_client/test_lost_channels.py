@@ -188,6 +188,6 @@ async def test_unreadable_settings_are_logged_once_with_their_reason(
             assert client.router_unreachable
         await wait_until(lambda: not client.router_unreachable)
         reason = "the settings of DecodeRouter cannot be used: ValueError('a newer version')"
-        assert caplog.messages.count(f"{reason}; placing locally") == 1
+        assert caplog.messages.count(f"{reason}; local fallback places the requests") == 1
         assert "does not answer" not in caplog.text
         assert channel.closed.result() == reason
