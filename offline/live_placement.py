@@ -23,7 +23,7 @@ import typer
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.commands.client import OperatorClient, ServiceError
 from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError, one_line_message

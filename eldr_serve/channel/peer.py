@@ -128,8 +128,8 @@ class Peer(asyncio.Protocol, ABC):
             self.abort(TimeoutError(f"silent for {self._silent_s:g} s"))
             return
         self.send(self.ping())
-        # Tick no later than the deadline. Schedule it by absolute time: rounding could shrink a delay to 0
-        # forever.
+        # Tick no later than the deadline. Schedule the tick by absolute time: rounding could shrink each
+        # further delay to 0.
         self._tick_at(min(now_s + PING_S, lost_at_s))
 
     def _tick_at(self, due_at_s: float) -> None:

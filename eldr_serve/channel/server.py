@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 5.0
 _LINGER_S = 0.25  # a draining server waits this long for frames that are still in transit
 _MAX_UNSENT_BYTES = 64 * 2**20
-SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
+SILENT_S = 10.0  # an ingress under load may be late; a dead ingress is detected by its closed connection
 
 
 class Reply:
@@ -64,7 +64,7 @@ class Reply:
 
 # Handles a call, given its method, header and body, and sends its reply.
 Handler = Callable[[str, dict[str, Any], bytes, Reply], Awaitable[None]]
-# Returns the HTTP status and the body of the response to a call of a method that failed with an exception.
+# Returns the HTTP status and the body of the response to a failed call, given its method and exception.
 ErrorResponse = Callable[[str, Exception], tuple[int, bytes]]
 
 
@@ -81,7 +81,7 @@ class OpenCallHandler(Protocol):
         """Process the loss of the connection."""
 
 
-# Begins an open call, given its body; raises an exception if it is refused.
+# Begins an open call, given its body; raises an exception to refuse the call.
 OpenMethod = Callable[[bytes, Reply], OpenCallHandler]
 
 
@@ -171,7 +171,8 @@ class ChannelServer:
     async def drain(self) -> None:
         """Refuse further connections, leave, and wait for the open calls.
 
-        Also wait for calls that peers sent before they learnt of it, and for the last replies to arrive.
+        Also wait for calls that peers sent before they learnt of the drain, and for the last replies to
+        arrive.
         """
         if self._server is not None:
             self._server.close()
@@ -279,7 +280,7 @@ class ServerConnection(Peer):
             if call in self._open_calls:
                 self._pass_note(self._open_calls[call], payload, tokens)
         else:
-            raise BrokenFrameError(f"a frame of kind {kind}")
+            raise BrokenFrameError(f"a frame of the unexpected kind {kind}")
 
     def _begin_call(self, call: int, payload: bytes) -> None:
         if call in self._calls or call in self._open_calls:

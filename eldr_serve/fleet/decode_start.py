@@ -56,9 +56,9 @@ class DecodeStartEstimator:
     def postpone_if_full(self, call: WaitingCall) -> float:
         """Postpone a call's expected start to now if other answers fill the worker, and return the start.
 
-        The call waits for a slot while its worker has more calls than slots and others may be generating,
-        whose tokens have a time limit. If no call has a token yet, only first tokens and ends of calls
-        postpone the start.
+        The call waits for a slot while its worker has more calls than slots and other calls may be
+        generating, whose tokens have a time limit. If no call has a token yet, only first tokens and ends
+        of calls postpone the start.
         """
         worker, num_waiting = call.worker, self._call_starts.num_waiting(call.worker)
         if self._has_waiting_calls(worker) and self._num_calls(worker) > num_waiting:

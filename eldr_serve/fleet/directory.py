@@ -1,7 +1,7 @@
 """Replicas known to the request routers of one process, for the ingress in the same process.
 
-Ray Serve runs request routers in their own thread inside the process that holds the handle. Since they are
-the first to get the live replicas, the ingress reads these here without a network call.
+Ray Serve runs request routers in their own thread inside the process that holds the handle. They are the
+first to get the live replicas, so the ingress reads the replicas here without a network call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ReplicaDirectory:
     """Replicas of one deployment as reported by Serve, with their metadata and newest status reports.
 
     If engines have data-parallel ranks (RANKS in their metadata), each rank is a worker (see worker_names);
-    else each replica is one.
+    otherwise each replica is a worker.
 
     Attributes:
         kv_usage: KV cache usage of the workers.
@@ -38,7 +38,7 @@ class ReplicaDirectory:
 
     @property
     def known_workers(self) -> tuple[str, ...]:
-        """Return the names of the workers of all replicas that Serve would send a request to now, sorted."""
+        """Return the names of the workers of all replicas to which Serve would now send a request, sorted."""
         return self._known_workers
 
     @property
@@ -65,7 +65,7 @@ class ReplicaDirectory:
         self.experts = {name: report[EXPERTS] for name, report in reports.items() if EXPERTS in report}
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Register a callback for changes of the set; it is called from any thread."""
+        """Register a callback for changes of the set; any thread may call it."""
         self._changed = changed
         changed()
 

@@ -47,7 +47,7 @@ class OutlierDetector:
         """Reset the record of the replica of a worker that has answered, unless the replica is ejected."""
         replica = replica_of(worker)
         record = self._records.get(replica)
-        # A success during an ejection is mostly that of a call that began before it.
+        # A success during an ejection mostly belongs to a call that began before the ejection.
         if record is not None and self._clock() >= record.ejected_until_s:
             del self._records[replica]
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.channel import CallFailedError, ChannelLostError
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import (
     BadRequestError,
     OverloadedError,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.fleet.directory import get_directory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints

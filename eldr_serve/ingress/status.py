@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder

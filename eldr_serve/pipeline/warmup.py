@@ -18,8 +18,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.channel import Call, CallFailedError, ChannelLostError
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.engine.calls import WARM_UP_ID_PREFIX, expert_counts_of, split_expert_counts, warm_up_body
 from eldr_serve.engine.methods import GENERATE, PREFILL, WAIT_FOR_COUNTS
 from eldr_serve.engine.protocol import EngineRequest

@@ -1,4 +1,4 @@
-"""The DecodeRouter actor: one per deployment, detached and named, a thin shell around RouterState."""
+"""The detached, named DecodeRouter actor of a deployment: a thin shell around RouterState."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
+from eldr_serve.actors import start_actor
 from eldr_serve.channel import ChannelServer, Reply
-from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition
 from eldr_serve.errors import SwapRefusedError, one_line_message
@@ -49,7 +49,7 @@ class DecodeRouter:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
         self._state = _new_state(settings)
-        self._state_fingerprint = settings.fingerprint  # of the settings that the state was built with
+        self._state_fingerprint = settings.fingerprint  # fingerprint of the settings that built the state
         self._expert_placements = settings.expert_placements
         self._pool.apply_settings(settings.pool)
         self._ingress_calls = IngressCalls(self._state, self._metrics, settings.ingress_timeout_s)
@@ -106,16 +106,16 @@ class DecodeRouter:
         )
 
     async def configure(self, settings: RouterSettings, live: LiveSettings | None = None) -> None:
-        """Apply the deployed settings of an ingress, which it sends to each process of this actor.
+        """Apply the deployed settings of an ingress, which sends them to each process of this actor.
 
         Ray restarts the actor with the settings of the first deployment. If the state was built with other
         settings, a new state begins, in which ingresses restore their leases. New deployed settings replace
-        the settings of operators, which ingresses would restore otherwise.
+        the settings of operators, which ingresses would otherwise restore.
 
         Args:
             live: newest live settings that the ingress knows. If they are based on other deployed settings, a
-                later deployment has replaced the ingress's, so nothing is changed. None: the ingress has just
-                started, so its deployed settings are the newest.
+                later deployment has replaced the ingress's settings, so nothing is changed. None: the ingress
+                has just started, so its deployed settings are the newest.
 
         Raises:
             SwapRefusedError: the settings are invalid; nothing was changed.
@@ -202,7 +202,7 @@ class DecodeRouter:
         return self._state.live_settings.swap_predictor(predictor, tokenizer)
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        """Record the usage of tenants at an ingress; return their usage at each other one."""
+        """Record the usage of tenants at an ingress; return their usage at each other ingress."""
         return self._limits.exchange(ingress, usage)
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
@@ -210,7 +210,7 @@ class DecodeRouter:
         return self._state.decode_loads(blocks)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
-        """Return the expert counts, unsigned[L,E], of the newest placed prompts, the newest last."""
+        """Return the expert counts, unsigned[L,E], of the newest placed prompts, oldest first."""
         return list(self._state.leases.recent_counts)
 
     async def pending_counts(self) -> list[NDArray[Any]]:
@@ -256,7 +256,7 @@ class DecodeRouter:
             if self._ingress_calls.has_ingresses:
                 self._connected_at_s = time.monotonic()
         await self._pool.end()
-        # exit_actor would end only this task, since it raises an exception.
+        # exit_actor raises an exception, which would end only this task.
         ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -1,7 +1,7 @@
 """The router's end of its ingresses' open calls: one subscription per ingress, one lease per request.
 
 Releases, and leases that ingresses hold already, are applied at once. Progress and requests for leases form a
-batch: they are collected during one iteration of the event loop, and applied together in the next.
+batch: they are collected during one iteration of the event loop, and applied together in the next iteration.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ class IngressCalls:
         return True
 
     def finish(self, request_id: str, tokens: int) -> None:
-        """End a request, with the number of tokens of its complete answer, or 0 if it is not complete."""
+        """End a request; `tokens` is the length of its complete answer, or 0 if it is incomplete."""
         self._generated_tokens.pop(request_id, None)
         self.state.leases.finish(request_id, tokens, is_complete=tokens > 0)
         self.schedule_batch()
 
     def end_subscription(self, subscription: _Subscription) -> None:
-        """End a subscription, and the ingress's leases too if it does not return in the grace period."""
+        """End a subscription; end the ingress's leases too unless it returns in the grace period."""
         if self._by_peer.get(subscription.reply.peer) is subscription:
             del self._by_peer[subscription.reply.peer]
             asyncio.get_running_loop().call_later(self._grace_s, self._drop_ingress, subscription)
@@ -137,7 +137,7 @@ class IngressCalls:
             logger.exception("the router cannot set the tokens of %d requests", len(generated_tokens))
         try:
             self.state.leases.place(pending)
-        except Exception:  # no request may wait for a broken router; its ingress places it
+        except Exception:  # no request may wait for a broken router, so ingresses place them
             logger.exception("the router cannot place %d requests", len(pending))
             has_failed = True
         if pending:
@@ -200,7 +200,11 @@ class IngressCalls:
         message: Place = _decode_place(body)
         call = _PlaceCall(self, self._by_peer[reply.peer].ingress, reply, message.request.request_id)
         self.place_calls[message.request.request_id] = call
-        call.place(message)
+        try:
+            call.place(message)
+        except Exception:  # the ingress gets a FAIL frame, and will not close the call
+            call.on_close(0)
+            raise
         return call
 
 

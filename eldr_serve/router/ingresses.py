@@ -41,7 +41,7 @@ class Ingresses:
         self.predictions: dict[str, dict[str, Any]] = {}
 
     def add_ingress(self, ingress: str, workers: tuple[str, ...] | None) -> None:
-        """Add an ingress, also one that has returned.
+        """Add a new ingress, or one that has returned.
 
         Args:
             workers: workers that the ingress can reach, which replace an earlier report; None: not known yet,

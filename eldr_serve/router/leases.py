@@ -92,7 +92,7 @@ class Leases:
         self._grant(self._placer.dispatch())
 
     def adopt_lease(self, lease: Lease) -> None:
-        """Add a lease that its ingress has made, or received from this actor before it was restarted."""
+        """Add a lease that its ingress has made, or received from this actor before a restart."""
         lease.request = self._check.remove_unusable_prediction(lease.request)
         current = self._placer.running.get(lease.request_id)
         new_counts = lease.request.expert_counts is not None and not lease.request.predicted
@@ -125,7 +125,7 @@ class Leases:
             lease.request = self._check.remove_unusable_prediction(lease.request)
 
     def finish(self, request_id: str, generated_tokens: int = 0, *, is_complete: bool = True) -> None:
-        """End a request's lease in any state; policies learn the length of its answer if it is complete."""
+        """End a request's lease in any state; policies learn the length of a complete answer."""
         self._placer.set_generated_tokens({request_id: generated_tokens})
         self._placer.finish(request_id, is_complete=is_complete)
 

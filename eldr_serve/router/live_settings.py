@@ -45,7 +45,7 @@ class LiveSettingsStore:
 
     Args:
         first: the settings to start with, which `check` has accepted.
-        table: their table.
+        table: the table of these settings.
         check: validation of further settings.
         counters: counters of the status, in which changes are counted.
         on_change: called with each change, to apply it.
@@ -123,8 +123,8 @@ class LiveSettingsStore:
     def restore(self, settings: LiveSettings) -> None:
         """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit.
 
-        Changes of a deployment count as newer than the deployment itself: in a restarted router, an ingress
-        that has just started may deploy it again before another ingress restores its changes.
+        Changes of a deployment count as newer than the deployment itself. In a restarted router, an ingress
+        that has just started may deploy it again before another ingress restores the changes.
         """
         current = self.current
         is_of_deployment = settings.deployed_fingerprint == current.deployed_fingerprint
@@ -176,5 +176,6 @@ class LiveSettingsStore:
 
 
 def _version_after(settings: LiveSettings) -> int:
-    # Milliseconds, so that settings made after a restart are newer than restored settings.
+    # The version is a time in milliseconds, so that settings made after a restart are newer than restored
+    # settings.
     return max(settings.version + 1, time.time_ns() // 1_000_000)

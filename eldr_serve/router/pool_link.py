@@ -32,7 +32,7 @@ class PoolLink:
         self._changing: asyncio.Task[None] | None = None
 
     def apply_settings(self, settings: PoolSettings | None) -> None:
-        """Start the pool with these settings in the background; stop actors beyond their number."""
+        """Start the pool with these settings in the background; stop surplus actors."""
         before, self._settings = self._settings, settings
         if settings == before:
             return

@@ -156,14 +156,14 @@ class RouterState:
     def expect_counts(self, num_layers: int, num_experts: int) -> None:
         """Set the shape that engines report; tables and predictors of other shapes are refused.
 
-        If the live table or predictor has another shape, discard it; also discard predictions of that shape.
+        Discard the live table, the live predictor and all predictions that have another shape.
         """
         self._check.shape = (num_layers, num_experts)
         self.leases.remove_unusable_predictions()
         self.live_settings.discard_unfit_artifacts()
 
     def swap_fitted_table(self, table: bytes, version: int, *, refit: bool) -> int | None:
-        """Swap in a table of the signature pool if this version is still live; return the new version.
+        """Swap in a table of the signature pool if table `version` is still live; return the new version.
 
         Return None if another table has become live in the meantime; that table is kept.
 
@@ -245,7 +245,7 @@ class RouterState:
         )
 
     def restore_from_ingress(self, message: Restore) -> None:
-        """Restore from an ingress what this actor knew before its restart, but no leases (`adopt_lease`).
+        """Restore from an ingress what this actor knew before its restart, except leases (see `adopt_lease`).
 
         All leases of the ingress that the message does not name have ended. Requests in the decode queue are
         not restored, since the ingress sends them again. A table or predictor that does not fit is discarded.

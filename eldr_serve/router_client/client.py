@@ -1,7 +1,7 @@
 """The client of the DecodeRouter actor in an ingress, which gets a lease for each request.
 
 docs/request_path.md describes a request's open `place` call and the states of its lease. If the router does
-not answer in time, the ingress closes the channel, and local fallback decides until there is another one.
+not answer in time, the ingress closes the channel, and local fallback decides until there is another channel.
 Frames arrive in order, so no late message contradicts a newer one.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.channel import CallFailedError, OpenCall
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
@@ -63,7 +63,7 @@ class RouterClient:
     Args:
         router_calls: calls to the actor.
         workers: see RouterSubscription.
-        timeout_s: maximum time for an answer of the actor, s; then local fallback decides.
+        timeout_s: maximum time for an answer of the actor, s; after that, local fallback decides.
         counters: counters of the ingress, which this client reports to the actor.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 
@@ -133,12 +133,12 @@ class RouterClient:
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
-        """Set the shape of the expert counts that prompts will have, also at the router."""
+        """Set the shape of the expert counts that prompts will have, here and at the router."""
         self.scorer.shape = (num_layers, num_experts)
         await self._subscription.send_shape()
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        """Exchange tenants' usage with the other ingresses; raise ConnectionError if the router cannot."""
+        """Exchange tenants' usage with other ingresses; raise ConnectionError if the router cannot answer."""
         try:
             return await self._subscription.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
         except ACTOR_UNAVAILABLE as error:
@@ -208,7 +208,8 @@ class RouterClient:
         Args:
             token_ids: uint32[n] from which the counts were predicted; None if they were not.
             counts: unsigned[L,E].
-            prompt_tokens: number of counted tokens, with a chat template's tokens, which `token_ids` lack.
+            prompt_tokens: number of counted tokens, including a chat template's tokens, which `token_ids`
+                lack.
         """
         if token_ids is not None:
             self.scorer.train(token_ids, counts, prompt_tokens)

@@ -25,7 +25,7 @@ class LocalFallback:
         self._ledger = LoadLedger()
 
     def add(self, lease: Lease) -> None:
-        """Count a lease on its worker instead of an earlier one."""
+        """Count a lease on its worker; it replaces an earlier lease of the request."""
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.set_generated_tokens(lease.request_id, lease.generated_tokens)
 

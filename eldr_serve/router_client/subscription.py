@@ -173,7 +173,7 @@ class RouterSubscription:
         is_of_settings = isinstance(error, _UnreadableSettingsError | SwapRefusedError)
         reason = str(error) if is_of_settings else f"DecodeRouter does not answer ({type(error).__name__})"
         if not self.unreachable or (is_of_settings and reason != self._logged_reason):
-            logger.warning("%s; placing locally", reason)
+            logger.warning("%s; local fallback places the requests", reason)
             self._logged_reason = reason
         if not self.unreachable:
             self._counters.count(IngressEvent.ROUTER_LOST)

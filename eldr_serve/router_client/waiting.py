@@ -35,7 +35,7 @@ class WaitingRequests:
 
     Args:
         timeout_s: maximum time for an answer, s.
-        on_late: called when the router has not answered for longer than that.
+        on_late: called when the router has not answered for longer than `timeout_s`.
         on_expired: called when a request is refused since no worker is free in time.
     """
 
@@ -116,7 +116,7 @@ class WaitingRequests:
             self._in_queue += 1
 
     def wait_again(self) -> None:
-        """Make all requests wait for an answer again, also the requests that were in the decode queue."""
+        """Make all requests wait for an answer again, including those that were in the decode queue."""
         now_s = asyncio.get_running_loop().time()
         for entry in self._waiting.values():
             if entry.lease.state is LeaseState.QUEUED:

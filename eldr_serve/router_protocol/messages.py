@@ -79,7 +79,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
 
 class Workers(msgspec.Struct, tag=True, frozen=True):
-    """The decode workers that the ingress can reach; a later list replaces it."""
+    """The decode workers that the ingress can reach; a later list replaces this one."""
 
     workers: tuple[str, ...]
 
@@ -89,7 +89,7 @@ class StreamLatencies(msgspec.Struct, frozen=True):
 
     Attributes:
         ttft_s: time to the first chunk, s.
-        tpot_s: mean time between tokens, s; None with fewer than two, or with several answers.
+        tpot_s: mean time between tokens, s; None with fewer than two tokens, or with several answers.
     """
 
     ttft_s: float
@@ -100,7 +100,7 @@ class IngressReport(msgspec.Struct, tag=True, frozen=True):
     """Counts of an ingress since its last report.
 
     Attributes:
-        events: increments of the status' counters.
+        events: increments of the status's counters.
         streams: streams that have ended.
         prediction: OnlinePredictor.status of an ingress that has a predictor.
     """
@@ -141,7 +141,7 @@ class Queued(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Unplaced(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The answer that the router cannot place the request, so the ingress does.
+    """The answer that the router cannot place the request, so the ingress places it.
 
     Attributes:
         reason: NO_WORKER or ROUTER_ERROR.
@@ -181,7 +181,7 @@ def _array(kind: Any, encoded: Any) -> NDArray[Any]:
     name, shape, content = encoded
     dtype = np.dtype(name)
     if dtype.kind not in "biuf":
-        raise ValueError(f"an array of {name}")
+        raise ValueError(f"an array of type {name} cannot be received")
     return np.frombuffer(content, dtype).reshape(shape)
 
 

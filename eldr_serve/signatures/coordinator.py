@@ -29,7 +29,7 @@ class RouterView:
     Attributes:
         epoch: identifies the router's state; a table is only swapped in within the same epoch.
         workers: number of live decode workers.
-        ingresses: number of connected ingresses. Without any, a restarted router may lack its settings.
+        ingresses: number of connected ingresses. Without one, a restarted router may lack its settings.
         pool: current settings of the pool.
     """
 
@@ -52,7 +52,7 @@ class TableTarget(Protocol):
         """Return the live table."""
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        """Swap in a table and return its version; return None if the live table differs from the view's."""
+        """Swap in a table and return its version; return None if the view's table is not live any more."""
 
 
 class Coordinator:
@@ -180,7 +180,7 @@ class Coordinator:
         live = await self._router.table() if view.has_table else None
         trace = await self._read_trace()
         try:
-            # Fit in a thread: the actor stays responsive, also while scikit-learn is imported.
+            # Fit in a thread, so that the actor stays responsive even while scikit-learn is imported.
             fitted = await asyncio.to_thread(
                 _fit, live, trace, view.workers, self.settings.options.min_gain, requested
             )

@@ -11,7 +11,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from eldr_serve.channel.actors import find_actor, start_actor
+from eldr_serve.actors import find_actor, start_actor
 from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample

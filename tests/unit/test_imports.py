@@ -47,6 +47,7 @@ PARTS = (
     "eldr_serve.engine",
     "eldr_serve.queues",
     "eldr_serve.limits",
+    "eldr_serve.actors",
     "eldr_serve.signatures",
     "eldr_serve.replicas",
     "eldr_serve.dashboard",
@@ -139,6 +140,7 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "benchmarks.lib.triton_cpu.interpreted": ("dev",),
     **dict.fromkeys(
         (
+            "eldr_serve.actors",
             "eldr_serve.app",
             "eldr_serve.channel",
             "eldr_serve.config",

@@ -86,6 +86,19 @@ async def test_an_answer_that_closes_its_channel_affects_no_other_client() -> No
     assert ingress_calls.place_calls.keys() == {"c"}
 
 
+async def test_a_lease_that_cannot_be_adopted_adds_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with router_and_client("r0") as (actor, client):
+        await client.place(request("a"), None)
+        actor.restart()
+        placer = actor.state.placer
+        monkeypatch.setattr(placer.workers, "record_use", Mock(side_effect=ZeroDivisionError))
+        await wait_until(lambda: placer.workers.record_use.called and not client._place_calls)
+        assert not placer.running
+        assert not actor.ingress_calls.place_calls
+        assert not any(calls for calls, _ in loads(actor.state).values())
+        assert client.leases.keys() == {"a"}  # the ingress still holds it
+
+
 async def test_a_release_while_the_channel_is_lost_is_sent_over_the_next() -> None:
     async with router_and_client("r0", "r1") as (actor, client):
         for name in "abc":
@@ -175,6 +188,6 @@ async def test_unreadable_settings_are_logged_once_with_their_reason(
             assert client.router_unreachable
         await wait_until(lambda: not client.router_unreachable)
         reason = "the settings of DecodeRouter cannot be used: ValueError('a newer version')"
-        assert caplog.messages.count(f"{reason}; placing locally") == 1
+        assert caplog.messages.count(f"{reason}; local fallback places the requests") == 1
         assert "does not answer" not in caplog.text
         assert channel.closed.result() == reason

@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 
 from eldr_serve.channel import CallFailedError
 
-# Raised if an actor cannot answer.
+# A call raises one of these if the actor cannot answer.
 ACTOR_UNAVAILABLE = (RayError, ConnectionError, TimeoutError, CallFailedError)
 _NAMESPACE = "eldr"
 
@@ -18,7 +18,7 @@ _NAMESPACE = "eldr"
 def find_actor(name: str) -> ActorHandle:
     """Return an actor by its name; raise ValueError if there is none.
 
-    Blocks while Ray's GCS is unavailable.
+    The look-up blocks while Ray's GCS is unavailable.
     """
     return ray.get_actor(name, namespace=_NAMESPACE)
 
@@ -26,7 +26,7 @@ def find_actor(name: str) -> ActorHandle:
 def start_actor(kind: type, name: str, *args: Any) -> ActorHandle:
     """Return the named actor; start it with these arguments if there is none.
 
-    Blocks like `find_actor`. The actor outlives its creator, and Ray restarts it after a crash.
+    This blocks like `find_actor`. The actor outlives its creator, and Ray restarts it after a crash.
     """
     options = {"name": name, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     actor = ray.remote(kind).options(**options, max_restarts=-1, max_concurrency=1000, num_cpus=0)
