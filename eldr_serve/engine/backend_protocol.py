@@ -66,7 +66,7 @@ class EngineSpec(Protocol):
         """Return the first port that each replica listens on; each rank takes one, consecutively."""
 
     def placement_group(self) -> tuple[list[dict[str, float]], str]:
-        """Return bundles and strategy of the placement group of one replica."""
+        """Return the bundles and the strategy of the placement group of one replica."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the engine's arguments without the model, for `EngineBackend.describe`; JSON types."""
@@ -88,7 +88,7 @@ class EngineSpec(Protocol):
 
 
 class EngineDescription(Protocol):
-    """An engine on a described machine, which computes nothing. Sizes are those of one rank.
+    """An engine as it would be on a given machine; it computes nothing. Sizes are of one rank.
 
     Attributes:
         max_model_len: maximum number of tokens of a prompt and its answer.

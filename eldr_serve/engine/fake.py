@@ -114,7 +114,7 @@ class FakeEngine(InProcessEngine):
 
     @classmethod
     async def start(cls, config: FakeConfig) -> FakeEngine:
-        """Start the engine; the same signature as VllmEngine.start."""
+        """Start the engine; the signature is that of VllmEngine.start."""
         return cls(config)
 
     async def prefill(self, request: EngineRequest) -> PrefilledPrompt:

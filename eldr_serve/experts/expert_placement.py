@@ -244,7 +244,7 @@ def check_placement_fits(
     if shape != (layers, slots):
         raise UserInputError(
             f"the placement has {shape[0]} layers of {shape[1] if len(shape) > 1 else 0} slots, "
-            f"the model {layers} of {slots}"
+            f"but the model has {layers} of {slots}"
         )
     hosts_of(placement, num_experts, ranks)
 

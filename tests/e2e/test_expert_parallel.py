@@ -145,7 +145,7 @@ def test_moving_experts_during_answers_does_not_change_them(
         assert experts["experts_moved"] - before[replica]["experts_moved"] == moved
     rows = newest.physical_to_logical[1:]
     wrong = ExpertPlacement(rows, 2, 64, model="eldr-demo", method="drawn")
-    assert "5 layers of 80 slots, the model 6 of 80" in command(expert_parallel, wrong, tmp_path).output
+    assert "5 layers of 80 slots, but the model has 6" in command(expert_parallel, wrong, tmp_path).output
     assert have_placement(expert_parallel, newest.id)
 
 

@@ -234,11 +234,11 @@ def check_refusals(session: Session) -> None:
     before = session.ask("status")
     good = [[*range(EXPERTS), *range(REDUNDANT)]] * LAYERS
     for rows, ranks, sentence in (
-        (good[1:], RANKS, "2 layers of 24 slots, the model 3 of 24"),
-        ([[*range(EXPERTS)]] * LAYERS, RANKS, "3 layers of 16 slots, the model 3 of 24"),
+        (good[1:], RANKS, "2 layers of 24 slots, but the model has 3 of 24"),
+        ([[*range(EXPERTS)]] * LAYERS, RANKS, "3 layers of 16 slots, but the model has 3 of 24"),
         ([[*range(EXPERTS - 1), *range(REDUNDANT + 1)]] * LAYERS, RANKS, "expert 15 of layer 0 has no slot"),
         ([[*range(SLOTS)]] * LAYERS, RANKS, "outside 0 to 15"),
-        (good, 4, "for 4 ranks, the engine has 2"),
+        (good, 4, "for 4 ranks, but the engine has 2"),
     ):
         with pytest.raises(ExpertPlacementError, match=sentence):
             session.swap(rows, ranks)

@@ -181,7 +181,7 @@ def run(rank: int, port: int, path: Path) -> None:
                     assert np.array_equal(slots, evenly(own_ids, maps, index)), "vLLM chooses otherwise"
         state.rearrange()  # vLLM does so after step_interval
         check_weights(rank, layers, placement)
-    check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
+    check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose the same")
     other = path.with_name(f"other{rank}.json")
     save([PLACEMENT[0]], other)
     check_refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")

@@ -135,9 +135,9 @@ def test_without_the_switch_expert_parallelism_is_refused(use_ep: bool, refused:
     ("placement", "config", "sentence"),
     [
         (None, {"redundant_experts": 3}, "19 expert slots cannot be split evenly over 2 ranks"),
-        (([[*range(16)]] * 2, 2), {}, "2 layers of 16 slots, the model 3 of 16"),
-        (([[*range(16)]] * 3, 2), {"redundant_experts": 2}, "3 layers of 16 slots, the model 3 of 18"),
-        (([[*range(16)]] * 3, 4), {}, "for 4 ranks, the engine has 2"),
+        (([[*range(16)]] * 2, 2), {}, "2 layers of 16 slots, but the model has 3 of 16"),
+        (([[*range(16)]] * 3, 2), {"redundant_experts": 2}, "16 slots, but the model has 3 of 18"),
+        (([[*range(16)]] * 3, 4), {}, "for 4 ranks, but the engine has 2"),
         (([[*range(18)]] * 3, 2), {"redundant_experts": 2}, "outside 0 to 15"),
     ],
 )

@@ -64,8 +64,8 @@ def engine_kwargs(
         overrides = {name: value for name, value in overrides.items() if name not in _SPANS}
     elif overrides.get("otlp_traces_endpoint") and overrides.get("disable_log_stats"):
         raise ConfigurationError(
-            "engine_kwargs has otlp_traces_endpoint and disable_log_stats; vLLM makes its spans of the "
-            "statistics that the second one switches off"
+            "engine_kwargs has otlp_traces_endpoint and disable_log_stats; vLLM makes its spans from "
+            "statistics, which disable_log_stats switches off: leave one of the two out"
         )
     elif overrides.get("disable_log_stats"):
         logger.warning("the %s engine has disable_log_stats: its steps and KV usage are unknown", role)

@@ -124,7 +124,7 @@ class VllmEngine:
         return PrefilledPrompt(np.asarray(ids, np.uint32), params)
 
     async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
-        """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
+        """Send an answer; if it is continued, or with `disable_log_stats`, its transport time is unknown."""
         called_at_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
             request = replace(request, kv_transfer_params={REQUEST_KEY: request.id})
@@ -178,7 +178,7 @@ class VllmEngine:
         return continuation
 
     def _serving_on_rank(self, request: EngineRequest) -> tuple[Any, str]:
-        """Return vLLM's serving object that generates on the request's rank, and its method's name."""
+        """Return vLLM's serving object that generates on the request's rank, and the object's method."""
         serving, create = openai_serving(self.server.engine, request.method)
         if request.rank is not None:
             rank = request.rank

@@ -122,8 +122,8 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
             set_choice(layer.router, NearestReplica(slots, topology, group.rank_in_group, device))
         else:
             raise UnsupportedEngineError(
-                f"layer {index} routes the tokens of all ranks, which must choose equally: use another "
-                "replica_choice than local"
+                f"layer {index} routes the tokens of all ranks, so all ranks must choose the same: use a "
+                "replica_choice other than local"
             )
 
 
@@ -131,8 +131,8 @@ def set_choice(router: Any, choice: OneReplicaPerExpert) -> None:
     """Make a BaseRouter, whose EPLB maps are set, use a replica choice.
 
     vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which are replaced
-    by maps with one replica per expert, at fixed addresses, that are updated before each call. EPLB's own
-    maps of all layers do not change.
+    by maps with one replica per expert. The new maps are updated before each call, at fixed addresses. EPLB's
+    own maps of all layers do not change.
     """
     state = router.eplb_state
     state.logical_to_physical_map = choice.chosen[:, None]

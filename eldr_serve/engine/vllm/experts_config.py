@@ -22,12 +22,12 @@ class ExpertsConfig(BaseModel):
     """The setting of a GPU engine, with vLLM's own expert parallelism (eplb.py).
 
     Attributes:
-        placement: file of an ExpertPlacement (`offline.place --out`), with its sidecar file beside it.
+        placement: file of an ExpertPlacement (`eldr place --out`), with its sidecar file beside it.
         replica_choice: the rule that chooses the replica for a token:
 
             - even: vLLM's own rule, by the token's position.
             - metro: one replica per batch, so that no rank activates too many experts.
-            - metro-paper: the same with METRO's Algorithm 1 exactly as the paper has it.
+            - metro-paper: like metro, but with METRO's Algorithm 1 exactly as the paper has it.
             - local: the rank's own replica, else one on its node, else any.
     """
 
@@ -51,8 +51,8 @@ class CpuExpertsConfig(BaseModel):
             decode at once (`max_num_seqs` each). null: `replica_choice`.
         gather: when each data-parallel rank sends its tokens to all ranks:
 
-            - after-top-k: after it has chosen their experts, which it sends too.
-            - before-top-k: before that, so that every rank chooses the experts of all tokens (METRO).
+            - after-top-k: after the rank has chosen the tokens' experts, which it sends too.
+            - before-top-k: before any choice, so that every rank chooses the experts of all tokens (METRO).
         moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 

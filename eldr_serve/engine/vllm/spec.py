@@ -171,7 +171,7 @@ class VllmSpec:
         return [base + rank * self.ranks for rank in range(replicas)]
 
     def placement_group(self) -> tuple[list[dict[str, float]], str]:
-        """Return bundles and strategy of the placement group of one replica."""
+        """Return the bundles and the strategy of the placement group of one replica."""
         return engine_placement(self.config)
 
     def arguments(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """METRO in PyTorch, for CPUs and for GPUs without Triton; bitwise equal to `MetroPlan.route`.
 
 In the greedy algorithm each choice depends on the loads after the previous choices. Here all experts choose
-at once, from estimates of the previous choices, and choose again until no choice changes. Since a choice is
-final once all choices before it are final, the fixed point is the greedy result, which takes some ten rounds
+at once, from estimates of the previous choices, and choose again until no choice changes. A choice is
+final once all choices before it are final, so the fixed point is the greedy result. It takes some ten rounds
 instead of one step per expert.
 """
 

@@ -148,11 +148,11 @@ async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) 
     before = experts.status()
     good = placements(5)[0]
     for placement, sentence in (
-        (placement_of(good[:1]), "1 layers of 8 slots, the model 2 of 8"),
+        (placement_of(good[:1]), "1 layers of 8 slots, but the model has 2 of 8"),
         (placement_of(good[:, :6] * 0), "2 layers of 6 slots"),
         (placement_of(np.tile(np.arange(SLOTS), (LAYERS, 1))), "outside 0 to 5"),
         (placement_of(np.minimum(good, 4)), "expert 5 of layer 0 has no slot"),
-        (placement_of(good, ranks=2), "for 2 ranks, the engine has 1"),
+        (placement_of(good, ranks=2), "for 2 ranks, but the engine has 1"),
     ):
         with pytest.raises(ExpertPlacementError, match=sentence):
             await swap_placement(call_on(experts), placement)

@@ -56,7 +56,7 @@ def test_adapters_are_cards_of_the_model_and_arguments_of_the_engine(tmp_path: P
         ([{"name": "a", "path": "sql"}], {"max_lora_rank": 8}, r"has rank 16, above .*max_lora_rank 8"),
         ([{"name": "a"}], {}, r"lora_modules.*path is missing"),
         ("sql=/sql", {}, r"engine_kwargs\.lora_modules must be a list"),
-        ([{"name": "a", "path": "sql"}], {"kind": "cpu"}, r"lora_target_modules is missing: vLLM cannot"),
+        ([{"name": "a", "path": "sql"}], {"kind": "cpu"}, r"lora_target_modules is missing: on CPUs vLLM"),
     ],
 )
 def test_an_adapter_that_engines_could_not_load_is_refused(

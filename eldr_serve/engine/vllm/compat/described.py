@@ -39,7 +39,7 @@ from eldr_serve.engine.vllm.compat.moe import (
 )
 from eldr_serve.errors import ConfigurationError
 
-# Copied from vLLM: its functions that look for kernel libraries of the GPU wheel, absent on this machine.
+# Copied from vLLM: names of functions that look for the GPU wheel's kernel libraries, which are absent here.
 _GPU_WHEEL = (
     "has_deep_gemm",
     "has_flashinfer",

@@ -66,7 +66,7 @@ class RankBatches:
         return self.select_own(partial)
 
     def select_own(self, rows: Tensor) -> Tensor:
-        """Return this rank's rows of those of all ranks."""
+        """Return this rank's rows among the rows of all ranks."""
         start = sum(self.sizes[: self._rank])
         return rows[start : start + self.sizes[self._rank]]
 
@@ -74,6 +74,6 @@ class RankBatches:
 def _unpack(rows: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the columns of bytes as tensors of the parts' types."""
     widths = [part.shape[1] * part.element_size() for part in parts]
-    # A view of other types needs aligned rows, which `contiguous` does not make of a single row.
+    # A view as another type needs aligned rows, and `contiguous` does not align a single row.
     columns = [column.clone(memory_format=torch.contiguous_format) for column in rows.split(widths, dim=1)]
     return [column.view(part.dtype) for column, part in zip(columns, parts, strict=True)]

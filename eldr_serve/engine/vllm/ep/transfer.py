@@ -68,7 +68,7 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
 
 
 def _receive(weight: Tensor, slot: int, source: int, rank: int, group: Any, tag: int) -> tuple[Tensor, Any]:
-    """Return the content of a slot of rank `source`, and the request to wait for; None if it is local."""
+    """Return the content of a slot of rank `source`, and the request to wait for (None if it is local)."""
     if source == rank:
         return weight[slot].clone(), None
     content = torch.empty_like(weight[0], memory_format=torch.contiguous_format)
@@ -147,7 +147,7 @@ def _configured_placement(
         raise ValueError(f"{slots} expert slots cannot be split evenly over {ranks} ranks")
     if placement is not None:
         if placement.ranks != ranks:
-            raise ValueError(f"the placement is for {placement.ranks} ranks, the engine has {ranks}")
+            raise ValueError(f"the placement is for {placement.ranks} ranks, but the engine has {ranks}")
         check_placement_fits(
             placement.physical_to_logical,
             layers=num_layers,

@@ -31,7 +31,7 @@ class _OneTokenClient:
             once.
 
     Attributes:
-        outputs: result of the last `generate`; None before.
+        outputs: result of the last `generate`; None before the first.
     """
 
     def __init__(self, client: Any, generated: list[int], *, stops_when_prompt_is_known: bool) -> None:
@@ -93,14 +93,14 @@ async def prefill_prompt(
         CallFailedError: vLLM refuses the request.
     """
     serving, create = openai_serving(engine, method)
-    # Only a complete answer of a lazy method calls `generate` at once.
+    # A lazy method calls `generate` at once only for an answer that is not a stream.
     is_lazy = answer_form(method).is_lazy
     serving, client = wrap_client(
         serving, lambda client: _OneTokenClient(client, generated, stops_when_prompt_is_known=is_lazy)
     )
     answer: Any = None
     with suppress(_PromptKnownError):
-        # Other streams are returned before they begin and are never read, so no answer is made.
+        # The streams of other methods are returned before they begin and never read, so no answer is made.
         request = request.model_copy(update={"stream": not is_lazy})
         answer = await getattr(serving, create)(request, raw_request)
     if client.outputs is None:
