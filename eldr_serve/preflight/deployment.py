@@ -60,6 +60,12 @@ class EngineDeployment:
         return not source.startswith(("/", "./", "../")) and "://" not in source
 
     @property
+    def autoscaling_policy(self) -> str | None:
+        """Return the name of the autoscaling policy, Serve's own if the file names none; None if unscaled."""
+        scaling = self.spec.deployment_config.get("autoscaling_config")
+        return str(AutoscalingConfig.model_validate(scaling).policy.policy_function) if scaling else None
+
+    @property
     def nixl_ports(self) -> list[int]:
         """Return the ports of NIXL's side channels of all ranks, at the maximum number of replicas."""
         first = self.spec.ports(self.max_replicas)

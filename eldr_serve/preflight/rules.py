@@ -267,8 +267,7 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
 def check_settings(engines: EngineDeployment) -> Iterator[Finding]:
     """Yield a finding for each fault of the engines' Serve settings."""
     options = engines.spec.deployment_config
-    scaling = options.get("autoscaling_config") or {}
-    if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):
+    if (engines.autoscaling_policy or "").startswith("ray."):
         yield _error(
             f"{engines.role}'s autoscaling policy is Serve's own, which does not count requests that come "
             "through channels: leave `policy` out"
