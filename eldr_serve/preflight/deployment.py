@@ -169,6 +169,6 @@ def _read_model_config(role: EngineRole, spec: EngineSpec, path: Path, model: Pa
             return text
     raise UserInputError(
         f"{CONFIG_OF_ROLE[role]}.model_loading_config.model_source is {source!r}: its config.json is neither "
-        f"in a folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and "
-        "give it with --model-config FILE"
+        f"in a folder of that name nor in {path.parent / _MODELS}; `eldr check` downloads nothing: download "
+        "it yourself, and give it with --model-config FILE"
     )
