@@ -24,7 +24,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def write_all(contents: Mapping[Path, bytes | str]) -> None:
-    """Write several files as `write_atomically`; none is renamed before all are on disk.
+    """Write several files like `write_atomically`; none is renamed before all are on disk.
 
     A file that exists keeps its mode; a new one can be read by all users.
     """

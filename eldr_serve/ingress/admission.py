@@ -80,7 +80,7 @@ class Gate:
             yield body
 
     async def read_artifact(self, headers: Headers, receive: Receive) -> bytes:
-        """Read the body of an operator's request, such as a table, which counts towards no budget."""
+        """Read the body of an operator's request, such as a table; it counts towards no budget."""
         return await read_body(headers, receive, _MAX_ARTIFACT_BYTES, self.options.body_timeout_s)
 
     def require_admin_key(self, headers: Headers) -> None:
@@ -133,9 +133,9 @@ class AdmissionMiddleware:
 
     Every POST may reach an engine, so it counts towards the concurrency limit until its answer has ended.
     Requests that change the service (/eldr) need the admin key, which is checked before the body is read.
-    They do not count towards the limit, so that a full service can still be operated, and they are written to
-    the audit log. All other requests need a tenant's key, if keys are configured, and count towards the
-    tenant's limits. Without a key a client may read the OpenAPI document, health, version and metrics of the
+    They are written to the audit log. They do not count towards the limit, so that operators can still use a
+    full service. All other requests need a tenant's key, if keys are configured, and count towards the
+    tenant's limits. Without a key, a client may read the OpenAPI document, health, version and metrics of the
     process, and the parts of /eldr that do not need the admin key.
 
     ASGI's state of an admitted request contains its AdmittedState.

@@ -63,15 +63,15 @@ class EldrIngress:
         openai, admin: handle the requests to the endpoints in ENDPOINTS.
 
     Args:
-        prefill, decode: handles of the deployments, used only for their health and to discover their
+        prefill, decode: handles of the deployments, used only to check their health and to discover their
             replicas. Without `prefill`, decode engines prefill as well.
         tokenizer: location of the model's tokenizer, a folder or a name on the hub.
         model_cards: the model and its adapters as `GET /v1/models` describes them, the model first.
         openapi: the OpenAPI document.
         application: name of the application, part of the name of the DecodeRouter actor.
-        router_settings: start arguments of that actor.
-        prefill_options: options of the choice of prefill replicas.
-        admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; if None, all of these are refused.
+        router_settings: start arguments of the DecodeRouter actor.
+        prefill_options: options for the choice of prefill replicas.
+        admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; if None, all such requests are refused.
         engine_version: version that `GET /version` returns.
 
     Raises:
@@ -161,9 +161,9 @@ class EldrIngress:
     async def check_health(self) -> None:
         """Raise the exception that ended the background work, if any; the first call starts that work.
 
-        Serve calls this as its health check, the first time before the replica may replace an older one.
-        So the first call waits some time for the router, and raises SwapRefusedError if the router refuses
-        the deployed settings.
+        Serve calls this as its health check, and lets the replica replace an older one only after the first
+        call. Therefore, the first call waits some time for the router. It raises SwapRefusedError if the
+        router refuses the deployed settings.
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())
@@ -174,7 +174,7 @@ class EldrIngress:
                 task.result()
 
     async def _configure_router(self) -> None:
-        """Send the deployed settings to the router, again while it is unavailable.
+        """Send the deployed settings to the router; try again while it is unavailable.
 
         Raises:
             SwapRefusedError: the router refuses the settings.
@@ -249,13 +249,13 @@ class EldrIngress:
             await asyncio.sleep(PERIOD_S)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the requests in flight, for Serve's autoscaling; those to the own port included."""
+        """Return the requests in flight, those to the own port included, for Serve's autoscaling."""
         return {IN_FLIGHT: float(self.gate.in_flight)}
 
-    # A method of the class, unlike EngineServer's attribute of the object: the class that `serve.ingress`
-    # derives from this one has an asynchronous `__del__` itself, which ends the HTTP application and then
-    # awaits this method. An attribute would hide it from Serve, and Python would still call it when it frees
-    # the object.
+    # This is a method of the class, whereas EngineServer has an attribute of the object. The class that
+    # `serve.ingress` derives from this one has its own asynchronous `__del__`, which ends the HTTP
+    # application and then awaits this method. An attribute would hide the derived `__del__` from Serve, and
+    # Python would still call the derived one when it frees the object.
     async def __del__(self) -> None:
         """Wait for open responses to end; Serve calls this before it stops the replica."""
         if self._http is not None:
@@ -268,7 +268,8 @@ class EldrIngress:
     async def stop(self) -> None:
         """Stop the background work and close all channels.
 
-        Only an ingress whose process goes on needs this, as in tests: Serve ends the process after `__del__`.
+        Only an ingress whose process continues needs this, as in tests, since Serve ends the process after
+        `__del__`.
         """
         for task in (self._started, self._configuring, self._tokenizer_task):
             if task is not None:

@@ -87,7 +87,7 @@ class Trace:
             _set_error(span, stage.error)
             span.end(self._time_ns(stage.ended_at_s))
         self._root.set_attributes(_attributes(context))
-        if record.status is None or not 400 <= record.status < 500:  # those are the client's errors
+        if record.status is None or not 400 <= record.status < 500:  # 4xx are the client's errors
             _set_error(self._root, record.error)
         self._root.end(self._time_ns(record.ended_at_s))
 

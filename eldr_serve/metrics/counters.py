@@ -132,7 +132,7 @@ class IngressEvent(_Event):
     REFUSED_DECODE_BACKLOG = (
         "refused_decode_backlog",
         "requests",
-        "refused (503) because too many waited for a slot of an engine",
+        "refused (503) because too many requests waited for a slot of an engine",
     )
     REFUSED_OBJECTIVE = (
         "refused_objective",

@@ -25,7 +25,7 @@ class LoopMetrics:
 
 
 class LoopWatch:
-    """Detects stalls of an event loop by delays of a timer; it measures up to `_TICK_S` less than a stall.
+    """Detects stalls of an event loop by delays of a timer; a measured stall is up to `_TICK_S` too short.
 
     A loop stalls while something in it computes or blocks without `await`, and while its process is stopped
     or gets no core.
@@ -47,7 +47,7 @@ class LoopWatch:
     async def run(self) -> None:
         """Measure and export stalls until cancelled."""
         loop = asyncio.get_running_loop()
-        self._metrics = self._metrics or LoopMetrics()  # the same if this runs again after a failure
+        self._metrics = self._metrics or LoopMetrics()  # kept if this runs again after a failure
         export_at_s = loop.time()
         while True:
             due_at_s = loop.time() + _TICK_S

@@ -12,8 +12,8 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from eldr_serve.metrics import APPLICATION, COUNTER, GAUGE, Metric
 
 PERIOD_S = 1.0  # export interval; Ray drops a gauge that is not set for two of its own reports
-# Ray creates a counter's series at its first increment, and Prometheus sees no increase in a first sample. So
-# each series begins with the smallest increment that Ray accepts, which vanishes in the next one.
+# Ray creates a counter's series at its first increment, and Prometheus sees no increase in a first sample.
+# Therefore, each series begins with the smallest increment that Ray accepts, which the next one absorbs.
 SMALLEST = sys.float_info.min
 
 
@@ -58,14 +58,14 @@ def _ray_metric(metric: Metric) -> Counter | Gauge | Histogram:
 def _application() -> str:
     """Return the name of the Serve application of this process, an actor of Ray; empty in other processes.
 
-    A DecodeRouter is no replica, so Serve does not know its application; its actor is named after it.
+    Serve does not know the application of a DecodeRouter, which is no replica; the actor's name contains it.
     """
     if not ray.is_initialized():
         return ""
     kind, _, application = (ray.get_runtime_context().get_actor_name() or "").partition(":")
     if kind == "decode-router":
         return application
-    # Import Serve here: a router, which needs nothing else of it, returns before.
+    # Serve is imported only here, since a router, which needs nothing else of Serve, has returned above.
     from ray import serve
     from ray.serve.exceptions import RayServeException
 

@@ -89,7 +89,6 @@ def _rows(
     engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult, assignment: NodeAssignment
 ) -> dict[str, str]:
     options = engines.spec.deployment_config
-    scaling = options.get("autoscaling_config") or {}
     ports = engines.nixl_ports
     return {
         "model": engines.spec.model_source,
@@ -108,15 +107,18 @@ def _rows(
         "MoE kernel": ", ".join(name for name, _ in result.kernels) or "-",
         "experts counted": "no" if any(hides for _, hides in result.kernels) or not result.kernels else "yes",
         "NIXL ports": f"{ports[0]}-{ports[-1]}" if ports[0] != ports[-1] else str(ports[0]),
-        "scales by": _scale(scaling) if scaling else "nothing",
+        "scales by": _scaling(engines),
         "health check": f"every {options.get('health_check_period_s', 10)} s, "
         f"within {options.get('health_check_timeout_s', 10)} s",
         "time to drain": f"{float(options.get('graceful_shutdown_timeout_s', 0)):g} s",
     }
 
 
-def _scale(scaling: dict[str, Any]) -> str:
-    policy = str(scaling["policy"]["policy_function"])
+def _scaling(engines: EngineDeployment) -> str:
+    policy = engines.autoscaling_policy
+    if policy is None:
+        return "nothing"
+    scaling = engines.spec.deployment_config["autoscaling_config"]
     target = f"{scaling.get('target_ongoing_requests', 'Serve default')}"
     return f"requests in flight / {target}" if policy.endswith(compute_desired_replicas.__name__) else policy
 

@@ -100,7 +100,7 @@ def check_gpus(engines: EngineDeployment) -> Iterator[Finding]:
     yield _error(
         f"a {engines.role} replica requests {sum(amounts):g} GPUs, but tensor_parallel_size x "
         f"data_parallel_size is {engines.spec.ranks}: request one GPU per rank, as num_gpus of "
-        "ray_actor_options for data-parallel ranks, and in placement_group_config for others"
+        "ray_actor_options for data-parallel ranks, and in placement_group_config for other ranks"
     )
 
 
@@ -129,7 +129,7 @@ def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult
             f"{engines.role}'s KV cache of {result.kv / GIB:.1f} GiB on {kind} holds no sequence of "
             f"max_model_len {result.max_model_len}: "
             + (
-                "lower it, or raise gpu_memory_utilization"
+                "lower max_model_len, or raise gpu_memory_utilization"
                 if gpu
                 else f"raise {engines.spec.host_kv_variable} in {engines.section}.runtime_env.env_vars, "
                 "or lower max_model_len"
@@ -138,7 +138,7 @@ def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult
 
 
 def check_agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]) -> Iterator[Finding]:
-    """Yield an error for each field that prefill and decode must share but vLLM resolves differently."""
+    """Yield an error for each field that must agree but whose values vLLM resolves differently."""
     results = {deployment.role: result for deployment, _, result in engines}
     if "prefill" in results and not any(result.refusal for result in results.values()):
         prefill_arguments, decode_arguments = (
@@ -162,7 +162,7 @@ def check_host_memory(
         if node.pool.memory_gib and total > node.pool.memory_gib:
             yield _error(
                 f"the engines on node {node.name} need {total:.1f} GiB, "
-                f"but it has {node.pool.memory_gib:.1f} GiB"
+                f"but the node has {node.pool.memory_gib:.1f} GiB"
             )
 
 
@@ -212,8 +212,8 @@ def check_this_machine(deployment: Deployment) -> Iterator[Finding]:
             continue
         if state == "taken":
             yield _error(
-                f"{where}.port is {port}: another process listens there at {host}; stop it, "
-                "or set another port"
+                f"{where}.port is {port}: another process listens there at {host}; stop that "
+                "process, or set another port"
             )
         elif state == "shared" and where == "ingress":
             yield Finding(
@@ -236,7 +236,7 @@ def check_keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> I
     try:
         read_keys(path)
     except KeysError as error:
-        yield _error(f"ingress.keys_file: {error}; eldr keys add makes one")
+        yield _error(f"ingress.keys_file: {error}; `eldr keys add` makes such a file")
 
 
 def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResult]) -> Iterator[Finding]:
@@ -249,7 +249,7 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
     if decode.max_replicas > len(placements):
         yield _error(
             f"router.expert_placements has placements of positions 0 to {len(placements) - 1}, but there are "
-            f"up to {decode.max_replicas} {decode.role} replicas: each position needs its own"
+            f"up to {decode.max_replicas} {decode.role} replicas: each position needs its own placement"
         )
         return
     try:
@@ -267,15 +267,15 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
 def check_settings(engines: EngineDeployment) -> Iterator[Finding]:
     """Yield a finding for each fault of the engines' Serve settings."""
     options = engines.spec.deployment_config
-    scaling = options.get("autoscaling_config") or {}
-    if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):
+    if (engines.autoscaling_policy or "").startswith("ray."):
         yield _error(
             f"{engines.role}'s autoscaling policy is Serve's own, which does not count requests that come "
             "through channels: leave `policy` out"
         )
     if engines.is_autoscaled and engines.min_replicas == 0:
         yield _error(
-            f"{engines.role} would scale to no replica, and nothing would start one again: set min_replicas"
+            f"{engines.role} would scale to no replica, and nothing would start a replica again: "
+            "set min_replicas to at least 1"
         )
     yield from check_drain(engines.role, options)
     if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and engines.is_on_hub:

@@ -165,7 +165,7 @@ def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> No
         part["port"] = port = server.getsockname()[1]
         outcome = check(tmp_path, document)
         assert sentences(outcome) == [
-            f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
+            f"{where}.port is {port}: another process listens there at 127.0.0.1; stop that process, "
             "or set another port"
         ]
         assert check(tmp_path, document, OTHER_MACHINE).can_start

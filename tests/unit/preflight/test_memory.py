@@ -48,7 +48,7 @@ def test_a_small_cpu_cache_names_the_setting_of_its_size() -> None:
         "decode_config.runtime_env.env_vars, or lower max_model_len"
     )
     (on_gpu,) = check_memory(engines, gpu_of("H100"), answer)
-    assert on_gpu.sentence.endswith("lower it, or raise gpu_memory_utilization")
+    assert on_gpu.sentence.endswith("lower max_model_len, or raise gpu_memory_utilization")
 
 
 @pytest.mark.parametrize(("ranks", "sentences"), [(1, 0), (2, 0), (3, 1)])

@@ -1,5 +1,6 @@
-"""`eldr check` on the GPUs and ports of an engine's ranks; test_check.py has what vLLM must be asked for."""
+"""`eldr check` without vLLM: GPUs and ports of an engine's ranks, and the policy that scales engines."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from eldr_serve.preflight import check as checking
 from eldr_serve.preflight.deployment import EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import NodePool, gpu_of
+from eldr_serve.preflight.report import show
 from eldr_serve.preflight.rules import check_gpus
 from tests.support.shipped import ROOT
 from tests.unit.preflight.document_edits import edit
@@ -117,3 +120,16 @@ def test_ranks_find_no_node_with_fewer_gpus(tmp_path: Path, monkeypatch: pytest.
     (sentence,) = errors(outcome(tmp_path, monkeypatch, {}, gpus=4))
     assert sentence.startswith("4 of 4 decode replicas find no node: each needs")
     assert "8 GPU" in sentence
+
+
+@pytest.mark.parametrize("policy", [{}, {"policy_kwargs": {}}])
+def test_a_policy_without_a_function_is_serves_own(
+    policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {f"{D}.deployment_config.autoscaling_config.policy": policy}
+    result = outcome(tmp_path, monkeypatch, changes)
+    (error,) = errors(result)
+    assert error.startswith("decode's autoscaling policy is Serve's own")
+    text = io.StringIO()
+    show(result, Console(file=text, width=200))
+    assert "default_autoscaling_policy" in text.getvalue()
