@@ -25,7 +25,7 @@ _RECORD_S = 600.0  # time after the last failure, after which a record is remove
 @dataclass
 class _Record:
     failures: int = 0  # failures since the last success or ejection
-    ejections: int = 0  # ejections since the last success outside an ejection
+    ejections: int = 0  # ejections since the last success while not ejected
     failed_at_s: float = 0.0
     ejected_until_s: float = 0.0
 

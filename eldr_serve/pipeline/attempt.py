@@ -59,8 +59,8 @@ class AttemptSteps:
         leased_decode: LeasedDecode | None = None
         try:
             async with self._retries.permit(context):
-                await self._placement.wait_for_decode()
-                self._placement.check_slots(context)
+                await self._placement.wait_for_decode_replica()
+                self._placement.refuse_if_slots_are_late(context)
                 if self._tokenizer is not None:
                     await self._tokenizer.add_ids_to(context)
                 admission_result = await self._latency_admission.admit(context)

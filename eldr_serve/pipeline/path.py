@@ -85,12 +85,12 @@ class RequestPath:
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True
         failures.add_decode(failure, sent=answer.has_started)
-        if lost_too_many or (answer.has_started and (failures.streams > 1 or not answer.can_continue)):
+        if lost_too_many or (answer.has_started and (failures.midstream > 1 or not answer.can_continue)):
             return False
         if not answer.can_continue:
             answer.discard()
             self._services.moves.end(context.request_id)  # the answer begins again, so it no longer moves
-        return len(failures.decode_workers) < options.decode_attempts
+        return len(failures.decode_workers) - failures.midstream < options.decode_attempts
 
     def _refusal(self, failures: Failures) -> RequestRefusedError:
         """Return the error of a request that no engine has answered."""

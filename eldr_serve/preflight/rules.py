@@ -16,6 +16,8 @@ from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, NodePool
 from eldr_serve.preflight.node_assignment import NodeAssignment, total_resources
 from eldr_serve.router.expert_placements import parse_placements
+from eldr_serve.scheduling import make_policy
+from eldr_serve.scheduling.policies.base import QueuedPolicy
 
 # Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
 _PORTS_IN_USE = (
@@ -262,6 +264,22 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
                 f"router.expert_placements has placements of {layers} x {experts} experts, but the model of "
                 f"{decode.role} has {shape[0]} x {shape[1]}"
             )
+
+
+def check_slots(deployment: Deployment) -> Iterator[Finding]:
+    """Yield a warning if the policy fills fewer or more slots than each decode worker has."""
+    router, decode = deployment.args.router, deployment.engines[-1]
+    policy, slots = (
+        make_policy(router.policy, **router.parameters),
+        decode.spec.arguments().get("max_num_seqs"),
+    )
+    assumed = policy.slots_per_worker() if isinstance(policy, QueuedPolicy) and policy.has_queue else None
+    if slots is not None and assumed is not None and assumed != slots:
+        yield Finding(
+            "warning",
+            f"the policy {router.policy} assumes {assumed} slots in each worker of {decode.role}, but its "
+            f"max_num_seqs is {slots}: set router.parameters.slots to {slots}",
+        )
 
 
 def check_settings(engines: EngineDeployment) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from eldr_serve.channel import Channel, OpenCall
 from eldr_serve.errors import SwapRefusedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol import methods
@@ -118,7 +119,7 @@ class RouterSubscription:
     def start(self) -> None:
         """Connect, and connect again after each loss; further calls have no effect."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task = start_supervised("the connection to the router", self._run)
 
     async def stop(self) -> None:
         """Close the connection."""
@@ -170,9 +171,9 @@ class RouterSubscription:
 
     def give_up(self, error: Exception) -> None:
         """Close the channel of a router that cannot be used; place by local fallback until it can."""
-        is_of_settings = isinstance(error, _UnreadableSettingsError | SwapRefusedError)
-        reason = str(error) if is_of_settings else f"DecodeRouter does not answer ({type(error).__name__})"
-        if not self.unreachable or (is_of_settings and reason != self._logged_reason):
+        is_unusable = isinstance(error, _UnreadableSettingsError | SwapRefusedError)
+        reason = str(error) if is_unusable else f"DecodeRouter does not answer ({type(error).__name__})"
+        if not self.unreachable or (is_unusable and reason != self._logged_reason):
             logger.warning("%s; local fallback places the requests", reason)
             self._logged_reason = reason
         if not self.unreachable:

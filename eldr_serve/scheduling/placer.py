@@ -191,7 +191,7 @@ class Placer:
         """Add a lease that is granted already, for example by its ingress."""
         self.finish(lease.request_id, is_complete=False)
         self._register_running(lease)
-        self.workers.record_use(lease)
+        self.workers.record_placement(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
@@ -244,7 +244,7 @@ class Placer:
         lease.is_most_similar = is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._register_running(lease, decision)
-        self.workers.record_use(lease)
+        self.workers.record_placement(lease)
         if lease.request.blocks is not None:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
             self._ledger.add_prefill(lease.request_id, missing)

@@ -61,8 +61,8 @@ class WorkerSet:
         self.available = np.array([name is not None and name not in draining for name in names], bool)
         return changed
 
-    def record_use(self, lease: Lease) -> None:
-        """Record the adapter; set the prompt's cached tokens, then add its blocks to the prefix cache."""
+    def record_placement(self, lease: Lease) -> None:
+        """Set `lease.cached_tokens`; record the lease's adapter and blocks at its worker."""
         if lease.worker in self.positions:
             self._adapters.record_request(lease.worker, lease.request.adapter)
             if (blocks := lease.request.blocks) is not None:

@@ -227,7 +227,8 @@ class ReplayExperiment:
         for label, outcome in case.outcomes.items():
             evaluator = MarginalCost(affinity=0, tail_power=1, cost=self.cost.as_dict())
             ledger = LoadLedger()
-            workers = ledger.assign_rows(range(case.load.workers))
+            ledger.name_workers(range(case.load.workers))
+            workers = ledger.rows_of(range(case.load.workers))
             ends: list[tuple[float, int]] = []
             regret = np.zeros(len(case.requests))
             for j in np.argsort(case.arrival_s):

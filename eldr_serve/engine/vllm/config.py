@@ -19,9 +19,9 @@ ENVIRONMENT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 # Additional environment of an engine that runs scheduler and model in one process; without it vLLM's CPU
 # platform separates them.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Methods of speculative decoding that vLLM does not schedule asynchronously; methods whose drafter has no KV
-# cache.
+# Methods of speculative decoding that vLLM does not schedule asynchronously.
 _SYNCHRONOUS = ("ngram", "suffix", "medusa", "mlp_speculator")
+# Methods whose drafter has no KV cache.
 _NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
 # Tracing arguments. vLLM derives spans from its statistics; without these the first request fails.
 _SPANS = ("otlp_traces_endpoint", "collect_detailed_traces")

@@ -47,7 +47,7 @@ class Failures:
         decode_workers: decode workers whose calls failed.
         prefill_replicas: prefill replicas to avoid, once for each failure for which they may be at fault.
         lost_engines: number of engines that closed their channel during a call, as they do when they die.
-        streams: number of failed decode calls after the client had received part of the answer.
+        midstream: number of decode calls that failed after they had sent the client part of the answer.
     """
 
     messages: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Failures:
     decode_workers: list[str] = field(default_factory=list)
     prefill_replicas: list[str] = field(default_factory=list)
     lost_engines: int = 0
-    streams: int = 0
+    midstream: int = 0
 
     @property
     def attempts(self) -> int:
@@ -79,4 +79,4 @@ class Failures:
         if error.suspect_replica:
             self.prefill_replicas.append(error.suspect_replica)
         if sent and error.has_begun:
-            self.streams += 1
+            self.midstream += 1

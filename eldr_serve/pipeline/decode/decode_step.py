@@ -127,8 +127,8 @@ class DecodeStep:
                 stages.transport_s = report.transport_s
                 if not is_resumed:
                     self._count_cached_tokens(leased_decode.lease, report.cached_tokens)
-                if not leased_decode.has_begun:
-                    raise _decode_failure("the answer was empty", leased_decode, suspects_prefill=True)
+                if not context.answer.is_complete:
+                    raise _decode_failure("the answer is incomplete", leased_decode, suspects_prefill=True)
                 self._outliers.record_success(worker)
 
     def _record_first_chunk(

@@ -48,7 +48,7 @@ class PlacementStep:
         self._decode_starts = decode_starts
         self._outliers = outliers
 
-    async def wait_for_decode(self) -> None:
+    async def wait_for_decode_replica(self) -> None:
         """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
         clock = asyncio.get_running_loop().time
         wait_s = self._options.replica_wait_s
@@ -61,7 +61,7 @@ class PlacementStep:
                     )
                 await wait_until(until_s)
 
-    def check_slots(self, context: RequestContext) -> None:
+    def refuse_if_slots_are_late(self, context: RequestContext) -> None:
         """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
         if context.has_earlier_attempt:
             return
@@ -76,7 +76,7 @@ class PlacementStep:
     async def place(self, context: RequestContext, prompt: Prompt) -> Lease:
         """Return a lease of a worker; raise OverloadedError if no engine can take the request."""
         if context.answer.num_tokens:  # it would be lost if all engines had left during its last prefill
-            await self.wait_for_decode()
+            await self.wait_for_decode_replica()
         client_request, prompt_ids = context.request, context.prompt_ids
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
         counts, blocks = prompt.expert_counts, None

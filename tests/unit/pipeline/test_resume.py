@@ -36,7 +36,7 @@ class Engines:
     """Decode engines that generate tokens 0, 1, 2 and so on. Each call fails after a number of frames.
 
     Args:
-        cuts: (frames, error) of each call.
+        cuts: (frames, error) of each call; without an error the call ends there.
         sizes: tokens of each frame, repeated.
         send_ids: whether frames have token ids.
     """
@@ -51,6 +51,8 @@ class Engines:
         cut, error = self.cuts.pop(0) if self.cuts else (None, None)
         while True:
             if frames == cut:
+                if error is None:
+                    return
                 raise error
             size = min(self.sizes[frames % len(self.sizes)], TOKENS - at)
             ids = range(at, at + size)
@@ -98,6 +100,20 @@ async def test_a_stream_that_has_lost_too_many_engines_does_not_resume() -> None
     pipeline = Pipeline(decode=Engines((0, LOST), (3, LOST)), max_lost_engines=2)
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
+    assert len(pipeline.decode.requests) == 2
+
+
+async def test_a_stream_whose_call_ends_before_its_last_event_resumes() -> None:
+    pipeline = Pipeline(decode=Engines((3, None)))
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert "resumed" in pipeline.counters.events
+
+
+async def test_a_stream_resumes_even_if_one_decode_attempt_is_allowed() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST)), decode_attempts=1)
+    assert await pipeline.run(stream=True) == WHOLE + END
+    pipeline = Pipeline(decode=Engines((3, LOST), (0, LOST)), decode_attempts=1)
+    assert b'"engine_lost"' in await pipeline.run(stream=True)
     assert len(pipeline.decode.requests) == 2
 
 

@@ -85,6 +85,19 @@ def test_each_rank_of_each_replica_has_a_port_of_its_own(
     assert {name for node in result.assignment.nodes for name, _ in node.replicas} >= {"prefill", "decode"}
 
 
+def test_a_policy_that_assumes_other_slots_than_the_engines_have_gets_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = outcome(tmp_path, monkeypatch, {"router.parameters": {"slots": 64}})
+    assert [finding.sentence for finding in result.findings if "slots" in finding.sentence] == [
+        "the policy balance-band assumes 64 slots in each worker of decode, but its max_num_seqs is 128: set "
+        "router.parameters.slots to 128"
+    ]
+    (tmp_path / "models").unlink()
+    result = outcome(tmp_path, monkeypatch, {})
+    assert not [finding for finding in result.findings if "slots" in finding.sentence]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -91,8 +91,8 @@ async def test_a_lease_that_cannot_be_adopted_adds_no_load(monkeypatch: pytest.M
         await client.place(request("a"), None)
         actor.restart()
         placer = actor.state.placer
-        monkeypatch.setattr(placer.workers, "record_use", Mock(side_effect=ZeroDivisionError))
-        await wait_until(lambda: placer.workers.record_use.called and not client._place_calls)
+        monkeypatch.setattr(placer.workers, "record_placement", Mock(side_effect=ZeroDivisionError))
+        await wait_until(lambda: placer.workers.record_placement.called and not client._place_calls)
         assert not placer.running
         assert not actor.ingress_calls.place_calls
         assert not any(calls for calls, _ in loads(actor.state).values())

@@ -269,7 +269,10 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
 
 
 def check_vllm_names() -> None:
-    """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
+    """Raise UnsupportedEngineError if vLLM lacks a method that this module uses.
+
+    Attributes that vLLM sets on instances are not checked.
+    """
     check_names(
         "the ELDR connector",
         (BaseRouter, "set_capture_fn"),

@@ -41,7 +41,7 @@ class RankBatches:
         All parts are sent to each rank in one message. Nothing is sent if no rank has tokens.
 
         Args:
-            parts: [T, ...] each, two-dimensional, of this rank's tokens; further rows are ignored.
+            parts: [T, n_i] each, with a row for each token of this rank; further rows are ignored.
         """
         own, longest = self.sizes[self._rank], max(self.sizes)
         packed = torch.cat([part[:own].contiguous().view(torch.uint8) for part in parts], dim=1)
