@@ -193,7 +193,7 @@ async def test_a_resumed_answer_is_prefilled_by_its_decode_engine_if_prefill_eng
 
 
 async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:
-    pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9))
+    pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9), decode_attempts=2)
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
     assert b"failed: no; send the request again" in answer
@@ -210,7 +210,7 @@ async def test_engines_that_refuse_resumed_answers_are_not_ejected() -> None:
     def decode(sent: Any) -> AsyncIterator[Any]:
         return answer_with(refusal(400))(sent) if sent.header["generated"] else Engines((3, LOST))(sent)
 
-    pipeline = Pipeline(decode=decode)
+    pipeline = Pipeline(decode=decode, decode_attempts=2)
     for _ in range(4):
         assert b'"engine_lost"' in await pipeline.run(stream=True)
     assert "ejected" not in pipeline.counters.events
