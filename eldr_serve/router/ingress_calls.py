@@ -25,6 +25,7 @@ from eldr_serve.router_protocol.messages import (
     Queued,
     Restore,
     Unplaced,
+    WorkerPositions,
     Workers,
     decoder,
     encode,
@@ -49,16 +50,16 @@ class IngressCalls:
     Attributes:
         state: the state that the calls change.
         open_methods: methods for ChannelServer.
-        by_ingress: subscriptions by ingress, including lost ones until they are dropped.
+        subscriptions: subscriptions by ingress, including lost ones until they are dropped.
         place_calls: open `place` calls by request id.
     """
 
     def __init__(self, state: RouterState, metrics: RouterMetrics, grace_s: float) -> None:
         self._metrics = metrics
         self.open_methods: dict[str, OpenMethod] = {"subscribe": self._subscribe, "place": self._open_place}
-        self.by_ingress: dict[str, _Subscription] = {}
+        self.subscriptions: dict[str, _Subscription] = {}
         self.place_calls: dict[str, _PlaceCall] = {}
-        self._by_peer: dict[object, _Subscription] = {}  # subscriptions by connection, without lost ones
+        self._connected: dict[object, _Subscription] = {}  # subscriptions by connection, without lost ones
         self._pending_leases: list[Lease] = []  # `_run_batch` places them
         self._generated_tokens: dict[str, int] = {}  # totals by request id; `_run_batch` sets them
         self._is_scheduled = False
@@ -67,14 +68,16 @@ class IngressCalls:
     def replace_state(self, state: RouterState, grace_s: float) -> None:
         """Apply further calls to this state; all ingresses connect again, and restore their leases in it."""
         self.state, self._grace_s = state, grace_s
-        state.set_callbacks(on_granted=self._send_leases, on_settings=self._send_settings)
-        for subscription in list(self._by_peer.values()):
+        state.set_callbacks(
+            on_granted=self._send_leases, on_settings=self._send_settings, on_positions=self._send_positions
+        )
+        for subscription in list(self._connected.values()):
             subscription.reply.peer.close("the router's settings have changed")
 
     @property
     def has_ingresses(self) -> bool:
         """Return whether an ingress is connected."""
-        return bool(self._by_peer)
+        return bool(self._connected)
 
     def schedule_batch(self) -> None:
         """Apply the batch, and dispatch the decode queue, in the event loop's next iteration."""
@@ -113,13 +116,13 @@ class IngressCalls:
 
     def end_subscription(self, subscription: _Subscription) -> None:
         """End a subscription; end the ingress's leases too unless it returns in the grace period."""
-        if self._by_peer.get(subscription.reply.peer) is subscription:
-            del self._by_peer[subscription.reply.peer]
+        if self._connected.get(subscription.reply.peer) is subscription:
+            del self._connected[subscription.reply.peer]
             asyncio.get_running_loop().call_later(self._grace_s, self._drop_ingress, subscription)
 
     def _drop_ingress(self, subscription: _Subscription) -> None:
-        if self.by_ingress.get(subscription.ingress) is subscription:
-            del self.by_ingress[subscription.ingress]
+        if self.subscriptions.get(subscription.ingress) is subscription:
+            del self.subscriptions[subscription.ingress]
             self.state.ingresses.drop_ingress(subscription.ingress)
 
     # -- batches ------------------------------------------------------------------------------------
@@ -178,27 +181,37 @@ class IngressCalls:
 
     def _send_settings(self, settings: LiveSettings) -> None:
         message = encode(settings)
-        for subscription in list(self._by_peer.values()):
+        for subscription in list(self._connected.values()):
             subscription.reply.send(message)
+
+    def _send_positions(self, positions: tuple[str | None, ...]) -> None:
+        message = encode(WorkerPositions(positions))
+        for subscription in list(self._connected.values()):
+            if subscription.reads_positions:
+                subscription.reply.send(message)
 
     # -- new calls --------------------------------------------------------------------------------
 
     def _subscribe(self, body: bytes, reply: Reply) -> _Subscription:
         message: Restore = _decode_restore(body)
-        previous = self.by_ingress.get(message.ingress)
+        previous = self.subscriptions.get(message.ingress)
         if previous is not None and previous.reply.peer is not reply.peer:
             previous.reply.peer.close("its ingress has connected again")  # its further messages are outdated
         self.state.restore_from_ingress(message)
-        subscription = _Subscription(self, message.ingress, reply)
-        self.by_ingress[message.ingress] = self._by_peer[reply.peer] = subscription
+        subscription = _Subscription(
+            self, message.ingress, reply, reads_positions=message.positions is not None
+        )
+        self.subscriptions[message.ingress] = self._connected[reply.peer] = subscription
         reply.send(encode(self.state.settings))
+        if subscription.reads_positions:
+            reply.send(encode(WorkerPositions(tuple(self.state.positions.workers))))
         return subscription
 
     def _open_place(self, body: bytes, reply: Reply) -> _PlaceCall:
-        if reply.peer not in self._by_peer:
+        if reply.peer not in self._connected:
             raise ConnectionError("an ingress must subscribe before it places requests")
         message: Place = _decode_place(body)
-        call = _PlaceCall(self, self._by_peer[reply.peer].ingress, reply, message.request.request_id)
+        call = _PlaceCall(self, self._connected[reply.peer].ingress, reply, message.request.request_id)
         self.place_calls[message.request.request_id] = call
         try:
             call.place(message)
@@ -209,10 +222,13 @@ class IngressCalls:
 
 
 class _Subscription:
-    """An ingress's subscription to settings."""
+    """An ingress's subscription to settings and positions; an older ingress cannot read positions."""
 
-    def __init__(self, ingress_calls: IngressCalls, ingress: str, reply: Reply) -> None:
+    def __init__(
+        self, ingress_calls: IngressCalls, ingress: str, reply: Reply, *, reads_positions: bool
+    ) -> None:
         self._ingress_calls, self.ingress, self.reply = ingress_calls, ingress, reply
+        self.reads_positions = reads_positions
 
     def on_note(self, payload: bytes, tokens: int) -> None:
         """Apply the ingress's list of decode workers, or its report."""
@@ -272,7 +288,12 @@ class _PlaceCall:
             state.leases.set_measured_counts(message.request)
             self._ingress_calls.schedule_batch()
         elif message.lease is not None or not state.leases.is_running(self._request_id):
-            self.place(message)
+            try:
+                self.place(message)
+            except Exception:  # it would close the channel, with the calls of all other requests
+                logger.exception("the router cannot place request %s again", self._request_id)
+                self._withdraw()
+                self._ingress_calls.finish(self._request_id, 0)
 
     def on_close(self, tokens: int) -> None:
         if self._ingress_calls.remove_call(self._request_id, self):

@@ -66,6 +66,7 @@ class LiveSettingsStore:
     ) -> None:
         self.current = first
         self.table = table
+        self._deployed = first
         self._deployed_version = first.version  # `current` has it until the deployed settings are changed
         self._check = check
         self._counters = counters
@@ -123,6 +124,9 @@ class LiveSettingsStore:
     def restore(self, settings: LiveSettings) -> None:
         """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit.
 
+        If a policy cannot be made, for example because its module is missing on this node, the deployed one
+        replaces it.
+
         Changes of a deployment count as newer than the deployment itself. In a restarted router, an ingress
         that has just started may deploy it again before another ingress restores the changes.
         """
@@ -133,7 +137,7 @@ class LiveSettingsStore:
                 return
             settings = replace(settings, version=_version_after(current))
         if settings.version > self.current.version:
-            self._replace_policy(self._remove_unfit_artifacts(settings))
+            self._replace_policy(self._replace_unfit_policies(self._remove_unfit_artifacts(settings)))
             self._counters[RouterEvent.SETTINGS_RESTORED] += 1
 
     def discard_unfit_artifacts(self) -> None:
@@ -158,6 +162,23 @@ class LiveSettingsStore:
         except SwapRefusedError as error:
             logger.error("the predictor was discarded: %s", error)
             fitting = replace(fitting, predictor=None, predictor_version=fitting.predictor_version + 1)
+        return fitting if fitting is settings else replace(fitting, version=_version_after(settings))
+
+    def _replace_unfit_policies(self, settings: LiveSettings) -> LiveSettings:
+        """Return the settings, or newer ones with the deployed policy or shadow for one that does not fit."""
+        fitting = settings
+        try:
+            self._check.build_policies(replace(fitting, shadow=None))
+        except SwapRefusedError as error:
+            logger.error("the deployed policy replaces the restored one: %s", error)
+            fitting = replace(fitting, policy=self._deployed.policy, parameters=self._deployed.parameters)
+            self._counters[RouterEvent.POLICIES_DISCARDED] += 1
+        try:
+            self._check.build_policies(fitting)
+        except SwapRefusedError as error:
+            logger.error("the deployed shadow replaces the restored one: %s", error)
+            fitting = replace(fitting, shadow=self._deployed.shadow)
+            self._counters[RouterEvent.POLICIES_DISCARDED] += 1
         return fitting if fitting is settings else replace(fitting, version=_version_after(settings))
 
     def _next_version(self) -> LiveSettings:

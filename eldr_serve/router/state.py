@@ -130,14 +130,17 @@ class RouterState:
         *,
         on_granted: Callable[[list[Lease]], None] = lambda leases: None,
         on_settings: Callable[[LiveSettings], None] = lambda settings: None,
+        on_positions: Callable[[tuple[str | None, ...]], None] = lambda positions: None,
     ) -> None:
-        """Set the functions that receive later leases and settings; they replace earlier functions.
+        """Set the functions that receive later changes; they replace earlier functions.
 
         Args:
             on_granted: called with leases of new and of queued requests when they are granted.
             on_settings: called with new settings, before the leases that follow from them are granted.
+            on_positions: called with new positions of the decode workers.
         """
         self.leases.on_granted, self._on_settings = on_granted, on_settings
+        self.ingresses.on_positions = on_positions
 
     @property
     def settings(self) -> LiveSettings:
@@ -248,9 +251,10 @@ class RouterState:
         """Restore from an ingress what this actor knew before its restart, except leases (see `adopt_lease`).
 
         All leases of the ingress that the message does not name have ended. Requests in the decode queue are
-        not restored, since the ingress sends them again. A table or predictor that does not fit is discarded.
+        not restored, since the ingress sends them again. Settings that do not fit are discarded; see
+        LiveSettingsStore.restore.
         """
-        self.ingresses.add_ingress(message.ingress, message.workers)
+        self.ingresses.add_ingress(message.ingress, message.workers, message.positions)
         if message.settings is not None:
             self.live_settings.restore(message.settings)
         if message.counts_shape is not None:

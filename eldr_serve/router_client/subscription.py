@@ -22,6 +22,7 @@ from eldr_serve.router_protocol.messages import (
     LiveSettings,
     Place,
     Restore,
+    WorkerPositions,
     Workers,
     decoder,
     encode,
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S, _MAX_RETRY_S = 0.1, 2.0
 _FAST_RETRIES = 30  # retries that are enough for the restart of an actor
-_decode_settings = decoder(LiveSettings)
+_decode_answer = decoder(LiveSettings | WorkerPositions)
 
 
 class _UnreadableSettingsError(Exception):
@@ -111,6 +112,7 @@ class RouterSubscription:
         self._subscription: OpenCall | None = None
         self._first_settings: asyncio.Future[None] | None = None
         self._reported_workers: tuple[str, ...] | None = None  # None until a worker is known
+        self._positions: tuple[str | None, ...] = ()  # newest positions that the router has sent
         self._task: asyncio.Task[None] | None = None
         self._delays = _retry_delays()  # the delays start again after each success
         self._logged_reason = ""
@@ -216,17 +218,20 @@ class RouterSubscription:
             tuple(lease.request_id for lease in leases),
             self._owner.scorer.settings,
             self._owner.scorer.shape,
+            self._positions,
         )
-        self._subscription = channel.open_call(
-            "subscribe", encode(message), self._on_settings, self._on_failed
-        )
+        self._subscription = channel.open_call("subscribe", encode(message), self._on_answer, self._on_failed)
         self._channel = channel
         self._owner.send_leases(leases)
 
-    def _on_settings(self, payload: bytes) -> None:
-        """Apply new settings; the first ones answer the subscription."""
+    def _on_answer(self, payload: bytes) -> None:
+        """Keep new positions, or apply new settings; the first settings answer the subscription."""
         try:
-            self._owner.on_settings(_decode_settings(payload))
+            answer = _decode_answer(payload)
+            if isinstance(answer, WorkerPositions):
+                self._positions = answer.workers
+                return
+            self._owner.on_settings(answer)
         except Exception as error:
             unreadable = _UnreadableSettingsError(f"the settings of DecodeRouter cannot be used: {error!r}")
             self._fail_first_settings(unreadable)

@@ -1,8 +1,9 @@
 """Messages between the DecodeRouter actor and its ingresses, and their encoding.
 
-An ingress's `subscribe` call opens with Restore. The router answers with LiveSettings, at once and after each
-change; the ingress's notes are Workers and IngressReport. A `place` call opens with Place. The router answers
-with Queued, Granted or Unplaced; the notes are a further Place, Counted, or the number of generated tokens.
+An ingress's `subscribe` call opens with Restore. The router answers with LiveSettings and WorkerPositions, at
+once and after each change; the ingress's notes are Workers and IngressReport. A `place` call opens with
+Place. The router answers with Queued, Granted or Unplaced; the notes are a further Place, Counted, or the
+number of generated tokens.
 
 All messages are MessagePack, encoded from msgspec structs and dataclasses. An array consists of its dtype,
 shape and bytes.
@@ -69,6 +70,8 @@ class Restore(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
         leases: ids of the requests that hold a lease; all other requests of the ingress have ended or wait.
         settings: newest settings that the ingress knows, which a restarted router adopts.
         counts_shape: (MoE layers, experts) as engines report it, if known.
+        positions: newest WorkerPositions.workers that the ingress knows, which a restarted router adopts;
+            None: an ingress of an older version, which cannot read WorkerPositions.
     """
 
     ingress: str
@@ -76,6 +79,13 @@ class Restore(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     leases: tuple[str, ...] = ()
     settings: LiveSettings | None = None
     counts_shape: tuple[int, int] | None = None
+    positions: tuple[str | None, ...] | None = None
+
+
+class WorkerPositions(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """The decode worker in each position; None: the position is vacant."""
+
+    workers: tuple[str | None, ...]
 
 
 class Workers(msgspec.Struct, tag=True, frozen=True):

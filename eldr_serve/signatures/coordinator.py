@@ -52,7 +52,7 @@ class TableTarget(Protocol):
         """Return the live table."""
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        """Swap in a table and return its version; return None if the view's table is not live any more."""
+        """Swap in a table and return its version; None if its table or state is no longer the view's."""
 
 
 class Coordinator:
@@ -178,8 +178,8 @@ class Coordinator:
     async def _fit_and_swap(self, view: RouterView, *, requested: bool) -> None:
         """Fit and swap in a table; the caller holds the lock, and the view is not older than the lock."""
         live = await self._router.table() if view.has_table else None
-        trace = await self._read_trace()
         try:
+            trace = await self._read_trace()
             # Fit in a thread, so that the actor stays responsive even while scikit-learn is imported.
             fitted = await asyncio.to_thread(
                 _fit, live, trace, view.workers, self.settings.options.min_gain, requested
@@ -196,7 +196,9 @@ class Coordinator:
             self._record_refusal(why)
             raise SwapRefusedError(why) from None
         if version is None:
-            raise SwapRefusedError("the live table was changed while a new one was fitted")
+            raise SwapRefusedError(
+                "the router has another table, or was restarted or redeployed, since this table was fitted"
+            )
         self._record_table(fitted, version, len(trace.ids), view.workers, refit=live is not None)
 
     def _record_table(
@@ -215,6 +217,7 @@ class Coordinator:
                 "experts_by_load": round(fitted.comparison.random_mean, 3),
             },
         }
+        # A warning, because Ray's actors do not show the level INFO of this package.
         logger.warning("%s: table version %d is live", fitted.why, version)
 
     def _record_refusal(self, why: str) -> None:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from eldr_serve.channel import CallFailedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router_client import subscription
-from eldr_serve.router_protocol.messages import Place, Restore, encode
+from eldr_serve.router_protocol.messages import Granted, LiveSettings, Place, Restore, decoder, encode
 from tests.support.fake_router import FakeActor, connected_client, loads, router_and_client, wait_until
 from tests.support.tables import counts_for, request
 
@@ -27,13 +27,13 @@ async def test_leases_end_with_the_channel_unless_the_client_reconnects() -> Non
         returning._subscription._channel.close("cut")
         await wait_until(lambda: actor.running.keys() == {"returning", "alive"})
         assert actor.state.ingresses.ids == {returning.name, alive.name}
-        assert actor.ingress_calls.by_ingress.keys() == {returning.name, alive.name}
+        assert actor.ingress_calls.subscriptions.keys() == {returning.name, alive.name}
         assert actor.state.counters["leases_of_lost_ingresses"] == 1
         assert not actor.state.counters["leases_restored"]
         returning.release("returning")
         await wait_until(lambda: actor.running.keys() == {"alive"})
     await wait_until(lambda: not actor.running)
-    assert not actor.ingress_calls.by_ingress
+    assert not actor.ingress_calls.subscriptions
     assert not actor.ingress_calls.has_ingresses
 
 
@@ -44,11 +44,11 @@ async def test_a_clients_old_connection_is_closed_when_it_reconnects() -> None:
     ignore: Any = lambda message: None  # noqa: E731
     for channel in (old, new):
         channel.open_call("subscribe", encode(Restore("c", ("r0",))), ignore, ignore)
-        await wait_until(lambda: len(actor.ingress_calls._by_peer) == 1)
+        await wait_until(lambda: len(actor.ingress_calls._connected) == 1)
         place = channel.open_call("place", encode(Place(request("a"))), ignore, ignore)
         await wait_until(lambda: actor.running.keys() == {"a"})
     await wait_until(old.closed.done)
-    assert len(actor.server.connections) == len(actor.ingress_calls.by_ingress) == 1
+    assert len(actor.server.connections) == len(actor.ingress_calls.subscriptions) == 1
     place.close(3)
     await wait_until(lambda: not actor.running)
     new.close("the test ends")
@@ -191,3 +191,54 @@ async def test_unreadable_settings_are_logged_once_with_their_reason(
         assert caplog.messages.count(f"{reason}; local fallback places the requests") == 1
         assert "does not answer" not in caplog.text
         assert channel.closed.result() == reason
+
+
+async def test_an_ingress_restores_the_positions_of_workers_in_a_restarted_router() -> None:
+    actor, directory = FakeActor(), ReplicaDirectory()
+    async with connected_client(actor, "r1", directory=directory) as client:
+        subscription = client._subscription
+        await wait_until(lambda: subscription._positions == ("r1",))
+        directory.publish({"r0": {}, "r1": {}})  # scaled up
+        await wait_until(lambda: subscription._positions == ("r1", "r0"))
+        actor.restart()
+        await wait_until(lambda: actor.state.positions.workers)
+        assert actor.state.positions.workers == ["r1", "r0"]
+        directory.publish({"r0": {}, "new": {}})
+        await wait_until(lambda: subscription._positions == ("new", "r0"))
+
+
+async def test_an_older_ingress_gets_only_settings() -> None:
+    actor, answers, errors = FakeActor(), [], []
+    channel = await actor.calls().get_channel()
+    channel.open_call("subscribe", encode(Restore("c", ("r0",))), answers.append, errors.append)
+    await wait_until(lambda: answers)
+    actor.state.ingresses.set_reachable_workers("c", ["r0", "r1"])
+    actor.state.live_settings.set_policy("random", {})
+    await wait_until(lambda: len(answers) == 2)
+    assert [decoder(LiveSettings)(answer).policy for answer in answers] == ["locality-band", "random"]
+    assert not errors
+    channel.close("the test ends")
+
+
+async def test_a_lease_that_cannot_be_adopted_does_not_close_the_channel(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    actor, errors = FakeActor(), []
+    channel = await actor.calls().get_channel()
+    for method, message in {
+        "subscribe": Restore("c", ("r0",)),
+        "place": Place(request("other")),
+    }.items():
+        channel.open_call(method, encode(message), lambda message: None, errors.append)
+    call = channel.open_call("place", encode(Place(request("a"))), lambda message: None, errors.append)
+    await wait_until(lambda: actor.running.keys() == {"a", "other"})
+    with patch.object(actor.state.leases, "adopt_lease", side_effect=RuntimeError("broken")):
+        call.note(encode(Place(request("a"), Granted("r0"))))
+        await wait_until(lambda: actor.running.keys() == {"other"})
+    assert caplog.messages == ["the router cannot place request a again"]
+    call.note(tokens=3)
+    call.close(3)
+    await wait_until(lambda: actor.ingress_calls.place_calls.keys() == {"other"})
+    assert not channel.closed.done()
+    assert not errors
+    channel.close("the test ends")
