@@ -29,12 +29,13 @@ class ExpertsConfig(BaseModel):
             - metro: one replica per batch, so that no rank activates too many experts.
             - metro-paper: like metro, but with METRO's Algorithm 1 exactly as the paper has it.
             - local: the rank's own replica, else one on its node, else any.
+            - weighted: replicas in turn, in proportion to one over the expected load of their ranks.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     placement: Path
-    replica_choice: Literal["even", "metro", "metro-paper", "local"] = "even"
+    replica_choice: Literal["even", "metro", "metro-paper", "local", "weighted"] = "even"
 
 
 class CpuExpertsConfig(BaseModel):
@@ -46,7 +47,7 @@ class CpuExpertsConfig(BaseModel):
             slots; false: they are empty until a placement is loaded.
         redundant_experts: slots of a layer beyond one per expert, over all ranks; null: the placement's.
         replica_choice: a rule of ExpertsConfig, where a token's own rank follows from its position in the
-            batch, or `weighted` (GRACE-MoE's polling by load), or `none` (an expert's first replica).
+            batch, or `none` (an expert's first replica).
         prefill_replica_choice: the rule for steps that prefill. They have more tokens than the ranks can
             decode at once (`max_num_seqs` each). null: `replica_choice`.
         gather: when each data-parallel rank sends its tokens to all ranks:
