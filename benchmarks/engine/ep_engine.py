@@ -53,8 +53,8 @@ from loadgen.journal import Journal
 from loadgen.results import RESULTS, column_notes, publish
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
-from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.packed_placements import eplb_placement
 
 BENCHMARKS = {"ep_choice": "all", "ep_shift": "all"}
 _NOT_INPUTS = ("data_parallel", "minutes", "work", "out")  # --data-parallel sets the ranks

@@ -44,7 +44,7 @@ from eldr_serve.scheduling.types import Lease, LeaseState
 from loadgen.journal import Journal
 from loadgen.results import column_notes, publish
 from loadgen.statistics import paired_change_percent
-from offline.expert_placement.eplb import activation_placement
+from offline.expert_placement.packed_placements import activation_placement
 
 BENCHMARKS = {"ep_policies": "all"}
 BASE = ("shortest-queue", "linear")
