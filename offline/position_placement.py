@@ -26,7 +26,7 @@ from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
-from offline.expert_placement.eplb import activation_placement, activation_probability
+from offline.expert_placement.packed_placements import activation_placement, activation_probability
 
 
 def position_placement(

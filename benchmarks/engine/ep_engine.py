@@ -26,10 +26,9 @@ import typer
 
 from benchmarks.lib import options
 from benchmarks.lib.captured_routes import GROUPS, CapturedRoutes, load_or_capture
+from benchmarks.lib.ep.batches import choose_homes, draw_disjoint_batches, summarise_batch
 from benchmarks.lib.ep.engine import EpEngine
-from benchmarks.lib.ep.planners import PlanMigration, migration_planners, state_bytes
-from benchmarks.lib.ep.rows import BASE, BY_EXPERTS, EVEN, choice_rows, shift_rows
-from benchmarks.lib.ep.turns import (
+from benchmarks.lib.ep.engine_options import (
     MAX_PROMPT_TOKENS,
     NUM_HEADS,
     DataParallel,
@@ -38,12 +37,11 @@ from benchmarks.lib.ep.turns import (
     Ranks,
     Rounds,
     Tokens,
-    choose_homes,
-    draw_disjoint_batches,
-    measure_in_turns,
     resolve_ranks,
-    summarise_batch,
 )
+from benchmarks.lib.ep.planners import PlanMigration, migration_planners, state_bytes
+from benchmarks.lib.ep.rows import BASE, BY_EXPERTS, EVEN, choice_rows, shift_rows
+from benchmarks.lib.ep.turns import measure_in_turns
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.commands.run import run
@@ -53,8 +51,8 @@ from loadgen.journal import Journal
 from loadgen.results import RESULTS, column_notes, publish
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
-from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.packed_placements import eplb_placement
 
 BENCHMARKS = {"ep_choice": "all", "ep_shift": "all"}
 _NOT_INPUTS = ("data_parallel", "minutes", "work", "out")  # --data-parallel sets the ranks

@@ -39,7 +39,7 @@ from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
 from offline.expert_placement.cost import LayerCost, LayerFit, LayerWork
-from offline.expert_placement.eplb import eplb_placement
+from offline.expert_placement.packed_placements import eplb_placement
 
 BENCHMARKS = {"ep_layer": "default"}
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts

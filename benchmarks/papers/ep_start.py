@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.lib import options
 from benchmarks.lib.captured_routes import CapturedRoutes, groups_of, load_or_capture
+from benchmarks.lib.ep.batches import summarise_batch
 from benchmarks.lib.ep.engine import EpEngine
-from benchmarks.lib.ep.rows import KEEPS, MIGRATES, STARTS, start_rows
-from benchmarks.lib.ep.turns import (
+from benchmarks.lib.ep.engine_options import (
     MAX_PROMPT_TOKENS,
     NUM_HEADS,
     Minutes,
@@ -30,9 +30,9 @@ from benchmarks.lib.ep.turns import (
     Ranks,
     Rounds,
     Tokens,
-    measure_in_turns,
-    summarise_batch,
 )
+from benchmarks.lib.ep.rows import KEEPS, MIGRATES, STARTS, start_rows
+from benchmarks.lib.ep.turns import measure_in_turns
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.ep_policies import EpWorkload, MeanBatch, NumWorkers
 from eldr_serve.arrays import Ints

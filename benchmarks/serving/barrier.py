@@ -60,7 +60,8 @@ from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
 from benchmarks.lib.client import Send, closed_loop, completion_sender, count_failures, open_session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.ep.turns import Minutes, measure_in_turns
+from benchmarks.lib.ep.engine_options import Minutes
+from benchmarks.lib.ep.turns import measure_in_turns
 from benchmarks.lib.live import serve_shortest_queue_without_pool
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints

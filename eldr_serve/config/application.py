@@ -60,7 +60,9 @@ class EldrArgs(BaseModel):
         "while a single replica is replaced",
     )
     admin_key: SecretStr | None = Field(
-        default=None, description="key for PUT /eldr/*; default: the environment's ELDR_ADMIN_KEY"
+        default=None,
+        description="key for all of /eldr/ except /eldr/, /eldr/status and /eldr/ready; "
+        "default: the environment's ELDR_ADMIN_KEY",
     )
 
     @field_validator("ingress_deployment_config")

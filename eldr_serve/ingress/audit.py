@@ -1,4 +1,4 @@
-"""The audit log of requests that change the service, with their outcome."""
+"""The audit log of requests that change the service or read its traffic, with their outcome."""
 
 from __future__ import annotations
 

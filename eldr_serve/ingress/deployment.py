@@ -71,7 +71,7 @@ class EldrIngress:
         application: name of the application, part of the name of the DecodeRouter actor.
         router_settings: start arguments of the DecodeRouter actor.
         prefill_options: options for the choice of prefill replicas.
-        admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; if None, all such requests are refused.
+        admin_key_sha256: SHA-256 (hex) of the admin key; if None, requests that need it are refused.
         engine_version: version that `GET /version` returns.
 
     Raises:

@@ -17,11 +17,15 @@ from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement
 from offline.expert_placement.director_paper import director_paper_placement
-from offline.expert_placement.eplb import activation_placement, activation_probability, eplb_placement
 from offline.expert_placement.evaluate import home_ranks
 from offline.expert_placement.grace import grace_placement
 from offline.expert_placement.grace_paper import PAPER_GROUPING
 from offline.expert_placement.grouping import OUR_GROUPING, Grouping
+from offline.expert_placement.packed_placements import (
+    activation_placement,
+    activation_probability,
+    eplb_placement,
+)
 
 Report = dict[str, Any]
 

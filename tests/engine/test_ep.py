@@ -29,8 +29,8 @@ from examples.demo_model import WEIGHTS
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement
-from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.packed_placements import eplb_placement
 from offline.widen import widen
 from tests.engine.scripts import ROOT, run_script
 

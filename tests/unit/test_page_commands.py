@@ -42,6 +42,8 @@ _PROGRAMS = (
     "pip",
     "git",
     "chrt",
+    "pytest",
+    "pre-commit",
 )
 
 # Beginning of a command line -> the test that runs the command.
@@ -122,10 +124,12 @@ TEST_BY_COMMAND = {
     "python -m benchmarks.lib.screenshots": (
         "tests/unit/router/test_live_page.py::test_screenshots_are_small_and_fit_each_width"
     ),
+    "pytest": "tests/unit/test_page_commands.py::test_the_example_of_one_test_selects_a_test",
     "serve run": "tests/e2e/test_own_model.py::test_the_served_model_is_compared_watched_and_stopped",
     "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
 }
 REASON_WITHOUT_TEST = {
+    "pre-commit install": "it changes the clone's git hooks",
     "make setup": "it installs the environment of the tests",
     "make demo": "it calls `eldr demo`, which is tested",
     "make test": "it is this test suite",
@@ -153,6 +157,7 @@ REASON_WITHOUT_TEST = {
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
     "python -m offline.position_placement": "a job without an end; tested by test_position_placement.py",
 }
+_INLINE = re.compile(r"`\.venv/bin/([^`]+)`")
 RUN_WITHOUT_SERVICE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
 FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"
 TOKEN_COMMAND = "ray get-auth-token"
@@ -161,9 +166,9 @@ ALL_ENTRIES = (*TEST_BY_COMMAND, *REASON_WITHOUT_TEST, *RUN_WITHOUT_SERVICE, *RU
 
 
 def shown_lines() -> Iterator[str]:
-    """Yield each command line in code blocks of the pages."""
+    """Yield each command line in code blocks of the pages, and in their text if it is in .venv/bin."""
     for page in PAGES:
-        for line in code_lines(page):
+        for line in (*code_lines(page), *_INLINE.findall(page.read_text())):
             for part in re.split(r"&&|\s--\s|^\$ |(?<=\s)#\s", line.removeprefix("$ ")):
                 words = part.split()
                 if words and words[0] in _PROGRAMS and (words[0] != "python" or "-m" in words[:2]):
@@ -198,6 +203,12 @@ def test_every_test_in_the_registry_exists(address: str) -> None:
     """A file alone, or the beginning of a test's name, is not enough."""
     file, _, test = address.partition("::")
     assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE)
+
+
+def test_the_example_of_one_test_selects_a_test() -> None:
+    for line in lines_of("pytest"):
+        _, file, _, word = line.split()
+        assert re.search(rf"^(async )?def test_\w*{word}", (ROOT / file).read_text(), re.MULTILINE)
 
 
 def docstring_commands() -> Iterator[tuple[str, str, set[str]]]:

@@ -18,8 +18,8 @@ from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import renewed_placement
-from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.forecast import workload_by_rank
+from offline.expert_placement.packed_placements import eplb_placement
 
 BY_RANK = "proactive, by rank"
 Migration = tuple[Ints, Floats] | None  # placement and load; None: nothing moves

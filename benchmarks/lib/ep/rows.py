@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.ep.turns import SKIPPED_STEPS
+from benchmarks.lib.ep.batches import SKIPPED_STEPS
 from loadgen.statistics import median_ci, paired_change_percent
 
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains

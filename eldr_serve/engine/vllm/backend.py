@@ -60,10 +60,10 @@ class VllmBackend:
     def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> VllmSpec:
         """Return the specification of the engines; `config` has the fields of Ray's LLMConfig."""
         from eldr_serve.engine.vllm.compat.arguments import check_arguments
-        from eldr_serve.engine.vllm.spec import VllmSpec, llm_config
+        from eldr_serve.engine.vllm.spec import VllmSpec, make_llm_config
 
         check_arguments("engine_kwargs", config.get("engine_kwargs") or {})
-        return VllmSpec(llm_config(role, config, kv_lease_s=kv_lease_s))
+        return VllmSpec(make_llm_config(role, config, kv_lease_s=kv_lease_s))
 
     def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:
         """Raise ConfigurationError unless two VllmSpecs agree on the fields that must be equal."""

@@ -10,12 +10,13 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.admission.latency_predictor import LatencyPredictor, WorkerLatencies, late_names
+from eldr_serve.pipeline.admission.prediction_accuracy import WINDOW_S
 from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.admission.request_decode_loads import request_decode_loads
+from eldr_serve.pipeline.context.latency_prediction import LatencyPrediction
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.queues.prediction import WINDOW_S, LatencyPrediction
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.router_client.client import RouterClient
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from eldr_serve.pipeline.admission.prediction_accuracy import ConcurrencyMeter, PredictionAccuracy
 from eldr_serve.pipeline.context.request_context import RequestContext
-from eldr_serve.queues.prediction import ConcurrencyMeter, PredictionAccuracy
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.request import why_not_split
 

@@ -10,7 +10,7 @@ from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.scheduling.worker_names import replica_of
 
-MAX_MOVES = 3  # moves of one answer, which then stays at its engine until it ends
+MAX_MOVES = 3  # after this many moves an answer stays at its engine
 
 
 class MoveLimiter:

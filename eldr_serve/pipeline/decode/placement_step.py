@@ -53,13 +53,13 @@ class PlacementStep:
         clock = asyncio.get_running_loop().time
         wait_s = self._options.replica_wait_s
         until_s = clock() + wait_s
-        with self._fleet.waiters.take_turn() as wait_until:
+        with self._fleet.waiters.take_turn() as turn:
             while not self._fleet.live_workers:
                 if clock() >= until_s:
                     raise OverloadedError(
                         f"no decode replica could be reached for {wait_s:g} s; see `eldr status`"
                     )
-                await wait_until(until_s)
+                await turn.wait_until(until_s)
 
     def refuse_if_slots_are_late(self, context: RequestContext) -> None:
         """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""

@@ -216,7 +216,7 @@ class SplitPrefill:
         until_s = clock() + self._options.replica_wait_s
         turn_s = None
         try:
-            with self._fleet.waiters.take_turn() as wait_until:
+            with self._fleet.waiters.take_turn() as turn:
                 while not self._replicas_with_room():
                     now_s = clock()
                     is_reachable = bool(self._fleet.live_workers)
@@ -228,7 +228,9 @@ class SplitPrefill:
                         return False
                     if now_s >= until_s:
                         raise self._make_refusal(context, num_tokens, is_reachable)
-                    await wait_until(until_s if turn_s is None or turn_s <= now_s else min(turn_s, until_s))
+                    await turn.wait_until(
+                        until_s if turn_s is None or turn_s <= now_s else min(turn_s, until_s)
+                    )
             return True
         finally:
             if turn_s is not None:

@@ -18,15 +18,10 @@ from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
 from benchmarks.lib.captured_routes import CapturedRoutes
 from benchmarks.lib.ep import engine as ep_processes
 from benchmarks.lib.ep import planners
+from benchmarks.lib.ep.batches import SKIPPED_STEPS, choose_homes, draw_disjoint_batches, summarise_batch
 from benchmarks.lib.ep.engine import DecodedBatch, EpEngine
 from benchmarks.lib.ep.rows import KEEPS, MIGRATES, PHASES, STARTS, choice_rows, shift_rows, start_rows
-from benchmarks.lib.ep.turns import (
-    SKIPPED_STEPS,
-    choose_homes,
-    draw_disjoint_batches,
-    measure_in_turns,
-    summarise_batch,
-)
+from benchmarks.lib.ep.turns import measure_in_turns
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.expert_placement import placement_id
 from loadgen.journal import Journal
@@ -79,7 +74,7 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
         turns(None)
     assert measured == keys[:3]
     assert list(Journal.read(tmp_path / "j.jsonl")) == ["0/a", "0/b"]
-    with pytest.raises(UserInputError, match="time is up"):
+    with pytest.raises(TimeoutError, match="time is up"):
         turns(0.0)
     assert turns(None) == {(0, "a"): "a0", (0, "b"): "b0", (1, "a"): "a1", (1, "b"): "b1"}
     assert measured == [*keys[:3], *keys[2:]]

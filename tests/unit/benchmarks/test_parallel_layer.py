@@ -29,8 +29,8 @@ from benchmarks.lib.ep.timing import LayerArm, RankJob
 from eldr_serve.experts.expert_placement import Topology, hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
 from examples.demo_model import WEIGHTS
-from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.evaluate import forwarded_copies, work_of
+from offline.expert_placement.packed_placements import activation_placement, eplb_placement
 from tests.support.torch_experts import torch_products
 
 E, TOP_K, LAYER = 64, 4, 2  # the demo model's experts and top-k, and one of its layers

@@ -16,7 +16,7 @@ from benchmarks.lib.ep.replica_choice import route_even, route_optimal
 from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MAX_PAIRS, MetroPlan, route_metro
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
-from offline.expert_placement.eplb import activation_placement, eplb_placement
+from offline.expert_placement.packed_placements import activation_placement, eplb_placement
 from tests.support.processes import python
 from tests.support.shipped import ROOT
 from tests.support.tables import random_hosts

@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock, Mock, patch
 import httpx
 import pytest
 from ray.exceptions import RayError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from eldr_serve.channel import ChannelLostError
@@ -139,6 +140,17 @@ async def endless(sent: Any) -> AsyncIterator[bytes]:
     while True:
         yield TOKEN
         await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("error", [HTTPException(404, "it is gone"), ValueError("odd")])
+async def test_every_error_of_an_admitted_request_has_its_id(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_endpoints, "_placement_headers", Mock(side_effect=error))
+    async with running_app() as app:
+        answer = await app.post(COMPLETIONS, HELLO)
+        assert answer.status_code == getattr(error, "status_code", 500)
+        assert answer.headers["x-eldr-request"]
 
 
 async def test_an_answer_whose_headers_fail_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,19 +149,26 @@ async def test_the_status_shows_workers_only_with_the_admin_key() -> None:
             assert "workers" not in answer.json()
 
 
-async def test_accepted_and_refused_admin_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_accepted_and_refused_changes_and_traces_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with running_app() as app:
         with caplog.at_level(logging.WARNING):
             await app.put("/eldr/policy", json={"name": "random"})
             await app.put("/eldr/table", content=b"\x00no table")
             await app.put("/eldr/policy", "wrong", json={"name": "secret"})
+            for key in (KEY, "wrong"):  # prompts can be read from a trace
+                await app.client.get("/eldr/trace", headers={"authorization": f"Bearer {key}"})
+            await app.client.get("/eldr/live", headers={"authorization": f"Bearer {KEY}"})
         lines = [json.loads(m.removeprefix("audit ")) for m in caplog.messages if m.startswith("audit ")]
     assert [(line["path"], line["status"]) for line in lines] == [
         ("/eldr/policy", 200),
         ("/eldr/table", 400),
         ("/eldr/policy", 401),
+        ("/eldr/trace", 400),
+        ("/eldr/trace", 401),
     ]
-    assert [line["key_sha256"] is not None for line in lines] == [True, True, False]
+    assert [line["key_sha256"] is not None for line in lines] == [True, True, False, True, False]
     assert json.loads(lines[0]["what"]) == {"name": "random"}
     assert lines[1]["bytes"] == 9
     assert len(lines[1]["sha256"]) == 64

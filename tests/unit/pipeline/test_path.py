@@ -285,10 +285,10 @@ async def test_a_request_waits_for_the_first_decode_replica() -> None:
 @pytest.mark.parametrize("change", [Fleet._update, Fleet._sample_reports])
 async def test_channels_and_reports_wake_waiting_requests(change: Callable[[Fleet], None]) -> None:
     fleet, loop = Fleet(ReplicaDirectory()), asyncio.get_running_loop()
-    with fleet.waiters.take_turn() as wait_until:
+    with fleet.waiters.take_turn() as turn:
         loop.call_soon(change, fleet)
         async with asyncio.timeout(0.5):
-            await wait_until(loop.time() + 60.0)
+            await turn.wait_until(loop.time() + 60.0)
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from eldr_serve.queues.prediction import WINDOW_S, ConcurrencyMeter, PredictionAccuracy
+from eldr_serve.pipeline.admission.prediction_accuracy import WINDOW_S, ConcurrencyMeter, PredictionAccuracy
 from tests.support.clock import Clock
 
 

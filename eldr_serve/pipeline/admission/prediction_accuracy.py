@@ -1,4 +1,4 @@
-"""Predicted latencies of a request, and the accuracy of earlier predictions."""
+"""The accuracy of earlier predictions of latencies, and the number of running requests."""
 
 from __future__ import annotations
 
@@ -6,32 +6,14 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 WINDOW_S = 60.0  # older errors are dropped, except the newest _MIN_ERRORS
 _MAX_ERRORS = 512
 _MIN_ERRORS = 8  # with fewer errors there is no margin; the newest ones count at any age
 _MAX_NEAREST = 80  # number of errors from which a margin is taken, those at the nearest loads
-# Share of requests whose latency is to be within prediction and margin, so that 95 % meet both latencies.
+# Share of requests whose latency is to be within prediction and margin. 0.975 squared is 0.95: both bounds
+# hold for about 95 %.
 _COVERED_SHARE = 0.975
-
-
-@dataclass
-class LatencyPrediction:
-    """Predicted latencies of a request at its admission.
-
-    Attributes:
-        ttft_s: time to the first token, s, by each worker that may prefill the prompt; empty if unknown.
-        tpot_s: time between tokens at the decode worker where it is shortest, s; None if unknown.
-        load: requests that the least loaded decode worker would have with this one.
-        ttft_margin_s, tpot_margin_s: what is added to the predictions, s (see PredictionAccuracy).
-    """
-
-    ttft_s: dict[str, float] = field(default_factory=dict)
-    tpot_s: float | None = None
-    load: float = 1.0
-    ttft_margin_s: float = 0.0
-    tpot_margin_s: float = 0.0
 
 
 class PredictionAccuracy:

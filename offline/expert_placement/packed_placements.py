@@ -1,4 +1,6 @@
-"""Placement of experts on ranks by EPLB: int[L, P], the logical expert of each physical slot.
+"""Placements of experts on ranks that pack them by tokens or activations: EPLB's and ELDR's.
+
+A placement is int[L, P], the logical expert of each physical slot.
 
 Slots are rank-major: with G ranks, rank g holds slots g * P / G up to (g + 1) * P / G.
 """
