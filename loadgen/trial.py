@@ -141,12 +141,12 @@ def run_trial(
     """
     service.set_policy(*parse_policy(scheduled.policy))
     service.wait_idle()
-    counters_before = service.status().get("counters", {})
+    counters_before = service.router_value("counters")
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
     with _sample_status(service) as samples:
         _run_locust(_command(service.url, load, scheduled.seed, record), record, log, tick)
     service.wait_idle()
-    counters_after = service.status().get("counters", {})
+    counters_after = service.router_value("counters")
     requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     placed, best = (

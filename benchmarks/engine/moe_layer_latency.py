@@ -131,10 +131,10 @@ class _Layer:
 
         self._device, self._hidden = device, hidden
         torch.manual_seed(seed)
-        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+        tensor_options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         self._experts = fused_moe(
-            torch.randn(experts, 2 * intermediate, hidden, **options) * hidden**-0.5,
-            torch.randn(experts, hidden, intermediate, **options) * intermediate**-0.5,
+            torch.randn(experts, 2 * intermediate, hidden, **tensor_options) * hidden**-0.5,
+            torch.randn(experts, hidden, intermediate, **tensor_options) * intermediate**-0.5,
         )
         self._graphs: dict[int, tuple[Any, Any]] = {}  # batch size -> chosen experts, graph
 

@@ -4,7 +4,8 @@
 
 A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is filled from
 NAME.json. A column is a key of the rows, or `KEY [LOW HIGH]`, which prints a value and its interval;
-`[_low _high]` appends to KEY. Each result of a GPU gets the page that gpu_pages.yaml describes.
+`[_low _high]` appends to KEY. `KEY as OTHER` has the heading of OTHER. Each result of a GPU gets the page
+that gpu_pages.yaml describes.
 
 Three more blocks end with `<!-- end -->`. `<!-- claims NAME -->` begins that list of claims.yaml or
 papers.yaml. `<!-- pages gpu -->` begins the list of pages with results of a GPU. `<!-- parameters NAME
@@ -42,6 +43,7 @@ _BLOCK = re.compile(r"(<!-- (table|claims|pages|parameters) (.*?) -->\n)(.*?)(<!
 Rows = list[dict[str, Any]]
 # Words of a key -> words of its heading
 _HEADINGS = {
+    "active experts all layers": "active experts, all layers",
     "arm": "policy or variant",
     "clock": "times",
     "engine time per token": "engine time per token, ms",
@@ -75,10 +77,11 @@ def fill_blocks(page: str) -> str:
 def _table(arguments: str) -> str:
     name, _, columns = arguments.partition(" ")
     rows = read_rows(name)
-    keys = [_keys(column.strip()) for column in columns.split(",")]
+    parts = [column.strip().partition(" as ") for column in columns.split(",")]
+    keys = [_keys(key) for key, _, _ in parts]
     if unknown := set(itertools.chain.from_iterable(keys)).difference(*rows):
         raise KeyError(f"no row of {name} has {', '.join(sorted(unknown))}")
-    heads = [heading(key) for key, *_ in keys]
+    heads = [heading(other or key) for (key, *_), (_, _, other) in zip(keys, parts, strict=True)]
     return _markdown(heads, [[_value(row, *column) for column in keys] for row in rows])
 
 
@@ -105,7 +108,9 @@ def heading(key: str) -> str:
     has_unit = last in _UNITS and name and name[-1] != "per" and not name[-1].isdigit()
     text = " ".join(_NAMES.get(word, word) for word in (name if has_unit else [*name, last]))
     text = text.removesuffix(" per s") + "/s" if text.endswith(" per s") else text.replace(" per s ", "/s ")
-    text = text.replace("pooled change", "change to all balancers").replace("ms per token", "time per token")
+    text = text.replace("pooled change", "change against all balancers together").replace(
+        "ms per token", "time per token"
+    )
     text = f"{text}, {_UNITS[last]}" if has_unit else text
     return _HEADINGS.get(text, text)
 

@@ -104,7 +104,7 @@ class EngineDescription(Protocol):
         """Return the size of the parameters, bytes."""
 
     def kernels(self) -> set[tuple[str, bool]]:
-        """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
+        """Return (name, whether it reveals the experts that it chooses) of the MoE layers' kernels."""
 
     def expert_shape(self) -> tuple[int, int]:
         """Return (MoE layers, experts of a layer); zeros without MoE layers."""

@@ -192,7 +192,7 @@ class EldrIngress:
     async def _start(self) -> None:
         self._fleets.prefill.start()
         self._fleets.decode.start()
-        needs_ids = self._fleets.whole or self._services.options.local_prefill_tokens
+        needs_ids = self._fleets.decode_engines_prefill or self._services.options.local_prefill_tokens
         if needs_ids or self._router_settings.predictor is not None:
             self._start_tokenizer()
             assert self._tokenizer_task is not None
@@ -283,7 +283,9 @@ class EldrIngress:
 
 def _fleets(application: str, options: PrefillRouterOptions, *, whole: bool) -> Fleets:
     prefill = Fleet(get_directory(prefill_directory(application)), max_kv_usage=options.max_kv_usage)
-    return Fleets(prefill, Fleet(get_directory(decode_directory(application))), options, whole=whole)
+    return Fleets(
+        prefill, Fleet(get_directory(decode_directory(application))), options, decode_engines_prefill=whole
+    )
 
 
 def _tracing(options: TracingOptions | None) -> Tracing | None:

@@ -75,7 +75,7 @@ class Services:
             fleets, self.prefill_admission.queues, self.decode_starts, self.prediction_recorder
         )
         self.prefill: PrefillStep
-        if fleets.whole:
+        if fleets.decode_engines_prefill:
             self.prefill = WholePrefill(self.outliers, self.prefill_admission)
         else:
             self.prefill = self._make_split_prefill(predictor, tokenizer)
@@ -100,7 +100,7 @@ class Services:
         self.moves = MoveLimiter(self.decode_starts, self.outliers, options.moves_at_once)
         self.attempt_steps = AttemptSteps(
             retries=self.retries,
-            tokenizer=tokenizer if fleets.whole else None,
+            tokenizer=tokenizer if fleets.decode_engines_prefill else None,
             latency_admission=latency_admission,
             prefill=self.prefill,
             placement=placement,

@@ -109,7 +109,7 @@ def check_gpus(engines: EngineDeployment) -> Iterator[Finding]:
 def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
     """Yield an error if vLLM or eldr_serve's extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"
-    hidden = [name for name, hides in result.kernels if hides]
+    hidden = [name for name, reveals_experts in result.kernels if not reveals_experts]
     if hidden:
         yield _error(
             f"{engines.role} on {kind} would run {hidden[0]}, whose router runs inside the kernel, so the "

@@ -17,8 +17,8 @@ class DecodeQueue:
 
     Attributes:
         leases: leases of the waiting requests, by id, in order of arrival.
-        patience_s: a request without an objective takes its turn as if its first token were due after this
-            time, s; set it to half of the longest wait.
+        patience_s: assumed time to the first-token deadline of a request without an objective, s; the router
+            sets half of the longest wait.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

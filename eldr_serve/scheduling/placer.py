@@ -191,7 +191,7 @@ class Placer:
         """Add a lease that is granted already, for example by its ingress."""
         self.finish(lease.request_id, is_complete=False)
         self._register_running(lease)
-        self.workers.record_placement(lease)
+        self._record_prompt(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
@@ -244,11 +244,15 @@ class Placer:
         lease.is_most_similar = is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._register_running(lease, decision)
+        self._record_prompt(lease)
+        return lease
+
+    def _record_prompt(self, lease: Lease) -> None:
+        """Record the prompt at its worker, and the part that a whole replica has still to compute."""
         self.workers.record_placement(lease)
-        if lease.request.blocks is not None:
+        if lease.request.blocks is not None and not lease.generated_tokens:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
             self._ledger.add_prefill(lease.request_id, missing)
-        return lease
 
     def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease

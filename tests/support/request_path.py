@@ -151,7 +151,7 @@ class Pipeline:
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokenizer("") if whole or path_options.local_prefill_tokens else None
         self.services = Services(
-            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+            fleets=Fleets(*fleets, PrefillRouterOptions(), decode_engines_prefill=whole),
             router_client=self.router,
             counters=self.counters,
             options=path_options,

@@ -104,9 +104,8 @@ class ParallelLayer:
     ) -> Tensor:
         """Compute the layer with all-to-all dispatch and combine. A token is sent to a rank at most once.
 
-        The arguments are those of `run_gathered`; the stages are gate, route, dispatch, experts, combine.
-
         Args:
+            on_stage: as in `run_gathered`; the stages are gate, route, dispatch, experts, combine.
             nodes: nodes of the ranks. With several, a token is sent to each node at most once, to its entry:
                 the first rank there that serves it. The entry forwards it to the others, and adds their
                 results before one sum returns.

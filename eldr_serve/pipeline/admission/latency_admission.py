@@ -91,7 +91,7 @@ class LatencyAdmission:
         prediction = LatencyPrediction(latencies.ttft_s, tpot_s, load, *margins_s)
         ttft_delays, tpot_delays = self._predict_delays(context, latencies, prediction)
         late_workers: tuple[str, ...] = ()
-        if self._fleets.whole:  # one worker must meet both
+        if self._fleets.decode_engines_prefill:  # one worker must meet both
             delays = {
                 name: max(ttft_delays.get(name, 0.0), tpot_delays.get(name, 0.0))
                 for name in ttft_delays.keys() | tpot_delays.keys()

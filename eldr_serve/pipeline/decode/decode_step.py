@@ -71,7 +71,7 @@ class DecodeStep:
             decode_starts=self._decode_starts,
             router_client=self._router_client,
             options=self._options,
-            counts_prompts=self._fleets.whole,
+            counts_prompts=self._fleets.decode_engines_prefill,
         )
 
     async def run(
@@ -121,7 +121,9 @@ class DecodeStep:
                     if not is_resumed:
                         raise
                     context.answer.discard()  # the resumed request is at fault, for example too long
-                _raise_unless_complete(error, context, leased_decode, suspects_prefill=error.status >= 500)
+                # 503 is a full decode engine, whatever the prefill was.
+                suspects_prefill = error.status >= 500 and error.status != 503
+                _raise_unless_complete(error, context, leased_decode, suspects_prefill=suspects_prefill)
             else:
                 report = msgspec.convert(call.engine_report, GenerationReport)
                 stages.transport_s = report.transport_s

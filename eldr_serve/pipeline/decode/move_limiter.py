@@ -33,8 +33,9 @@ class MoveLimiter:
     def begin(self, context: RequestContext, worker: str) -> bool:
         """Begin to move an answer away from a worker, if it may move now; return whether it does.
 
-        The caller then cancels the call to the worker, so a worker to which placement may send the answer
-        must have a free slot. If all such workers are lost before the placement, the answer is lost too.
+        The caller then cancels the call to the worker, so this returns False unless some worker that
+        placement may choose has a free slot. If all such workers are lost before the placement, the answer is
+        lost too.
         """
         answer, drained_workers = context.answer, context.drained_workers
         if answer.is_complete or not answer.can_continue or len(drained_workers) >= MAX_MOVES:

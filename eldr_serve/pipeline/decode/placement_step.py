@@ -99,7 +99,7 @@ class PlacementStep:
             worker_failed=bool(failed_workers),
             first_token_due_in_s=context.due_in_s,
         )
-        # Only first attempts are queued.
+        # A request is queued unless a decode worker failed it or is drained.
         wait_s = 0.0 if failed_workers or drained_workers else self._options.queue_timeout_s
         token_ids = context.predictable_ids
         return await self._router_client.place(

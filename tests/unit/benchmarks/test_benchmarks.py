@@ -279,8 +279,9 @@ def test_the_tables_in_the_pages_equal_the_results() -> None:
     ("key", "heading"),
     [
         ("active_experts_change_pct", "active experts change, %"),
+        ("active_experts_all_layers", "active experts, all layers"),
         ("tpot_p50_ms_change_pct", "TPOT p50 change, %"),
-        ("tpot_p50_ms_pooled_change_pct", "TPOT p50 change to all balancers, %"),
+        ("tpot_p50_ms_pooled_change_pct", "TPOT p50 change against all balancers together, %"),
         ("ours_engine_ms_per_token_pct", "ours engine time per token, %"),
         ("engine_ms_per_token", "engine time per token, ms"),
         ("requests_per_s_over_peer_pct", "requests/s over peer, %"),

@@ -24,6 +24,8 @@ from loadgen.statistics import LatencyObjective
 from loadgen.trial import (
     JOURNAL,
     RESTORE,
+    LoadSpec,
+    ScheduledTrial,
     StatusSample,
     Trial,
     TrialFailedError,
@@ -31,6 +33,7 @@ from loadgen.trial import (
     load_start_unix_s,
     parse_policy,
     read_trials,
+    run_trial,
     schedule_trials,
     totals_between,
 )
@@ -373,3 +376,15 @@ def test_a_crashed_load_generator_fails_the_trial_with_one_sentence(
     with pytest.raises(TrialFailedError, match=rf"^locust ended with status {status}: out of mem") as error:
         _run_locust(command, record, log, lambda elapsed_s: None)
     assert isinstance(error.value, USER_ERRORS)
+
+
+def test_a_trial_needs_the_routers_leases_and_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, scheduled = client.OperatorClient("http://here"), ScheduledTrial(0, 0, "random", 0)
+    load = LoadSpec("p", "m", rate=0.0, seconds=1, warm_up_s=0, users=1, max_tokens=1, temperature=0.0)
+    monkeypatch.setattr(service, "set_policy", lambda *policy: None)
+    for status, missing in (({"ready": True}, "leases"), ({"leases": 0}, "counters")):
+        monkeypatch.setattr(service, "status", lambda status=status: status)
+        with pytest.raises(client.ServiceError, match=f"http://here has no {missing}: the router is unreach"):
+            run_trial(service, scheduled, load, scratch=tmp_path)

@@ -62,7 +62,7 @@ class Backlog:
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         self.services = Services(
-            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+            fleets=Fleets(*fleets, PrefillRouterOptions(), decode_engines_prefill=whole),
             router_client=self.router,
             counters=self.counters,
             options=PathOptions(),

@@ -128,8 +128,9 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
         # The engine may still read the blocks, until their KV lease ends.
         (ChannelLostError("away"), False, 0),
         (refusal(500), True, 1),
+        (refusal(503), False, 1),
     ],
-    ids=["lost", "fails"],
+    ids=["lost", "fails", "full"],
 )
 async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
     failure: Any, suspects_prefill: bool, released: int

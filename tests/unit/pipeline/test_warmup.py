@@ -37,7 +37,7 @@ def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, hea
     handle: Any = Mock(check_health=Mock(remote=health or AsyncMock()))
     fleets: Any = prefill, decode
     return Warmup(
-        fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+        fleets=Fleets(*fleets, PrefillRouterOptions(), decode_engines_prefill=whole),
         handles=[handle],
         router=Mock(expect_counts=AsyncMock()),
         model_id="m",

@@ -146,3 +146,26 @@ def test_a_policy_without_a_function_is_serves_own(
     text = io.StringIO()
     show(result, Console(file=text, width=200))
     assert "default_autoscaling_policy" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("found", "kernels", "engine", "counted"),
+    [
+        (None, None, "-", "-"),
+        (gpu_of("H200"), (), "H200", "no"),
+        (gpu_of("H200"), (("Experts", True),), "H200", "yes"),
+        (gpu_of("H200"), (("Experts", True), ("Monolith", False)), "H200", "no"),
+    ],
+)
+def test_the_table_shows_only_what_was_found(
+    found: Any, kernels: Any, engine: str, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = outcome(tmp_path, monkeypatch, {})
+    answer = ProbeResult() if kernels is None else ProbeResult(weights=1, kernels=kernels)
+    result.results[:] = [(engines, found, answer) for engines, *_ in result.results]
+    text = io.StringIO()
+    show(result, Console(file=text, width=200))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines()]
+    cells = {row[0]: row[1:] for row in rows if row}
+    assert all(engine in cell and "CPU" not in cell for cell in cells["an engine"])
+    assert cells["experts counted"] == [counted] * 2

@@ -254,6 +254,17 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     assert place("e", *other).cached_tokens == 8
 
 
+@pytest.mark.parametrize(("generated", "pending"), [(0, 9), (1, 0)])
+def test_the_prompt_of_an_adopted_lease_is_to_be_prefilled_until_its_first_token(
+    generated: int, pending: int
+) -> None:
+    placer = Placer(Longest(), on_policy_error=fail)
+    placer.set_workers(["w0", "w1"])
+    of_ingress = request("a", 9, blocks=blocks(*range(9)))
+    placer.adopt_lease(Lease(of_ingress, LeaseState.GRANTED, worker="w1", generated_tokens=generated))
+    assert placer.workers.loads().prefill_tokens.tolist() == [0, pending]
+
+
 def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None:
     state = router_state(workers=1, table=None, policy="round-robin")
     prompt = blocks(*range(17))

@@ -221,17 +221,20 @@ def avoid_kernels_that_hide_choices(vllm_config: VllmConfig) -> None:
         for kernel in mxfp4.backend_to_kernel_cls(backend)
         if kernel._supports_current_device()
     )
-    if hides_choices(first):
+    if not reveals_experts(first):
         kernels.moe_backend = "marlin"
         logger.warning(
             "MoE kernel: marlin, since vLLM's first choice, %s, hides the experts it chooses", first.__name__
         )
 
 
-def hides_choices(kernel: Any) -> bool:
-    """Return whether a kernel class routes internally without reporting its choices."""
+def reveals_experts(kernel: Any) -> bool:
+    """Return whether a kernel class routes outside the kernel, or reports its choices."""
     replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
-    return issubclass(kernel, FusedMoEExpertsMonolithic) and kernel.supports_routing_replay_capture is replay
+    return (
+        not issubclass(kernel, FusedMoEExpertsMonolithic)
+        or kernel.supports_routing_replay_capture is not replay
+    )
 
 
 def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

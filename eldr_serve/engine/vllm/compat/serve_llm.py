@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ray
+import vllm
 from pydantic import ValidationError
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine.vllm.compat.checked import check_uses_attributes, internal_imports
+from eldr_serve.engine.vllm.compat.checked import SUPPORTED_VLLM, check_uses_attributes, internal_imports
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES, AnthropicCountTokensRequest
 from eldr_serve.engine.vllm.ranks import data_ranks
 from eldr_serve.errors import RequestRefusedError
@@ -226,8 +227,9 @@ def _require(serving: Any, attribute: str, *names: str) -> None:
     for name in names:
         if not hasattr(serving, name):
             raise RuntimeError(
-                f"ray {ray.__version__} has no VLLMEngine._app_state.{attribute}.{name}, which eldr-serve "
-                f"uses; it was checked on ray {_CHECKED}"
+                f"ray {ray.__version__} with vLLM {vllm.__version__} has no "
+                f"VLLMEngine._app_state.{attribute}.{name}, which eldr-serve uses; it was checked on "
+                f"ray {_CHECKED} with vLLM {SUPPORTED_VLLM}"
             )
 
 
