@@ -321,7 +321,7 @@ def test_the_drafters_experts_are_not_counted(drafter: str) -> None:
     [
         (
             {f"model.layers.{n}.mlp.experts": layer(Router(2, 8 * n)) for n in (1, 2)},
-            "layer 2 chooses 2 of 16 experts and layer 1 2 of 8.*without locality",
+            "layer 2 chooses 2 of 16 experts, and layer 1 chooses 2 of 8.*without locality",
         ),
         (
             {"model.layers.0.mlp.experts": layer(CPURouter(2, 8, scoring_func="sigmoid"))},
