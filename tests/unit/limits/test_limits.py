@@ -6,6 +6,7 @@ import logging
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.ingress.endpoints import ENDPOINTS, Audience
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.request import RequestFields, tenant_salt
+from eldr_serve.signatures import coordinator_client
 from tests.support.fake_fleet import answer_with, refusal
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, KEY, running_app
@@ -150,8 +152,9 @@ async def test_the_status_shows_workers_only_with_the_admin_key() -> None:
 
 
 async def test_accepted_and_refused_changes_and_traces_are_logged(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(coordinator_client, "find_pool", Mock(side_effect=ValueError("no actor")))
     async with running_app() as app:
         with caplog.at_level(logging.WARNING):
             await app.put("/eldr/policy", json={"name": "random"})
