@@ -27,12 +27,10 @@ class Answer:
 
 
 def allow_open_files(number: int) -> None:
-    """Raise this process's limit of open files to `number`, or to the maximum that the system permits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
+    """Set this process's limit of open files to `number`, or to the maximum that the system permits."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_session(timeout_s: float | None = None) -> aiohttp.ClientSession:

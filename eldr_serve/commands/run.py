@@ -18,5 +18,5 @@ def app_of(*commands: Callable[..., None]) -> typer.Typer:
 
 
 def run(*commands: Callable[..., None]) -> None:
-    """Run a command, or one of several, as `python -m`."""
+    """Run a command as `python -m`, or one of several."""
     app_of(*commands)()

@@ -173,7 +173,7 @@ ROUTER = index_by_name(
         "eldr_shadow_change_ratio",
         GAUGE,
         "ratio",
-        "change of the time per token, live policy against shadow; below 0, the live policy is faster",
+        "relative change of the time per token, live policy against shadow; below 0 the live one is faster",
         _SHADOWED,
         status="comparison.now.change_pct",
         only=_SHADOW,

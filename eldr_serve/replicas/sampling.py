@@ -12,15 +12,14 @@ from eldr_serve.replicas.sample_sender import SampleSender
 
 MAX_SAMPLED = 16  # maximum number of sampled requests in one engine at a time
 _PERIOD_S = 1.0  # interval between calls to the pool
-# While the share is below 1, the pool is asked for it again after this many periods without samples.
-_REFRESH_PERIODS = 10
+_REFRESH_PERIODS = 10  # after this many periods without samples the pool is asked for the share again
 
 
 class Sampler:
     """Chooses which requests are sampled.
 
-    At most MAX_SAMPLED sampled requests run at a time; while there are as many, no other request is sampled.
-    Otherwise the hash of the request id decides, so that a retry gets the same decision.
+    The hash of the request id decides, so that a retry gets the same decision. At most MAX_SAMPLED sampled
+    requests run at a time.
 
     Attributes:
         share: share of requests to sample, 0 to 1; set by the pool.
@@ -32,7 +31,7 @@ class Sampler:
         self.running = 0
 
     @contextmanager
-    def track(self, request_id: str) -> Iterator[bool]:
+    def admit(self, request_id: str) -> Iterator[bool]:
         """Yield whether the request is sampled. It counts as running until the context ends."""
         sampled = self.running < MAX_SAMPLED and _fraction(request_id) < self.share
         self.running += sampled

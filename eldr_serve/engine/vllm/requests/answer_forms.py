@@ -50,7 +50,7 @@ def to_events(method: str, serving: Any, answer: Any) -> AsyncGenerator[str, Non
     Args:
         method: "chat", "completions", "messages" or "responses".
         serving: vLLM's serving object.
-        answer: the object's stream.
+        answer: its stream.
     """
     if method == "messages":
         answer = to_message_events(serving, answer)
