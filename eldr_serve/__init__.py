@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from eldr_serve.artifact_metadata import ArtifactError
     from eldr_serve.commands.client import OperatorClient, ServiceError
     from eldr_serve.errors import ConfigurationError
-    from eldr_serve.experts.parallel.placement import ExpertPlacement
+    from eldr_serve.experts.expert_placement import ExpertPlacement
     from eldr_serve.experts.routing_table import RoutingTable
     from eldr_serve.scheduling import (
         Decision,
@@ -52,7 +52,7 @@ _MODULES = {
     "RoutingTable": "experts.routing_table",
     "OperatorClient": "commands.client",
     "ServiceError": "commands.client",
-    "ExpertPlacement": "experts.parallel.placement",
+    "ExpertPlacement": "experts.expert_placement",
     "ArtifactError": "artifact_metadata",
     "build_app": "app",
     "ConfigurationError": "errors",

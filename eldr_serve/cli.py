@@ -194,12 +194,12 @@ def experts(
         typer.Argument(help="ExpertPlacement of `eldr place` to swap in; without it, show the live one."),
     ] = None,
     replica: Annotated[
-        list[str] | None, typer.Option(help="Decode replica whose experts move; repeatable; default: all.")
+        list[str] | None, typer.Option(help="Decode replica whose experts migrate; repeatable; default: all.")
     ] = None,
     url: Url = _URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Show where expert-parallel decode engines hold their experts, or move them while they serve."""
+    """Show where expert-parallel decode engines hold their experts, or migrate the experts as they serve."""
     client = _client(url, admin_key)
     if file is None:
         _print_json(client.status().get("ingress", {}).get("experts"))
@@ -215,7 +215,7 @@ def drain(
     url: Url = _URL,
     admin_key: AdminKey = None,
 ) -> None:
-    """Move the answers of a decode replica to others, and send it no further requests."""
+    """Move the answers of a decode replica to other replicas, and send it no further requests."""
     _print_json(_client(url, admin_key).drain(replica, wait))
 
 

@@ -9,6 +9,6 @@ ROOT = _DATA if _DATA.is_dir() else Path(__file__).parents[1]
 
 
 def model_folder(source: str) -> str | None:
-    """Return the folder `source`, relative to the working directory or else to ROOT; None if none exists."""
+    """Return the folder `source` in the working directory, or else in ROOT; None if neither exists."""
     folders = (path.resolve() for path in (Path(source), ROOT / source) if path.is_dir())
     return next(map(str, folders), None)

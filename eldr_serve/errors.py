@@ -22,7 +22,7 @@ class ConfigurationError(UserInputError):
     """The deployment YAML is invalid or cannot be served.
 
     Attributes:
-        field: the argument of an engine with which the message begins; None if it begins with none.
+        field: the engine argument with which the message begins; None if it begins with something else.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,10 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def write_all(contents: Mapping[Path, bytes | str]) -> None:
-    """Write several files as `write_atomically`; none is renamed before all are on disk."""
+    """Write several files like `write_atomically`; none is renamed before all are on disk.
+
+    A file that exists keeps its mode; a new one can be read by all users.
+    """
     temporaries: dict[Path, str] = {}
     try:
         for path, content in contents.items():
@@ -33,7 +37,7 @@ def write_all(contents: Mapping[Path, bytes | str]) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporaries[path], 0o644)
+            os.chmod(temporaries[path], stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644)
         for path, temporary in temporaries.items():
             os.replace(temporary, path)
     except BaseException:

@@ -33,7 +33,7 @@ def objective_of(headers: Mapping[str, str], default: Objective) -> Objective:
     """Return the objective of a request; the tenant's default replaces a missing header.
 
     Args:
-        headers: of the request, by name in lower case.
+        headers: headers of the request, by their names in lower case.
 
     Raises:
         BadRequestError: a header is not a number of milliseconds.

@@ -144,7 +144,7 @@ def why_not_split(method: str, fields: RequestFields) -> str | None:
 
 
 def has_exact_ids(request: Request) -> bool:
-    """Return whether the ids of a prompt that was tokenised here are those that its engine computes.
+    """Return whether the ids of a prompt that was tokenised here equal the ids that its engine computes.
 
     The ids of a chat are not exact, since the engine's template surrounds it. Nor are the ids of an adapter's
     prompt, since the engine reports no ids of the adapter's blocks.
@@ -189,7 +189,7 @@ def prompt_key(fields: RequestFields, adapter: str = "") -> str:
 
 
 def prompt_head(fields: RequestFields, prefix_tokens: int = 64) -> bytes:
-    """Return the input of the prefix hash: the first tokens, or 4 characters of text for each.
+    """Return the input of the prefix hash: the first tokens, or 4 characters of text for each token.
 
     Only the beginning of a long conversation is formatted.
     """
@@ -233,18 +233,20 @@ def _texts(value: Any) -> Iterator[str]:
 def max_new_tokens(fields: object) -> int:
     """Return the maximum number of tokens in the answer; 0 if the request has no limit.
 
+    A negative limit, which engines refuse, counts as no limit.
+
     Args:
         fields: RequestFields, or a request of vLLM, which may lack some of the fields.
     """
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
     limit = next(filter(None, (getattr(fields, name, None) for name in names)), None)
-    return limit if isinstance(limit, int) else 0
+    return max(limit, 0) if isinstance(limit, int) else 0
 
 
 def make_placement_request(
     request_id: str, fields: object, hints: PolicyHints, *, prompt_tokens: int
 ) -> PlacementRequest:
-    """Make the placement request for a client's request; its other fields keep their defaults.
+    """Make the placement request for a client's request; fields without an argument keep their defaults.
 
     Args:
         fields: as for `max_new_tokens`.

@@ -99,7 +99,7 @@ def first_problem(
     | `admin_key: 5`, a secret | admin_key must be text: put it in quotes |
     | `kind: c` selects one of several classes | kind must be one of 'a', 'b', got 'c' |
     | a validator of a whole mapping raises "low must be below high" | low must be below high, got 3 |
-    | the same without a field's name, such as "give a or b" | give a or b |
+    | such a validator names no field, as in "give a or b" | give a or b |
 
     Args:
         error: the pydantic error.

@@ -103,7 +103,7 @@ def _wait_until_ready(service: OperatorClient, log: Callable[[str], None]) -> No
             raise UserInputError(f"the application did not start: {state.message}")
         log(_replicas_up(state.deployments))
         time.sleep(_POLL_S)
-    while not (ingress := _ingress_status(service)).get("ready"):
+    while not (ingress := _ingress_status(service)).get("all_warm"):
         log(f"{ingress.get('warm_pairs', 0)} pairs of engines have exchanged KV blocks")
         time.sleep(0.5)
 

@@ -199,7 +199,7 @@ def _settings(
 
 @contextmanager
 def _restore_policy_at_end(service: OperatorClient, journal: Journal, names: list[str]) -> Iterator[None]:
-    """Check that the server accepts every policy. At the end, also after errors, restore its own."""
+    """Check that the server accepts every policy. At the end, even after errors, restore its own."""
     status = service.status()
     # After a run that was killed, the server's current policy is not its own.
     policy = journal.get(RESTORE) or {"name": status["policy"], "parameters": status["parameters"]}

@@ -26,7 +26,8 @@ class Load:
     Args:
         options: the parsed command line, see loadgen.locustfile.
         index, processes: the share of the arrivals to send.
-        horizon_s: requests that are due later, or that without a due time are taken later, are not sent.
+        horizon_s: requests that are due later are not sent, nor requests without a due time that are taken
+            later.
 
     Raises:
         UserInputError: an unusable workload, trace or value.
@@ -112,7 +113,7 @@ class Load:
         return self.now_s() if arrival.due_s is None else arrival.due_s
 
     def record_end(self, line: dict[str, Any]) -> None:
-        """Record a request that has ended, also one that failed."""
+        """Record a request that has ended, even if it failed."""
         with self._lock:
             self._in_flight -= 1
             self.good += self.objective.is_met_by(line)

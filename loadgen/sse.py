@@ -19,7 +19,7 @@ class StreamTiming:
     """Times of one streamed answer, in s since the request was sent.
 
     Attributes:
-        chunk_times_s: arrival of each chunk that has tokens; a chunk of several choices counts once for each.
+        chunk_times_s: arrival of each chunk that has tokens; a chunk of several choices counts once a choice.
         completion_tokens, prompt_tokens: as the server reports them; None if it does not.
     """
 

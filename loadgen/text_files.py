@@ -15,7 +15,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, line) of a file, which is gzip if its name ends in .gz.
 
     Raises:
-        UserInputError: the file cannot be read. The message has the last line that could be.
+        UserInputError: the file cannot be read. The message has the last line that could be read.
     """
     opener: Any = gzip.open if path.suffix == ".gz" else open
     number = 0

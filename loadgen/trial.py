@@ -23,6 +23,7 @@ from loadgen.journal import Journal
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 JOURNAL = "journal.jsonl"  # file name in the folder of a comparison
+_SUMMARY = "goodput "  # beginning of the last line that loadgen.locustfile prints about a load
 RESTORE = "restore"  # journal key of the server's own policy; its value is None after the policy was restored
 
 
@@ -140,12 +141,12 @@ def run_trial(
     """
     service.set_policy(*parse_policy(scheduled.policy))
     service.wait_idle()
-    counters_before = service.status().get("counters", {})
+    counters_before = service.router_value("counters")
     record, log = scratch.resolve() / "running.jsonl", scratch.resolve() / "locust.log"
     with _sample_status(service) as samples:
-        _run_locust(_command(service.url, load, scheduled.seed, record), log, tick)
+        _run_locust(_command(service.url, load, scheduled.seed, record), record, log, tick)
     service.wait_idle()
-    counters_after = service.status().get("counters", {})
+    counters_after = service.router_value("counters")
     requests = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     placed, best = (
@@ -217,7 +218,8 @@ def _command(url: str, load: LoadSpec, seed: int, record: Path) -> list[str]:
     return [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *flags, *pairs]
 
 
-def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) -> None:
+def _run_locust(command: list[str], record: Path, log: Path, tick: Callable[[float], None]) -> None:
+    record.unlink(missing_ok=True)  # that of a trial that failed
     start = time.perf_counter()
     with log.open("a") as file:
         size = file.tell()
@@ -234,8 +236,10 @@ def _run_locust(command: list[str], log: Path, tick: Callable[[float], None]) ->
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-    if process.returncode not in (0, 1):  # 1: requests failed; their records say which
-        output = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
+    output = log.read_bytes()[size:].decode(errors="replace").strip().splitlines() or ["nothing"]
+    # Status 1 means that requests failed, as their records say, or that locust crashed, without a summary.
+    has_ended = record.exists() and any(line.startswith(_SUMMARY) for line in output)
+    if process.returncode not in (0, 1) or not has_ended:
         raise TrialFailedError(f"locust ended with status {process.returncode}: {output[-1]} (see {log})")
 
 

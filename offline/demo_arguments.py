@@ -23,12 +23,13 @@ def demo_arguments(
         model: folder of the weights.
         decode: number of decode engines, each with a small KV cache so that they fit in memory; 0: all as
             deployed.
-        first_table: number of requests for the routing table, which is not refitted later.
+        first_table: number of requests for the routing table, which is not refitted later, whatever the file
+            says.
         gpu: whether all engines share one GPU, see `move_to_one_gpu`.
     """
     arguments: dict[str, Any] = yaml.safe_load(deployment.read_text())["applications"][0]["args"]
-    signatures = {"first_table": first_table, "every_s": _NO_REFIT_S}
-    arguments["signatures"] = signatures | arguments.get("signatures", {})
+    demo_signatures = {"first_table": first_table, "every_s": _NO_REFIT_S}
+    arguments["signatures"] = arguments.get("signatures", {}) | demo_signatures
     for role in _ROLES:
         config = arguments[role]
         config["model_loading_config"]["model_source"] = str(model)

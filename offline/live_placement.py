@@ -23,12 +23,12 @@ import typer
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.commands.client import OperatorClient, ServiceError
 from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology
 from eldr_serve.router.actor import actor_name
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement, renewed_placement

@@ -21,8 +21,8 @@ from eldr_serve.commands.run import run
 from eldr_serve.commands.settings import command_of_settings
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, hosts_of
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, hosts_of
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.files import require_folders, write_all
 from eldr_serve.validation import unknown_name

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import ray
 import typer
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.commands.client import OperatorClient
 from eldr_serve.commands.run import run
 from eldr_serve.errors import OverloadedError, SwapRefusedError, UserInputError

@@ -46,7 +46,7 @@ class Cut:
     min_output_tokens: int = 1
 
     def lengths(self, tokens: int) -> tuple[int, int]:
-        """Return the numbers of prompt and answer tokens of a sample. The latter may be 0 or negative."""
+        """Return the numbers of prompt and answer tokens of a sample. The second may be 0 or negative."""
         share = max(1, int(self.prompt_share * tokens))
         prompt = share if self.prompt_tokens is None else self.prompt_tokens
         rest = tokens - prompt

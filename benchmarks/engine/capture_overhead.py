@@ -199,7 +199,7 @@ class _PrefillProcess:
 
     def _stop(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # an engine that stopped itself
+        with suppress(BrokenPipeError):  # the engine has stopped already
             self._process.stdin.close()
         try:
             self._process.wait(20)

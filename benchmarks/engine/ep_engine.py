@@ -13,7 +13,7 @@ wall-clock time, including the choice of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -25,10 +25,10 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import GROUPS, CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import GROUPS, CapturedRoutes, load_or_capture
+from benchmarks.lib.ep.batches import choose_homes, draw_disjoint_batches, summarise_batch
 from benchmarks.lib.ep.engine import EpEngine
-from benchmarks.lib.ep.rows import BASE, BY_EXPERTS, EVEN, choice_rows, shift_rows
-from benchmarks.lib.ep.turns import (
+from benchmarks.lib.ep.engine_options import (
     MAX_PROMPT_TOKENS,
     NUM_HEADS,
     DataParallel,
@@ -37,26 +37,22 @@ from benchmarks.lib.ep.turns import (
     Ranks,
     Rounds,
     Tokens,
-    choose_homes,
-    draw_disjoint_batches,
-    measure_in_turns,
     resolve_ranks,
-    summarise_batch,
 )
+from benchmarks.lib.ep.planners import PlanMigration, migration_planners, state_bytes
+from benchmarks.lib.ep.rows import BASE, BY_EXPERTS, EVEN, choice_rows, shift_rows
+from benchmarks.lib.ep.turns import measure_in_turns
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.commands.run import run
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from loadgen.journal import Journal
 from loadgen.results import RESULTS, column_notes, publish
-from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
-from offline.expert_placement.director import renewed_placement
-from offline.expert_placement.eplb import eplb_placement
-from offline.expert_placement.forecast import workload_by_rank
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.packed_placements import eplb_placement
 
 BENCHMARKS = {"ep_choice": "all", "ep_shift": "all"}
 _NOT_INPUTS = ("data_parallel", "minutes", "work", "out")  # --data-parallel sets the ranks
@@ -67,9 +63,9 @@ _CHOICE_NOTES = column_notes(
     {
         "change_pct": "Change of the step time against the base arm, paired by round.",
         "even_pct": "Change of the step time against `eplb, even` at the same replication, paired by round.",
-        "homes": "Data-parallel ranks have equally many requests of a batch, in its order (blocks) or "
-        "where most of their prompts' experts are. Tensor-parallel ranks have no requests: equal blocks of "
-        "tokens stand in.",
+        "homes": "Data-parallel ranks have equally many requests of a batch: in the batch's order (blocks), "
+        "or where most of their prompts' experts are. Tensor-parallel ranks have no requests, so equal "
+        "blocks of tokens stand in for them.",
         "pairs_off_home_pct": "Share of (token, expert) pairs served by another rank than the token's home.",
         "other_ranks_per_token": "Mean number of ranks that serve a token in a layer beside its home rank.",
         "moved_vs_base_pct": "Change of `other_ranks_per_token` against the base arm.",
@@ -85,12 +81,16 @@ _SHIFT_NOTES = column_notes(
     "One engine of `ranks` ranks, in 32 bits, runs on this machine's cores. The requests of a window decode "
     "together, and windows share no request. The arms take turns. Each begins with the offline placement. "
     "Figures are medians over rounds and windows of medians over a window's steps, with 95 % bootstrap "
-    "intervals. Ranks of a new placement are renamed so that the fewest experts move.",
+    "intervals. Ranks of a new placement are renamed so that the fewest experts move, except in "
+    "the arm by rank.",
     {
         "offline": "Placement of EPLB for the other half of all requests.",
         "reactive": "Placement of EPLB for the previous window.",
         "proactive": "Placement of DIRECTOR for the window's own prefill counts by rank: the better of LP "
         "with rounding and of a repair of the previous placement.",
+        "proactive, by rank": "`proactive` with the price of sending tokens between data-parallel ranks, in "
+        "the paper's cost. The engine gathers all tokens on all ranks, so `step_ms` lacks what it saves.",
+        "other_ranks_per_token": "Mean number of ranks that serve a token in a layer beside its home rank.",
         "step_ms": "Time of a step, without the slices of a migration between steps and without `plan_ms`.",
         "with_moves_ms": "`step_ms` plus the migration's time per step of the window, without `plan_ms`.",
         "paper_pct": "DIRECTOR's change on 32 GPUs.",
@@ -102,7 +102,7 @@ _SHIFT_NOTES = column_notes(
 class PlacedArm:
     """One setting: a placement int[L, P] (-1: an empty slot) and a rule that chooses replicas.
 
-    Data-parallel ranks get a batch's prompts in equal blocks, or by their experts.
+    Data-parallel ranks get a batch's prompts in equal blocks, or by the prompts' experts.
     """
 
     placement: Ints
@@ -136,7 +136,9 @@ def ep_choice(
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     if max(batches) > len(rest):
-        raise UserInputError(f"a batch of {max(batches)} needs as many held-out requests, not {len(rest)}")
+        raise UserInputError(
+            f"there are {len(rest)} held-out requests, too few for a batch of {max(batches)}"
+        )
     load = data.trace.decode_counts[fit].sum(axis=0).astype(float)
     sizes = {ratio: round(load.shape[1] * ratio / ranks) * ranks for ratio in ratios}
     arms = _arms(data, fit, sizes, ranks, seed)
@@ -218,7 +220,8 @@ def ep_shift(
     model = widen_model(intermediate, work, heads=NUM_HEADS)
     fit, rest = data.split("all", 0.5, seed)
     load, slots, start = _eplb_start(data, fit, replication, ranks)
-    planners = _migration_planners(data, slots, ranks, LayerCost.load(cost), seed)
+    token_bytes = state_bytes(model) if data_parallel else None
+    planners = migration_planners(data, slots, ranks, LayerCost.load(cost), seed, token_bytes)
     rng = np.random.default_rng([seed, 1])
     traffic, keys = {}, []
     for turn in range(rounds):
@@ -250,7 +253,7 @@ def _two_groups(value: str) -> list[str]:
 
 
 def _inputs(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments on which the result depends, a path as its name."""
+    """Return the arguments on which the result depends. A path is given as its name."""
     return {
         name: value.name if isinstance(value, Path) else value
         for name, value in arguments.items()
@@ -343,35 +346,6 @@ def add_empty_slots(placement: Ints, slots: int, ranks: int) -> Ints:
     return np.pad(by_rank, ((0, 0), (0, 0), (0, empty)), constant_values=-1).reshape(len(placement), slots)
 
 
-Migration = tuple[Ints, Floats] | None  # placement and load; None: nothing moves
-# From a window's requests, the current placement, and the routes of the previous window.
-PlanMigration = Callable[[Ints, Ints, Ints | None], Migration]
-
-
-def _migration_planners(
-    data: CapturedRoutes, slots: int, ranks: int, cost: LayerCost, seed: int
-) -> dict[str, PlanMigration]:
-    def offline(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
-        return None
-
-    def reactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
-        if previous_routes is None:
-            return None
-        target = eplb_placement(previous_routes, slots, groups=1, nodes=1, ranks=ranks)
-        return minimise_moves(placement, target, ranks, ranks_alike=True), previous_routes.astype(float)
-
-    def proactive(requests: Ints, placement: Ints, previous_routes: Ints | None) -> Migration:
-        counts, tokens = data.trace.prefill_counts[requests], data.trace.prompt_tokens[requests]
-        topology = Topology(ranks=ranks)
-        expected = workload_by_rank(counts, tokens, 1, topology)
-        target, _ = renewed_placement(
-            expected, placement, topology=topology, slots=slots // ranks, cost=cost, seed=seed
-        )
-        return target, expected.sum(axis=1)
-
-    return {"offline": offline, "reactive": reactive, "proactive": proactive}
-
-
 def _draw_windows(
     data: CapturedRoutes, rest: Ints, groups: list[str], windows: int, batch: int, rng: np.random.Generator
 ) -> Iterator[Ints]:
@@ -381,7 +355,8 @@ def _draw_windows(
         available = rest[np.isin(rest, data.group(group))]
         if len(available) < batch * number:
             raise UserInputError(
-                f"{number} windows of {batch} need as many held-out {group!r} requests, not {len(available)}"
+                f"there are {len(available)} held-out {group!r} requests, too few for {number} windows of "
+                f"{batch}"
             )
         yield from draw_disjoint_batches(available, batch, number, rng)
 

@@ -4,9 +4,10 @@
 
 The experts are those of the widened demo model, and the routes are its real ones for real prompts. Placements
 are EPLB's for one half of the requests, and batches come from the other half. Two ranks run as processes with
-a core (or a GPU) each. More ranks than cores would wait for each other. So each rank's share is timed alone,
-and the slowest is the layer's time without messages. A rank's time by activated experts and tokens, and the
-messages' time by bytes, are measured first. They give the layer cost that `--cost-out` writes.
+a core (or a GPU) each. More ranks than cores would wait for each other. Their shares are therefore timed one
+by one, and the slowest share is the layer's time without messages. A rank's time by activated experts and
+tokens, and the messages' time by bytes, are measured first. They give the layer cost that `--cost-out`
+writes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, load_or_capture
 from benchmarks.lib.ep.ranks import device, run_on_ranks
 from benchmarks.lib.ep.timing import (
     STAGES,
@@ -38,7 +39,7 @@ from loadgen.plots import lines
 from loadgen.results import publish
 from loadgen.statistics import paired_change_percent
 from offline.expert_placement.cost import LayerCost, LayerFit, LayerWork
-from offline.expert_placement.eplb import eplb_placement
+from offline.expert_placement.packed_placements import eplb_placement
 
 BENCHMARKS = {"ep_layer": "default"}
 RATIOS = (1.0, 1.25, 1.5, 2.0)  # slots / experts
@@ -83,7 +84,8 @@ def ep_layer(
     alone_work = _work(points)
     compute = LayerCost.fit_ranks(alone_work.activated, alone_work.tokens, [point["s"] for point in points])
     source = f"benchmarks.engine.ep_layer on {device()}, experts of {intermediate} neurons; held out: the "
-    source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte is as a near one"
+    source += f"slowest of {_MANY_RANKS} ranks on real batches; no second node: a far byte costs as much as "
+    source += "a near one"
     layer_fit = _fit(compute, many_ranks, times_alone, measurements=len(points), source=source)
     cost = _add_messages(compute, message_rows).model_copy(update={"fit": layer_fit})
     if cost_out is not None:
@@ -106,7 +108,7 @@ def ep_layer(
 
 def _publish_parts(
     path: Path,
-    times_alone: list[dict[str, Any]],
+    rank_rows: list[dict[str, Any]],
     message_rows: list[dict[str, Any]],
     inputs: dict[str, Any],
     seed: int,
@@ -115,14 +117,14 @@ def _publish_parts(
     by_rank = path.with_name(f"{path.stem}_rank.json")
     publish(
         "ep_layer_rank",
-        times_alone,
+        rank_rows,
         inputs=inputs,
         seed=seed,
         out=by_rank,
         notes="Time of one rank's experts, by the number of activated experts and of tokens per expert.",
     )
     lines(
-        times_alone,
+        rank_rows,
         "activated_experts",
         ["latency_p50_ms"],
         by_rank.with_suffix(".png"),
@@ -201,7 +203,7 @@ def draw_job(
         for drawn in (rng.choice(rest, tokens, replace=tokens > len(rest)) for _ in range(batches))
     ]
     routes = np.stack(steps).swapaxes(1, 2).astype(np.int64)
-    return RankJob(model, ranks, placements, routes, arms, rounds, seed)
+    return RankJob(model, ranks, experts, placements, routes, arms, rounds, seed)
 
 
 def slowest_rank(by_rank: list[dict[LayerArm, Floats]]) -> dict[LayerArm, dict[str, Floats]]:

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.engine.ep_layer import draw_job, slowest_rank
 from benchmarks.lib import options
-from benchmarks.lib.capture import load_or_capture
+from benchmarks.lib.captured_routes import load_or_capture
 from benchmarks.lib.ep.network import TRAFFIC, Network
 from benchmarks.lib.ep.ranks import run_on_ranks
 from benchmarks.lib.ep.timing import ONCE_A_NODE, LayerArm, LayerRun, RankJob, time_layers_together
@@ -35,9 +35,9 @@ _ARMS = tuple(LayerArm(1.0, "even", dispatch) for dispatch in ("all-to-all", ONC
 _NOTES = (
     "Two nodes of two ranks each are simulated on one machine, with real routes and random hidden states. "
     "Messages and bytes are those of all ranks in one layer, to the experts and back, including the messages "
-    "with the numbers of tokens. Near ones stay within a node, far ones pass between the nodes. Times are "
-    "those of the slowest rank, as means over batches and layers. Changes are against the all-to-all of the "
-    "same batch size and bandwidth, with 95 % intervals by bootstrap over batches."
+    "with the numbers of tokens. Near messages stay within a node, far messages pass between the nodes. "
+    "Times are those of the slowest rank, as means over batches and layers. Changes are against the "
+    "all-to-all of the same batch size and bandwidth, with 95 % intervals by bootstrap over batches."
 )
 
 

@@ -4,9 +4,9 @@
 
 Both of vLLM's model runners serve the batches of `exact_engine`, on a GPU in CUDA graphs. Their prompts share
 prefixes and fit few KV blocks, so that prefill is chunked, prefixes are found in the cache and requests are
-preempted. Columns that end in `_differ` must be 0. Rows `against` reference compare with Hugging Face's model
-on the CPU, in float32 without a cache. Rows `against` V1 compare the runners with each other, including
-tokens.
+preempted. Columns that end in `_differ` must be 0, and each kind must have cells, otherwise the exit status
+is 1. Rows `against` reference compare with Hugging Face's model on the CPU, in float32 without a cache. Rows
+`against` V1 compare the runners with each other, including tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def exact_counts(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Serve the batches under model runners V1 and V2, and compare every integer."""
+    """Serve the batches under model runners V1 and V2, and compare every integer.
+
+    Exit with status 1 if any integer differs, or if a batch has none of a kind.
+    """
     settings = EngineSettings(device, batches, graphs)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -91,6 +94,15 @@ def exact_counts(
         | {runner: {name: report[name] for name in fields} for runner, report in reports.items()},
         notes="tiny random Qwen3-MoE in float32; inputs say how many steps ran in which kind of CUDA graph",
     )
+    wrong = sorted({column for row in rows for column in row if column.endswith("_differ") and row[column]})
+    if wrong:
+        typer.echo(f"{', '.join(wrong)} must be 0 in every row: see `exact_counts` in docs/gpu.md", err=True)
+    compared = [cells.compared for batch_cells in comparisons.values() for cells in batch_cells]
+    empty = sorted({kind for cells in compared for kind, number in cells.items() if not number})
+    if empty:
+        typer.echo(f"a batch has no {', '.join(empty)} cells, so nothing was compared", err=True)
+    if wrong or empty:
+        raise typer.Exit(1)
 
 
 def _serve(runner: str, model: Path, out: Path, settings: EngineSettings) -> dict[str, Any]:

@@ -9,9 +9,9 @@
 - prefill_decode (3): prefill shows which experts decode will use. One correlation is over experts (normalised
   activation pooled over the domains, with a point for each expert of each layer). The other is over requests:
   rho, the rank correlation of pairwise distances (the paper's Eq. 1).
-- same_domain (4): batches of one domain activate fewer experts than mixed ones. Batches are drawn at random,
-  each request at a random decode step of its real routes. A domain counts as often as it occurs. Domains
-  with fewer requests than two batches are left out of that batch size.
+- same_domain (4): batches of one domain activate fewer experts than mixed batches. Batches are drawn at
+  random, each request at a random decode step of its real routes. A domain counts as often as it occurs.
+  Domains with fewer requests than two batches are left out of that batch size.
 - signature_quality (7, 8): rho of each transform of the counts with all layers, and with the layers that
   greedy selection keeps. `layer_mask.json` has the curve over the number of layers. Layers are selected and
   measured on the same requests, as in the paper. Held-out rho is in `prefill_decode`.
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import TASKS, CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import TASKS, CapturedRoutes, load_or_capture
 from eldr_serve.commands.run import run
 from eldr_serve.experts.fitting.quality import signature_quality as rho_of
 from eldr_serve.experts.fitting.table import compare_transforms, fit_signature, fit_table

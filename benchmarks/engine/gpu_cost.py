@@ -5,10 +5,10 @@
 It needs no GPU, but the package `aiconfigurator-core`. Each model on a GPU gets one step cost, for batches of
 1 to 64 requests with 512 to 8,192 KV tokens each. The terms of experts and KV tokens are fitted to steps with
 even and with skewed routing. The other terms depend on the batch, and are fitted to the package's own steps,
-which have skewed routing alone.
+which all have skewed routing.
 `error_pct_N` is the fit's error with skewed routing at N requests of 1,024 KV tokens.
-`error_max_of_8_to_32_pct` is the largest error, with both kinds of routing, of a fit to batches of 8, 16 and
-32 alone. It is empty if these batches do not separate the cost of experts from the other terms.
+`error_max_of_8_to_32_pct` is the largest error, with both kinds of routing, of a fit only to batches of 8, 16
+and 32. It is empty if these batches do not separate the cost of experts from the other terms.
 """
 
 from __future__ import annotations

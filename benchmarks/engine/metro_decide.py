@@ -24,11 +24,11 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.ep.replica_choice import route_optimal
 from eldr_serve.commands.run import run
+from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
-from eldr_serve.experts.parallel.placement import hosts_of
 from loadgen.results import p50_p99_us, publish, time_calls
-from offline.expert_placement.eplb import eplb_placement
+from offline.expert_placement.packed_placements import eplb_placement
 
 BENCHMARKS = {"metro_decide": "default"}
 SHAPES = ((32, 8), (64, 8), (128, 8), (256, 16), (256, 32))  # experts, ranks

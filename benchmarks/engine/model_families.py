@@ -80,7 +80,10 @@ def serve(checkpoints: dict[str, Path], runner: str, work: Path) -> dict[str, di
 
 
 def read_report(path: Path, status: int) -> dict[str, Any]:
-    """Return an engine's report or, if it has none, its exit status as an error, so that the others count."""
+    """Return an engine's report or, if it has none, its exit status as an error.
+
+    The reports of the other engines still count.
+    """
     if not path.exists():
         return {"error": f"the engines' process ended with status {status} before this one"}
     content: dict[str, Any] = json.loads(path.read_text())

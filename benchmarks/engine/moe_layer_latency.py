@@ -98,7 +98,7 @@ def _rows(
     for _ in range(rounds + 1):  # the first round warms up
         for n in rng.permutation(len(points)):
             b, a = points[n]
-            ids = routes(b, a, experts, top_k, rng)
+            ids = draw_experts(b, a, experts, top_k, rng)
             times[b, a].append(layer.seconds(ids))
     return [
         {"shape": shape, "device": device, "batch_size": b, "active_experts": a}
@@ -107,7 +107,7 @@ def _rows(
     ]
 
 
-def routes(batch: int, active: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
+def draw_experts(batch: int, active: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
     """Return int[batch, top_k]: distinct experts for each token, exactly `active` in all."""
     chosen = rng.permutation(experts)[:active]
     dealt = np.concatenate([rng.permutation(chosen) for _ in range(-(-batch * top_k // active) + 1)])
@@ -131,10 +131,10 @@ class _Layer:
 
         self._device, self._hidden = device, hidden
         torch.manual_seed(seed)
-        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+        tensor_options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         self._experts = fused_moe(
-            torch.randn(experts, 2 * intermediate, hidden, **options) * hidden**-0.5,
-            torch.randn(experts, hidden, intermediate, **options) * intermediate**-0.5,
+            torch.randn(experts, 2 * intermediate, hidden, **tensor_options) * hidden**-0.5,
+            torch.randn(experts, hidden, intermediate, **tensor_options) * intermediate**-0.5,
         )
         self._graphs: dict[int, tuple[Any, Any]] = {}  # batch size -> chosen experts, graph
 

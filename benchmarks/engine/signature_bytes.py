@@ -5,8 +5,8 @@
 The shape is Qwen3-30B-A3B's: 48 layers, 128 experts, 8 per token. Rows `uniform` choose experts uniformly at
 random. In rows `skewed`, each prompt prefers some experts in each layer, by normal noise in the scores that
 is twice as strong as the noise of single tokens. Rows `GPT-OSS-20B` use its published routes. They put eight
-prompts' counts [24, 32] side by side, which gives 16 of 128 experts per token. packed_p50_bytes is the size
-of the text, and cells_bytes that of the counts before compression.
+prompts' counts [24, 32] side by side, which gives 16 of 128 experts per token. `packed_p50_bytes` is the size
+of the text, and `cells_bytes` is the size of the counts before compression.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def tile_counts(
     """Put counts of GPT-OSS-20B [N,24,32] side by side, drawn at random; return at most `prompts` of [L,E].
 
     Raises:
-        UserInputError: the file has too few records for one.
+        UserInputError: the file has too few records for one [L,E].
     """
     groups = min(prompts, len(counts) // _TILES)
     if not groups:

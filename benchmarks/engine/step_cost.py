@@ -8,14 +8,17 @@ then its choices are replaced by one copy per layer. All requests have about `--
 cache.
 
 `forward` is the time of the forward pass that EldrConnector reports, by CUDA events. `step` is the wall time
-of the whole step, with scheduling and sampling, without asynchronous scheduling. Rows of level `fit` are
+of the whole step, including sampling and scheduling, which is not asynchronous. Rows of level `fit` are
 time = fixed + per request * batch + per expert * active experts, summed over layers. Rows of level `package`
-come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They have an MoE
-layer's time by active experts, and whole steps with 1,024 tokens of context and the package's own routing.
+come from aiconfigurator-core 0.12.0 (PyPI; tables that NVIDIA measured with vLLM 0.24). They give an MoE
+layer's time by active experts, and the time of whole steps with 1,024 tokens of context and the package's own
+routing.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.engine.moe_layer_latency import routes
+from benchmarks.engine.moe_layer_latency import draw_experts
 from benchmarks.lib import options
 from benchmarks.lib.engines import check_device
 from benchmarks.lib.replay.engine import BLOCK, STEP_TOKENS, ReplayEngine, pad_to_blocks
@@ -71,29 +74,34 @@ class TimedStep:
     step_s: float
 
 
-class ComposedEngine(ReplayEngine):
+def prescribe_experts(capture_class: Any, table: Any) -> None:
+    """Let each layer use the experts of the table, int32[T, k], in place of the router's choices.
+
+    This holds for the whole process, until it is called with another table.
+    """
+    hook = inspect.unwrap(capture_class.store_choices)  # without the copy of an earlier table
+
+    @functools.wraps(hook)
+    def store_prescribed(capture: Any, layer: int, experts: Any) -> None:
+        experts.copy_(table[: len(experts)])  # CUDA graphs record this copy with the rest of the hook
+        hook(capture, layer, experts)
+
+    capture_class.store_choices = store_prescribed
+
+
+class PrescribedEngine(ReplayEngine):
     """A decode engine whose tokens go to the experts of a table, int32[step_tokens, k], in every layer."""
 
     def __init__(self, model: str, *, device: str, step_tokens: int, **arguments: Any) -> None:
         import torch
 
-        from eldr_serve.engine.vllm.capture.expert_capture import ExpertCapture
         from eldr_serve.engine.vllm.capture.on_device import DeviceCapture
         from eldr_serve.engine.vllm.capture.on_host import HostCapture
 
         expert_of_slot = torch.arange(step_tokens * TOP_K, dtype=torch.int32) % EXPERTS
-        self._table = table = expert_of_slot.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
-
-        def replace_choices(hook: Any) -> Any:
-            def store_prescribed(capture: ExpertCapture, layer: int, experts: Any) -> None:
-                experts.copy_(table[: len(experts)])
-                hook(capture, layer, experts)
-
-            return store_prescribed
-
-        # CUDA graphs record this copy with the rest of the hook.
+        self._table = expert_of_slot.reshape(-1, TOP_K).to("cpu" if device == "cpu" else "cuda")
         for capture_class in (DeviceCapture, HostCapture):
-            capture_class.store_choices = replace_choices(capture_class.store_choices)  # type: ignore[method-assign]
+            prescribe_experts(capture_class, self._table)
         super().__init__(model, device=device, max_num_batched_tokens=step_tokens, **arguments)
 
     def start(self, prompts: list[list[int]], tokens: int) -> None:
@@ -120,8 +128,12 @@ class ComposedEngine(ReplayEngine):
             self.step()
 
 
-def composed_steps(
-    engine: ComposedEngine, prompts: list[list[int]], active: list[int], rounds: int, rng: np.random.Generator
+def prescribed_steps(
+    engine: PrescribedEngine,
+    prompts: list[list[int]],
+    active: list[int],
+    rounds: int,
+    rng: np.random.Generator,
 ) -> list[TimedStep]:
     """Run `rounds` steps of each number of active experts per layer, in random order, with all prompts."""
     order = [a for _ in range(rounds) for a in rng.permutation(active).tolist()]
@@ -129,7 +141,7 @@ def composed_steps(
     engine.start(prompts, len(active_by_step) + 2)
     batch, records = len(prompts), []
     for number in [*active_by_step, active[0]]:  # a step's time is known after the next step
-        records += engine.run_step(routes(batch, number, EXPERTS, TOP_K, rng))
+        records += engine.run_step(draw_experts(batch, number, EXPERTS, TOP_K, rng))
     engine.drain()
     records_of_batch = [record for record in records if record["requests"] == batch]
     layers = len(records_of_batch[0]["active_by_layer"])
@@ -232,7 +244,7 @@ def step_cost(
     seed: options.Seed = 0,
     out: options.Out = None,
 ) -> None:
-    """Time decode steps of composed batches, and fit the costs per request and per active expert."""
+    """Time decode steps of batches with prescribed experts. Fit the costs per request and active expert."""
     check_device(device)
     points = _points(batches, active)
     sizes = list(points)
@@ -246,7 +258,7 @@ def step_cost(
     steps: list[TimedStep] = []
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), **shape)
-        engine = ComposedEngine(
+        engine = PrescribedEngine(
             folder,
             device=device,
             max_batch=sizes[-1],
@@ -257,7 +269,7 @@ def step_cost(
             **kv_cache,
         )
         for size, possible in points.items():
-            steps += composed_steps(engine, prompts[:size], possible, rounds, rng)
+            steps += prescribed_steps(engine, prompts[:size], possible, rounds, rng)
     rows = [*point_rows(steps, layers), *fit_rows(steps), *package_rows(sizes)]
     path = publish(
         "step_cost",

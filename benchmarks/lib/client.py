@@ -27,10 +27,12 @@ class Answer:
 
 
 def allow_open_files(number: int) -> None:
-    """Set this process's limit of open files to `number`, or to the maximum that the system permits."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise this process's limit of open files to `number`, or to the maximum that the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
     limit = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def open_session(timeout_s: float | None = None) -> aiohttp.ClientSession:

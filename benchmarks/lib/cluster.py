@@ -36,7 +36,7 @@ def python_path(*folders: Path) -> str:
 def local_ray(
     *, http_port: int | None = None, metrics_port: int | None = None, environment: Mapping[str, str] = {}
 ) -> Iterator[None]:
-    """Start Ray with this environment, and Serve if a port is given. Stop both, also when interrupted."""
+    """Start Ray with this environment, and Serve if a port is given. Stop both, even when interrupted."""
     before = dict(os.environ)
     os.environ |= {**RAY_ENV, **environment}
     os.environ["PYTHONPATH"] = python_path()
@@ -79,7 +79,7 @@ def wait_ready(url: str, seconds: float = 60.0) -> None:
     while time.monotonic() < end:
         with suppress(httpx.TransportError):  # it does not listen yet
             status = httpx.get(f"{url}/eldr/status", timeout=30)
-            if status.status_code == 200 and status.json()["ingress"]["ready"]:
+            if status.status_code == 200 and status.json()["ingress"]["all_warm"]:
                 return
         time.sleep(0.5)
     raise TimeoutError(f"the application was not ready within {seconds:.0f} s")

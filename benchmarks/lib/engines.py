@@ -99,7 +99,7 @@ def ray_pd_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for role in ("prefill", "decode"):
         config = copy.deepcopy(arguments[f"{role}_config"])
         config["engine_kwargs"] = plain_engine_kwargs(role, config["engine_kwargs"])
-        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # eldr_serve sets the same
+        config["experimental_configs"] = {"stream_batching_interval_ms": 0}  # as in eldr_serve
         configs[f"{role}_config"] = config
     return configs
 
@@ -144,7 +144,7 @@ def wait_http(url: str, server: subprocess.Popen[bytes], log: Path, seconds: flo
     """Wait until `url` answers 200.
 
     Raises:
-        ServiceFailedError: the process has ended, or the time is up; with the end of the log.
+        ServiceFailedError: the process has ended, or the time is up. The message has the end of the log.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:

@@ -5,7 +5,8 @@ Reports are those of `benchmarks.lib.exact_engine`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from benchmarks.lib.exact_engine import Batch
 from eldr_serve.engine.routes import unpack_routes
 from eldr_serve.experts.signature import unpack_counts
 
+_KINDS = ("signature", "decode", "route", "step")
 Choices = Callable[[list[int]], NDArray[np.int64]]
 
 
@@ -39,18 +42,18 @@ def reference(model: Path) -> Choices:
 
 
 class ComparedCells:
-    """Number of compared integers (cells) and number of cells that differ, by kind."""
+    """Number of compared integers (cells) and number of cells that differ, by each of the kinds."""
 
-    def __init__(self) -> None:
-        self.compared: dict[str, int] = {}
-        self.differ: dict[str, int] = {}
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.compared = dict.fromkeys(kinds, 0)
+        self.differ = dict.fromkeys(kinds, 0)
 
     def add(self, kind: str, counts: ArrayLike, other_counts: ArrayLike) -> None:
         """Compare two arrays. If their shapes differ, all cells count as different."""
         a, b = np.asarray(counts), np.asarray(other_counts)
         differ = int((a != b).sum()) if a.shape == b.shape else max(a.size, b.size, 1)
-        self.compared[kind] = self.compared.get(kind, 0) + b.size
-        self.differ[kind] = self.differ.get(kind, 0) + differ
+        self.compared[kind] += b.size
+        self.differ[kind] += differ
 
     def row(self) -> dict[str, int]:
         """Return the columns of a table: `KIND_cells` and `KIND_differ` of each kind."""
@@ -62,14 +65,19 @@ class ComparedCells:
 
 
 def compare_with_reference(report: dict[str, Any], choices: Choices) -> list[ComparedCells]:
-    """Compare each batch's signatures, decode counts, routes and step records with uncached results."""
-    cells_of_batches = [ComparedCells() for _ in report["batches"]]
+    """Compare each batch's signatures, decode counts, routes and step records with uncached results.
+
+    Raises:
+        ValueError: a batch has no record of some request.
+    """
+    batches = _complete_batches(report)
+    cells_of_batches = [ComparedCells(_KINDS) for _ in batches]
     for record in report["records"]:
         number, prompt = _batch(record["request"]), len(record["prompt"])
         chosen = choices(record["prompt"] + record["output"])
         decoded = chosen[prompt:-1]  # the last token never reaches the gates
         counts = unpack_counts(record["eldr_prefill"])
-        cells, tokens = cells_of_batches[number], report["batches"][number][2]
+        cells, tokens = cells_of_batches[number], batches[number].tokens
         cells.add("signature", counts, histogram(chosen[:prompt], counts.shape))
         cells.add("decode", unpack_counts(record["eldr_decode"]), histogram(decoded, counts.shape))
         cells.add("decode", [record["eldr_decode_steps"]] * 2, [len(decoded), tokens - 1])
@@ -85,8 +93,13 @@ def compare_with_reference(report: dict[str, Any], choices: Choices) -> list[Com
 
 
 def compare_with_report(report: dict[str, Any], other: dict[str, Any]) -> list[ComparedCells]:
-    """Compare each batch's tokens, signatures, counts, routes and step records with another engine's."""
-    cells_of_batches = [ComparedCells() for _ in report["batches"]]
+    """Compare each batch's tokens, signatures, counts, routes and step records with another engine's.
+
+    Raises:
+        ValueError: a batch has no record of some request.
+    """
+    _complete_batches(other)
+    cells_of_batches = [ComparedCells(("token", *_KINDS)) for _ in _complete_batches(report)]
     other_records = {record["request"]: record for record in other["records"]}
     for record in report["records"]:
         pair, cells = (record, other_records[record["request"]]), cells_of_batches[_batch(record["request"])]
@@ -98,6 +111,16 @@ def compare_with_report(report: dict[str, Any], other: dict[str, Any]) -> list[C
         cells = cells_of_batches[_batch((step or as_step)["fed"][0][0])]
         cells.add("step", *(_integers(each) if each else [] for each in (step, as_step)))
     return cells_of_batches
+
+
+def _complete_batches(report: dict[str, Any]) -> list[Batch]:
+    """Return the batches; raise ValueError unless each has a record of every request."""
+    batches = [Batch(*batch) for batch in report["batches"]]
+    records = Counter(_batch(record["request"]) for record in report["records"])
+    for number, batch in enumerate(batches):
+        if records[number] != batch.requests:
+            raise ValueError(f"batch {number} has {records[number]} records of {batch.requests} requests")
+    return batches
 
 
 def _integers(step: dict[str, Any]) -> list[int]:

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +25,19 @@ BLOCK = 32
 KV_TOKENS = 768  # far fewer than the prompts of a batch need
 # Arguments of a CPU engine that counts as on a GPU (see can_count_on_host), although nothing is compiled.
 COUNTED_ON_DEVICE: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 0}}
-Batch = tuple[int, int, int]  # seed, prompts, tokens generated for each
+
+
+class Batch(NamedTuple):
+    """Requests that are served together: seed of their prompts, their number, tokens generated for each."""
+
+    seed: int
+    requests: int
+    tokens: int
+
+
 # The second batch repeats the first, and the fifth the third: full hits. Model Runner V2 in the interpreter
 # runs only the first two.
-BATCHES: tuple[Batch, ...] = ((0, 10, 16), (0, 10, 16), (0, 29, 40), (1, 29, 40), (0, 29, 40))
+BATCHES = tuple(Batch(*batch) for batch in ((0, 10, 16), (0, 10, 16), (0, 29, 40), (1, 29, 40), (0, 29, 40)))
 SHORT = 2
 
 
@@ -131,7 +140,7 @@ class ExactEngine:
             "batches": batches,
             "records": records,
             "graphs": self._graph_modes,
-            "steps": [step | {"fed": tokens} for step, tokens in zip(self._steps, fed, strict=False)],
+            "steps": [step | {"fed": tokens} for step, tokens in zip(self._steps, fed, strict=True)],
             "decode_steps": len(fed),
             "prompt_counts": self._prompt_counts,
             "cached_tokens": cached_tokens,

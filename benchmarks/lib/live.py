@@ -1,7 +1,7 @@
 """Live comparisons of policies: the application, its tables, and the load of loadgen.compare.
 
-Shared machines are faster in one trial than in the next. So each policy has two rows. The one with `clock`
-wall has wall-clock times, the one with `clock` normalised has times normalised for CPU speed
+Shared machines are faster in one trial than in the next. So each policy has two rows. The row with `clock`
+wall has wall-clock times. The row with `clock` normalised has times normalised for CPU speed
 (benchmarks/lib/normalised_time.py).
 """
 

@@ -146,11 +146,13 @@ def curves(name: str, title: str, rows: Rows, axis: tuple[str, str], forms: tupl
 
 def overload() -> None:
     """Draw throughput against TPOT above saturation."""
-    title = "At 120 % of slot capacity marginal-cost serves most without a step barrier, balance-band with it"
+    title = (
+        "At 120 % of slot capacity marginal-cost serves most without a step barrier, the KV balancers with it"
+    )
     figure, panels = two_panels(title)
     for row in read_rows("together_policies"):
         load, barrier = row["workload"].split(", ")
-        if load != "load 1.2" or row["policy"] == "locality-balance":  # a removed policy
+        if load != "load 1.2":
             continue
         label = row["policy"] if row["policy"] in POLICY_COLOURS else "load and KV balancers"
         for axes, percentile in zip(panels, ("p50", "p99"), strict=True):

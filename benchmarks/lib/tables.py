@@ -4,12 +4,13 @@
 
 A table stands between `<!-- table NAME column, column ... -->` and `<!-- end -->`, and is filled from
 NAME.json. A column is a key of the rows, or `KEY [LOW HIGH]`, which prints a value and its interval;
-`[_low _high]` appends to KEY. Each result of a GPU gets the page that gpu_pages.yaml describes.
+`[_low _high]` appends to KEY. `KEY as OTHER` has the heading of OTHER. Each result of a GPU gets the page
+that gpu_pages.yaml describes.
 
-Between `<!-- claims NAME -->` and `<!-- end -->` is that list of claims.yaml or papers.yaml, between
-`<!-- pages gpu -->` and `<!-- end -->` the list of pages with results of a GPU, and between
-`<!-- parameters NAME [beyond OTHER] -->` and `<!-- end -->` the parameters of a policy.
-`beyond` leaves out those that OTHER has with the same default.
+Three more blocks end with `<!-- end -->`. `<!-- claims NAME -->` begins that list of claims.yaml or
+papers.yaml. `<!-- pages gpu -->` begins the list of pages with results of a GPU. `<!-- parameters NAME
+[beyond OTHER] -->` begins the parameters of a policy; `beyond` leaves out those that OTHER has with the same
+default.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _BLOCK = re.compile(r"(<!-- (table|claims|pages|parameters) (.*?) -->\n)(.*?)(<!
 Rows = list[dict[str, Any]]
 # Words of a key -> words of its heading
 _HEADINGS = {
+    "active experts all layers": "active experts, all layers",
     "arm": "policy or variant",
     "clock": "times",
     "engine time per token": "engine time per token, ms",
@@ -75,10 +77,11 @@ def fill_blocks(page: str) -> str:
 def _table(arguments: str) -> str:
     name, _, columns = arguments.partition(" ")
     rows = read_rows(name)
-    keys = [_keys(column.strip()) for column in columns.split(",")]
+    parts = [column.strip().partition(" as ") for column in columns.split(",")]
+    keys = [_keys(key) for key, _, _ in parts]
     if unknown := set(itertools.chain.from_iterable(keys)).difference(*rows):
         raise KeyError(f"no row of {name} has {', '.join(sorted(unknown))}")
-    heads = [heading(key) for key, *_ in keys]
+    heads = [heading(other or key) for (key, *_), (_, _, other) in zip(keys, parts, strict=True)]
     return _markdown(heads, [[_value(row, *column) for column in keys] for row in rows])
 
 
@@ -105,7 +108,9 @@ def heading(key: str) -> str:
     has_unit = last in _UNITS and name and name[-1] != "per" and not name[-1].isdigit()
     text = " ".join(_NAMES.get(word, word) for word in (name if has_unit else [*name, last]))
     text = text.removesuffix(" per s") + "/s" if text.endswith(" per s") else text.replace(" per s ", "/s ")
-    text = text.replace("pooled change", "change to all balancers").replace("ms per token", "time per token")
+    text = text.replace("pooled change", "change against all balancers together").replace(
+        "ms per token", "time per token"
+    )
     text = f"{text}, {_UNITS[last]}" if has_unit else text
     return _HEADINGS.get(text, text)
 
@@ -116,10 +121,25 @@ def has_result(name: str) -> bool:
 
 
 def _claims(name: str) -> str:
-    """Return one line per claim. A cell with fields repeats for each row of the claim's result."""
+    """Return one line per claim, or per row of its result if the list says `line_per_row`.
+
+    In a line per claim, a cell with fields repeats for each row of the claim's result.
+    """
     claims = itertools.chain.from_iterable(map(_each, CLAIMS[name]["lines"]))
-    lines = [[_cell(cell, claim) for cell in claim["cells"]] for claim in claims]
+    if CLAIMS[name].get("line_per_row"):
+        lines = list(itertools.chain.from_iterable(map(_lines_of_rows, claims)))
+    else:
+        lines = [[_cell(cell, claim) for cell in claim["cells"]] for claim in claims]
     return _markdown(CLAIMS[name]["columns"], lines)
+
+
+def _lines_of_rows(claim: dict[str, Any]) -> list[list[str]]:
+    """Return a line for each row of the claim's result. Only the first has the cells without fields."""
+    rows = [row for row in read_rows(claim["result"]) if matches_claim(row, claim)]
+    lines = [[_fill_in(cell, row) for cell in claim["cells"]] for row in rows]
+    for line in lines[1:]:
+        line[:] = ["" if "{" not in cell else value for cell, value in zip(claim["cells"], line, strict=True)]
+    return lines
 
 
 def _each(claim: dict[str, Any]) -> list[dict[str, Any]]:

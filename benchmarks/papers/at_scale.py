@@ -5,7 +5,7 @@
 
 The arrivals are resampled (`arrivals.rate_per_s` of a scenario), so that a worker runs `--batch` requests on
 average if requests are spread at random, whatever the number of workers. With several `--routers`, each
-router has an equal share of the workers and its own queue, as several deployments of the application have. A
+router has an equal share of the workers and its own queue, like several deployments of the application. A
 load balancer that knows nothing of the routers sends each request to one of them at random. All routers are
 alike, so with `--simulated-routers 2` only two of them are simulated, with their workers and requests.
 

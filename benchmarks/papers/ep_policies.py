@@ -19,19 +19,11 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import CapturedRoutes, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, load_or_capture
+from benchmarks.lib.ep.batches import draw_disjoint_batches, summarise_batch
 from benchmarks.lib.ep.engine import EpEngine
-from benchmarks.lib.ep.turns import (
-    MAX_PROMPT_TOKENS,
-    NUM_HEADS,
-    Minutes,
-    Ranks,
-    Rounds,
-    Tokens,
-    draw_disjoint_batches,
-    measure_in_turns,
-    summarise_batch,
-)
+from benchmarks.lib.ep.engine_options import MAX_PROMPT_TOKENS, NUM_HEADS, Minutes, Ranks, Rounds, Tokens
+from benchmarks.lib.ep.turns import measure_in_turns
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints
 from eldr_serve.commands.run import run
@@ -44,7 +36,7 @@ from eldr_serve.scheduling.types import Lease, LeaseState
 from loadgen.journal import Journal
 from loadgen.results import column_notes, publish
 from loadgen.statistics import paired_change_percent
-from offline.expert_placement.eplb import activation_placement
+from offline.expert_placement.packed_placements import activation_placement
 
 BENCHMARKS = {"ep_policies": "all"}
 BASE = ("shortest-queue", "linear")
@@ -134,7 +126,7 @@ class EpWorkload:
         self._fit, rest = data.split(group, 0.5, seed)
         if len(rest) < workers * batch:
             raise UserInputError(
-                f"{workers} x {batch} held-out requests of {group!r} are needed, not {len(rest)}"
+                f"{workers} x {batch} held-out requests of {group!r} are needed, but there are {len(rest)}"
             )
         self._rounds = draw_disjoint_batches(rest, workers * batch, rounds, np.random.default_rng([seed, 2]))
         self._table, _ = fit_table(data.trace.subset_without_routes(self._fit), workers, seed=seed)

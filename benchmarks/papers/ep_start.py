@@ -2,12 +2,13 @@
 
     python -m benchmarks.papers.ep_start --prompts DIR
 
-In ELDR's paper (section 5) a decode engine starts with the placement of its cluster. Here it starts with that
-of the configuration, learns its position from the router, and migrates between the steps of its requests.
-Requests are placed on K workers by `locality-band` as in benchmarks/papers/ep_policies.py, and a worker's own
-placement is fitted to its earlier requests. Its batch decodes on an engine that has this placement, on one
-that migrates to it from the linear one, and on one that keeps the linear one. The question to the router,
-which a replica asks every 2 s, is not part of it. The caveats are those of benchmarks/engine/ep_engine.py.
+In ELDR's paper (section 5) a decode engine starts with the placement of its cluster. Here it starts with the
+placement of the configuration, learns its position from the router, and migrates between the steps of its
+requests. Requests are placed on K workers by `locality-band` as in benchmarks/papers/ep_policies.py, and a
+worker's own placement is fitted to its earlier requests. Its batch decodes on an engine that has this
+placement, on an engine that migrates to it from the linear placement, and on an engine that keeps the linear
+placement. The question to the router, which a replica asks every 2 s, is not part of it. The caveats are
+those of benchmarks/engine/ep_engine.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, groups_of, load_or_capture
+from benchmarks.lib.ep.batches import summarise_batch
 from benchmarks.lib.ep.engine import EpEngine
-from benchmarks.lib.ep.rows import KEEPS, MIGRATES, STARTS, start_rows
-from benchmarks.lib.ep.turns import (
+from benchmarks.lib.ep.engine_options import (
     MAX_PROMPT_TOKENS,
     NUM_HEADS,
     Minutes,
@@ -29,9 +30,9 @@ from benchmarks.lib.ep.turns import (
     Ranks,
     Rounds,
     Tokens,
-    measure_in_turns,
-    summarise_batch,
 )
+from benchmarks.lib.ep.rows import KEEPS, MIGRATES, STARTS, start_rows
+from benchmarks.lib.ep.turns import measure_in_turns
 from benchmarks.lib.replay.schedule import widen_model
 from benchmarks.papers.ep_policies import EpWorkload, MeanBatch, NumWorkers
 from eldr_serve.arrays import Ints

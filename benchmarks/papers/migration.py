@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.moves import parse_placements
-from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.cost import Seconds
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import load_or_capture
+from benchmarks.lib.captured_routes import load_or_capture
 from benchmarks.papers.figures.common import mean
 from eldr_serve.commands.run import run
 from eldr_serve.experts.calibration_trace import CalibrationTrace

@@ -18,8 +18,8 @@ within its horizon, as with the paper's oracle.
 
 Policy `vllm` is vLLM's own balancer. The router then places requests as under `shortest-queue`, but decode
 engines ignore the rank (`benchmarks/lib/barrier/any_rank.py`), and vLLM chooses it from the number of
-requests that it counts on each rank. Neither policy has a decode queue. So under both all requests in flight
-are at the engine after their prefill, and those beyond the slots wait for a slot of their rank, as with a
+requests that it counts on each rank. Neither policy has a decode queue. Under both, all requests in flight
+are therefore at the engine after their prefill. Those beyond the slots wait for a slot of their rank, as in
 plain vLLM.
 
 The simulator predicts each trial, with the time of steps and hand-overs fitted to the trials of the other
@@ -60,7 +60,8 @@ from benchmarks.lib.barrier.trial import BarrierTrial, ClosedLoop, timed_loop
 from benchmarks.lib.client import Send, closed_loop, completion_sender, count_failures, open_session
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.engines import our_arguments
-from benchmarks.lib.ep.turns import Minutes, measure_in_turns
+from benchmarks.lib.ep.engine_options import Minutes
+from benchmarks.lib.ep.turns import measure_in_turns
 from benchmarks.lib.live import serve_shortest_queue_without_pool
 from benchmarks.lib.replay.schedule import widen_model
 from eldr_serve.arrays import Ints

@@ -19,7 +19,7 @@ import typer
 from benchmarks.lib import options
 from benchmarks.lib.engines import check_device
 from eldr_serve.commands.run import run
-from eldr_serve.errors import UserInputError
+from eldr_serve.errors import ServiceFailedError
 from eldr_serve.files import write_atomically
 from loadgen.results import RESULTS
 
@@ -44,7 +44,7 @@ def gpu_application(
         [sys.executable, "-m", "offline.demo", *demo_options, "--out", str(folder)], check=False
     )
     if done.returncode:
-        raise UserInputError(f"the demo ended with status {done.returncode}; its output is in {folder}")
+        raise ServiceFailedError(f"the demo ended with status {done.returncode}; its output is in {folder}")
     write_atomically(result, (folder / "demo.json").read_text())
 
 

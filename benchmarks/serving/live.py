@@ -9,10 +9,10 @@ run.
 
 With fewer cores than engines, engines wait for each other: work that a policy saves anywhere shortens every
 step, and load balance matters less. So the loop is closed, and an answer comes in chunks of several tokens
-(vLLM's `stream_interval`); otherwise the cost of a token between engine and client would outweigh the
-experts. Answers are longer than prompts, so that engines mostly decode, which placement is about. A trial
-begins with a policy without history; marginal-cost needs about 100 requests to specialise its workers, and
-the warm-up has more. decode_replay measures the same without contention.
+(vLLM's `stream_interval`); otherwise a token's cost between engine and client would outweigh the cost of
+experts. Answers are longer than prompts, so that engines mostly decode, which is what placement affects. A
+trial begins with a policy without history; marginal-cost needs about 100 requests to specialise its workers,
+and the warm-up has more. decode_replay measures the same without contention.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import groups_of, load_or_capture
+from benchmarks.lib.captured_routes import groups_of, load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import (
     LiveComparison,

@@ -112,7 +112,7 @@ def _is_complete(url: str) -> bool:
         return False
     running = [deployment.replica_states.get("RUNNING", 0) for deployment in deployments]
     all_run = running == [2] * len(running) and status.get("decode_replicas") == _NODES
-    return all_run and bool(status["ingress"]["ready"]) and not status["ingress"]["router_unreachable"]
+    return all_run and bool(status["ingress"]["all_warm"]) and not status["ingress"]["router_unreachable"]
 
 
 async def _drive(

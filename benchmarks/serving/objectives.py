@@ -5,12 +5,12 @@
 The objective is a multiple of an idle service's latencies. The load that fits is the highest number of
 requests in flight of which 95 % meet the objective. Then requests arrive at 1.5 times the rate of that load,
 in rounds of two applications in turn. Each has engines of its own, which are idle during the other's rounds.
-Prefill engines cache no prefixes, since prompts occur again.
+Prefill engines cache no prefixes, since prompts repeat.
 
 There are two kinds of admission. With `prediction`, requests name their objective in headers. With `count`,
-they name none, and the ingress admits at most as many at once as fit (`ingress.max_in_flight`). Prediction
-should refuse within 0.2 s, serve 95 % of the admitted requests within their objective, and give more goodput
-(requests/s within the objective) than the count.
+requests name none, and the ingress admits at most as many at once as fit (`ingress.max_in_flight`).
+Prediction should refuse within 0.2 s, serve 95 % of the admitted requests within their objective, and give
+more goodput (requests/s within the objective) than the count.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Systems:
     eldr           this package, with the ingress's own port and channels to the engines
     ray-pd         Ray Serve LLM's build_pd_openai_app; its decode replica calls the prefill replica
-    no-router      two plain vLLM servers; the client itself sends the prefill and the decode call
+    no-router      plain vLLM servers; the client sends the prefill and the decode call, to each in turn
     eldr-proxy     as eldr, through Ray Serve's own proxy
     vllm-router    the Rust router over the same servers; with `--router-policies` one system per policy
     ...-polled     the same, but servers load EldrConnector's module, so NIXL does not spin a core per engine
@@ -18,11 +18,11 @@ alike. This needs systems whose idle engines sleep. Ray's idle cost (docs/operat
 of all systems, in column `ray_cpu_ms`. `--record FILE` keeps every trial, and the trials that FILE has
 already count, so that a long comparison can be split into short runs.
 
-Rows are medians over rounds. `_cpu_ms` columns are CPU time per request of the serving processes. An
-`_over_SYSTEM_pct` column is the change of the n-th trial against the n-th trial of SYSTEM, with a 95 %
-interval. `ttft_beyond_SYSTEM_ms` is the same as a difference, in ms.
+Rows are medians over trials. `_cpu_ms` columns are CPU time per request of the serving processes. An
+`_over_SYSTEM_pct` column is the median change against SYSTEM's trial in the same round and turn, with a 95 %
+interval. `ttft_beyond_SYSTEM_ms` is the change of the TTFT as a difference in ms.
 
-The whole product against the whole peer, with engines that spend their time on experts:
+This compares the whole product with the whole peer, on engines that spend their time on experts:
 
     python -m benchmarks.serving.peers --deployment deployments/cpu_demo_4d.yaml --decode-replicas 4 \\
         --intermediate 1536 --stream-interval 16 --in-flight 64 --requests 40 --warm-up 128 \\
@@ -43,6 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,7 +108,7 @@ def _servers(
         senders: dict[str, client.Send] = {}
         for number, system in enumerate(systems):
             if system.startswith("no-router"):
-                senders[system] = lambda http, body: _send_without_router(http, urls, body)
+                senders[system] = _sender_without_router(urls)
                 continue
             assert venv is not None
             policy = system.partition("/")[2] or "round_robin"
@@ -119,21 +120,27 @@ def _servers(
         yield senders
 
 
-async def _send_without_router(http: Any, urls: dict[str, list[str]], body: dict[str, Any]) -> client.Answer:
-    """Send the prefill and the decode call directly to the engines."""
+def _sender_without_router(urls: dict[str, list[str]]) -> client.Send:
+    """Return a function that sends each request to the next prefill and the next decode engine."""
+    pairs = zip(cycle(urls["prefill"]), cycle(urls["decode"]))
+    return lambda http, body: _send_without_router(http, *next(pairs), body)
+
+
+async def _send_without_router(http: Any, prefill: str, decode: str, body: dict[str, Any]) -> client.Answer:
+    """Send the prefill and the decode call directly to the engines at these URLs."""
     start = time.perf_counter()
     remote = {"do_remote_decode": True, "do_remote_prefill": False}
     first = body | {"max_tokens": 1, "kv_transfer_params": remote}
     headers = {"X-Request-Id": uuid.uuid4().hex}
     try:
-        async with http.post(f"{urls['prefill'][0]}/v1/completions", json=first, headers=headers) as response:
+        async with http.post(f"{prefill}/v1/completions", json=first, headers=headers) as response:
             if response.status != 200:
                 return client.Answer(start, time.perf_counter(), error=f"prefill: HTTP {response.status}")
             params = (await response.json())["kv_transfer_params"]
     except (aiohttp.ClientError, OSError) as error:
         return client.Answer(start, time.perf_counter(), error=f"prefill: {type(error).__name__}")
     body = body | {"kv_transfer_params": params}
-    return await client.request_completion(http, urls["decode"][0], body, start)
+    return await client.request_completion(http, decode, body, start)
 
 
 async def _trial(
@@ -178,7 +185,7 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row: dict[str, Any] = {
                 "system": system,
                 "in_flight": int(in_flight),
-                "blocks": len(loads_of_trials),
+                "trials": len(loads_of_trials),
             }
             for name in ("requests", "failures"):
                 row[name] = sum(m[name] for m in loads_of_trials)
@@ -195,17 +202,21 @@ def _rows(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _compare_pairs(trials: list[dict[str, Any]], system: str, load: str) -> dict[str, float]:
-    """Compare `system` with vllm-router and with no router, trial by trial in the order of rounds."""
+    """Compare `system` with vllm-router and with no router, by their trials of the same round and turn."""
 
-    def values(name: str, column: str) -> list[float]:
-        loads = [trial["loads"] for trial in trials if trial["system"] == name]
-        return [rows[load][column] for rows in loads if load in rows]
+    def values(name: str, column: str) -> dict[tuple[int, int], float]:
+        return {
+            (trial["round"], trial["turn"]): trial["loads"][load][column]
+            for trial in trials
+            if trial["system"] == name and load in trial["loads"]
+        }
 
     changes: dict[str, float] = {}
 
     def put_change(key: str, column: str, change: Callable[[float, float], float]) -> None:
-        pairs = zip(values(system, column), values(other, column), strict=False)
-        put_interval(changes, key, median_ci([change(*pair) for pair in pairs]))
+        own, others = values(system, column), values(other, column)
+        if paired := [change(own[when], others[when]) for when in own if when in others]:
+            put_interval(changes, key, median_ci(paired))
 
     for other in dict.fromkeys(trial["system"] for trial in trials if trial["system"] != system):
         name = re.sub(r"\W", "_", other)
@@ -270,24 +281,25 @@ def peers(
     inputs |= lengths | {"min_tokens": min_tokens or max_tokens, "decode_replicas": decode_replicas}
     inputs |= {"intermediate": intermediate, "stream_interval": stream_interval}
     inputs |= {"deployment": deployment.stem, "prompts": prompts.name}
-    journal = Journal(record, inputs) if record else None
+    journal = Journal(record, inputs | {"seed": seed}) if record else None
     trials: list[dict[str, Any]] = list(journal.entries.values()) if journal else []
     order = random.Random(seed + len(trials))
 
-    def keep(system: str, rows: dict[str, Any]) -> None:
-        trials.append({"system": system, "loads": rows})
+    def keep(number: int, turn: int, system: str, rows: dict[str, Any]) -> None:
+        trials.append({"system": system, "round": number, "turn": turn, "loads": rows})
         if journal:
             journal.put(str(len(trials)), trials[-1])
 
     groups = _groups(chosen_systems, turns)
     start = partial(_start_groups, arguments=arguments, port=port, venv=vllm_router_venv)
     trial = partial(_trial, loads=loads, per_load=requests, work=requests_to_send, warm_up=warm_up)
-    for _ in range(rounds):
-        _measure_round(groups, turns, order, start, trial, keep)
+    first = 1 + max((kept["round"] for kept in trials), default=-1)
+    for number in range(first, first + rounds):
+        _measure_round(groups, turns, order, start, trial, partial(keep, number))
     if not trials:
         raise UserInputError("there is no trial to report")
     notes = f"closed loop, greedy, {'all systems up' if turns > 1 else 'one system'} at a time; {_NIXL}"
-    publish("peers", _rows(trials), inputs=inputs | {"blocks": trials}, seed=seed, out=out, notes=notes)
+    publish("peers", _rows(trials), inputs=inputs | {"trials": trials}, seed=seed, out=out, notes=notes)
 
 
 def _measure_round(
@@ -296,7 +308,7 @@ def _measure_round(
     order: random.Random,
     start: Callable[[list[list[str]]], AbstractContextManager[dict[str, client.Send]]],
     trial: Callable[[client.Send], Coroutine[Any, Any, dict[str, Any]]],
-    keep: Callable[[str, dict[str, Any]], None],
+    keep: Callable[[int, str, dict[str, Any]], None],
 ) -> None:
     """Start each group alone, or all of them if their systems take turns, and keep each trial."""
     shuffled = order.sample(groups, k=len(groups))
@@ -306,7 +318,7 @@ def _measure_round(
                 for system in order.sample(list(sends), k=len(sends)):
                     loads = asyncio.run(trial(sends[system]))
                     if turn or turns == 1:  # the first of several is a warm-up
-                        keep(system, loads)
+                        keep(turn, system, loads)
 
 
 def _groups(systems: list[str], turns: int) -> list[list[str]]:
@@ -338,10 +350,10 @@ def _start_groups(
 def _check_together(groups: list[list[str]]) -> None:
     """Raise UserInputError if the groups cannot be up at once."""
     if sum(group[0] in RAY_SYSTEMS for group in groups) > 1:
-        raise UserInputError(f"with --turns one of {', '.join(RAY_SYSTEMS)} can be up at a time")
+        raise UserInputError(f"with --turns only one of {', '.join(RAY_SYSTEMS)} can be up at a time")
     spinning = [s for group in groups for s in group if not s.startswith("eldr") and "-polled" not in s]
     if spinning:
-        raise UserInputError(f"with --turns idle engines must sleep, and those of {', '.join(spinning)} spin")
+        raise UserInputError(f"with --turns idle engines must sleep: leave out {', '.join(spinning)}")
 
 
 def _choose_systems(systems: str, venv: Path | None, policies: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import load_or_capture
+from benchmarks.lib.captured_routes import load_or_capture
 from benchmarks.lib.cluster import unwind_on_sigterm
 from benchmarks.lib.live import (
     LiveComparison,

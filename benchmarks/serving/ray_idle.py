@@ -4,13 +4,13 @@
     python -m benchmarks.serving.ray_idle --rounds 0 --record idle.jsonl
 
 An application over engines that compute nothing (one prefill and two decode replicas) starts and then stays
-idle. It starts in turn with each single setting, with those of eldr_serve/config/ray_settings.py (`shipped`),
-with all settings, and with none.
+idle. It starts in turn with each single setting, with the settings of eldr_serve/config/ray_settings.py
+(`shipped`), with all settings, and with none.
 
 `idle_pct` is the CPU time of all processes of the application, % of a core. Other columns have the CPU time
-of its parts. `saved_pct` is idle_pct of `none` minus that of the row, paired over rounds, with its 95 %
-interval; a negative value costs more. `--record FILE` keeps each start, so that rounds can be spread over
-several runs.
+of its parts. `saved_pct` is the `idle_pct` of `none` minus the row's, paired over rounds, with its 95 %
+interval. It is negative if the setting costs more. `--record FILE` keeps each start, so that rounds can be
+spread over several runs.
 """
 
 from __future__ import annotations

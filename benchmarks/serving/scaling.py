@@ -115,7 +115,7 @@ class _Service:
 async def _run_phases(
     service: _Service, work: list[dict[str, Any]], few_clients: int, many_clients: int, max_engines: int
 ) -> list[dict[str, Any]]:
-    """Send load of few, many and again few clients. Return a row for each.
+    """Send load of few, many and again few clients. Return a row for each phase.
 
     Raises:
         ServiceFailedError: a request failed whose text is required of later engines.

@@ -185,7 +185,7 @@ def stream_faults(
     rows: list[dict[str, Any]] = []
     roles = kill.split(",")
     if unknown := (set(ways.split(",")) - set(_WAYS)) | (set(roles) - {*_ROLES, "router"}):
-        raise UserInputError(f"there is no {min(unknown)!r}")
+        raise UserInputError(f"--ways or --kill names {min(unknown)!r}, which does not exist: see --help")
     for way in ways.split(","):
         load = (unstreamed, 100, 60.0, 2.0, ["ingress"])
         if way == "own":

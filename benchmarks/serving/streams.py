@@ -121,7 +121,7 @@ def _parse_loads(loads: str) -> list[tuple[int, float]]:
         pairs = [load.split("@") for load in loads.split(",")]
         return [(int(tokens), float(gap)) for tokens, gap in pairs]
     except ValueError:
-        raise UserInputError(f"loads are comma-separated TOKENS@MILLISECONDS, not {loads!r}") from None
+        raise UserInputError(f"--loads must be comma-separated TOKENS@MILLISECONDS, got {loads!r}") from None
 
 
 def _summarise_rounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

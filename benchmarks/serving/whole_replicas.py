@@ -16,15 +16,16 @@ and with a policy without history. The predictor is fitted to prompts that no tr
 trial to trial. The first requests of a trial, while caches fill and workers specialise, do not count.
 
 Each round starts new engines and runs every system on every workload once, in random order. Rows are medians
-over rounds with 95 % intervals. A row with `clock` wall has wall-clock times. One with `clock` even has times
-normalised for CPU speed (benchmarks/lib/normalised_time.py). `--record` keeps the trials, and beside them the
-cores' speed, so that a stopped run can resume.
+over rounds with 95 % intervals. A row with `clock` wall has wall-clock times. A row with `clock` normalised
+has times normalised for CPU speed (benchmarks/lib/normalised_time.py). `--record` keeps the trials, and
+beside them the cores' speed, so that a stopped run can resume.
 
     ours_KEY_pct            how far `eldr/marginal-cost` is above the row's system in the same round, median
                             and interval; negative favours eldr_serve, except for requests/s
     engine_ms_per_token     CPU time of the engines' processes, including prefill
     server_..._mean_ms      metrics of the plain servers over a whole trial
-    active_experts          mean over the decode steps of eldr_serve's engines in a trial, as is batch_size
+    active_experts          mean over the decode steps of eldr_serve's engines in a trial
+    batch_size              mean over the same steps
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ import numpy as np
 import typer
 
 from benchmarks.lib import options
-from benchmarks.lib.capture import load_or_capture
+from benchmarks.lib.captured_routes import load_or_capture
 from benchmarks.lib.client import (
     Answer,
     Send,
@@ -151,7 +152,7 @@ def _choose(what: str, names: str, known: Sequence[str], prefix: str, option: Pa
 
     Args:
         known: all names.
-        prefix: names that begin so can run only with the `option`.
+        prefix: names with this prefix can run only with the `option`.
 
     Raises:
         UserInputError: a name is unknown or cannot run.

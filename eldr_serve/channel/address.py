@@ -47,7 +47,7 @@ async def start_channel_server(
     secret = secrets.token_hex(16)
 
     def full_error() -> Exception:
-        return OverloadedError(f"{max_calls} requests are in flight on this engine, the maximum")
+        return OverloadedError(f"{max_calls} requests are in flight on this engine, which is the maximum")
 
     server = ChannelServer(
         secret,

@@ -80,8 +80,8 @@ class Call:
         The limits are checked periodically, not with each part of the reply.
 
         Args:
-            since: returns the time, on the loop's clock, from which `first_part_s` counts. It moves forward
-                while the engine answers other calls first. By default `first_part_s` counts from now.
+            since: returns the time, on the loop's clock, from which `first_part_s` counts. That time moves
+                forward while the engine answers other calls first. By default `first_part_s` counts from now.
         """
         now_s = self._loop.time()
         self._timer = self._loop.call_later(
@@ -114,7 +114,7 @@ class Call:
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the engine takes no further calls; this one may go on."""
+        """Return whether the engine accepts no new calls; this call may continue."""
         return self._channel.is_leaving
 
     def cancel(self) -> None:
@@ -165,8 +165,8 @@ class OpenCall:
 
     Args:
         channel: the connection, which takes messages.
-        close: closes the call, by its number and its final number of tokens.
-        on_message: callback for each message, within the iteration of the event loop that reads it.
+        close: function that closes a call; it takes the call's number and final number of tokens.
+        on_message: callback for each message; it runs in the event loop's iteration that reads the message.
         on_failed: callback with CallFailedError or ChannelLostError if the call ends early.
 
     Attributes:

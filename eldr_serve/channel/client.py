@@ -160,7 +160,7 @@ class Channel(Peer):
             self.is_leaving = True
             self._on_change()
         else:
-            raise BrokenFrameError(f"a frame of kind {kind}")
+            raise BrokenFrameError(f"a frame of the unexpected kind {kind}")
 
     def abort(self, error: BaseException | None) -> None:
         self._silent = isinstance(error, TimeoutError)

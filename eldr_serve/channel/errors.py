@@ -29,7 +29,7 @@ class CallFailedError(RuntimeError):
     """The engine reports that a call has failed; raised both in the engine and in the ingress.
 
     Attributes:
-        status: HTTP status; below 500 the request is at fault.
+        status: HTTP status; if it is below 500, the request is at fault.
         body: response body for the client.
     """
 

@@ -3,17 +3,19 @@
 A frame is `length u32 | kind u8 | call u32 | tokens u32 | payload`, big-endian.
 `length` is the size of the payload in bytes.
 
-    ingress -> engine   HELLO (version and secret), CALL, CANCEL, NOTE, PING
-    engine -> ingress   WELCOME, DATA, TOKENS, END, FAIL, PING, LEAVING
+    caller -> server   HELLO (version and secret), CALL, CANCEL, NOTE, PING
+    server -> caller   WELCOME, DATA, TOKENS, END, FAIL, PING, LEAVING
+
+The caller is an ingress; the server is an engine or the router. Only the router has open calls.
 
 A TOKENS frame is a DATA frame whose payload begins with the ids of its `tokens` tokens, u32 each,
 little-endian. An ingress needs these ids to continue the answer on another engine.
 
-A call ends with one END or FAIL, also after a CANCEL; the engine does no further work on it.
+A call ends with one END or FAIL, even after a CANCEL. The server then does no further work on the call.
 An open call (OpenCall, OpenCallHandler) ends with its CANCEL. A NOTE is a one-way message about an open call.
-Both frames carry the number of tokens that the call's request has generated so far.
-The payload of an engine's PING is its status report, and the payload of its END is its report on the call
-(msgpack, may be empty).
+CANCEL and NOTE of an open call carry the number of tokens that its request has generated so far.
+The payload of an engine's PING is its status report, and the payload of its END is its report on the call.
+Both are msgpack, and may be empty.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Frames:
     """Splits received bytes into frames.
 
     Args:
-        max_bytes: maximum size of a payload; a longer one is an error before it is read.
+        max_bytes: maximum size of a payload; a longer payload is refused before it is read.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -88,7 +90,7 @@ class Frames:
             while len(buffer) - start >= HEAD.size:
                 length, kind, call, tokens = HEAD.unpack_from(buffer, start)
                 if length > self.max_bytes:
-                    raise BrokenFrameError(f"a frame of {length} bytes, the maximum is {self.max_bytes}")
+                    raise BrokenFrameError(f"a frame has {length} bytes, but the maximum is {self.max_bytes}")
                 end = start + HEAD.size + length
                 if len(buffer) < end:
                     break

@@ -23,8 +23,8 @@ class Peer(asyncio.Protocol, ABC):
 
     Attributes:
         name: address of the other end, for logs.
-        is_logged: whether the log already contains the reason for the closed connection.
-        is_leaving: whether the other end takes no further calls; its open ones should move to other engines.
+        is_close_logged: whether the log already contains the reason for the closed connection.
+        is_leaving: whether the other end accepts no new calls; open answers should move to another engine.
     """
 
     def __init__(self, max_bytes: int, *, silent_s: float) -> None:
@@ -36,7 +36,7 @@ class Peer(asyncio.Protocol, ABC):
         self._received_at_s = self._due_at_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self.name = "?"
-        self.is_logged = self.is_leaving = False
+        self.is_close_logged = self.is_leaving = False
 
     # -- implemented or called by the two ends ---------------------------------------------------
 
@@ -79,7 +79,7 @@ class Peer(asyncio.Protocol, ABC):
         """Close the connection because of an error of the peer, and log it."""
         if self._transport is not None:
             logger.warning("a channel with %s is closed: %s", self.name, error)
-            self.is_logged = True
+            self.is_close_logged = True
             self.close(str(error))
 
     # -- asyncio.Protocol ------------------------------------------------------------------------
@@ -94,12 +94,18 @@ class Peer(asyncio.Protocol, ABC):
         self._received_at_s = self._loop.time()
         try:
             for kind, call, tokens, payload in self._frames.feed(data):
+                if self._transport is None:  # processing the previous frame has closed the connection
+                    return
                 if kind == Kind.PING:
                     self.ping_received(payload)
                 else:
                     self.frame_received(kind, call, tokens, payload)
         except BrokenFrameError as error:
             self.abort(error)
+        except Exception as error:  # asyncio would abort the transport, and the reason would be unknown
+            logger.exception("a frame from %s cannot be processed, so the channel is closed", self.name)
+            self.is_close_logged = True
+            self.close(f"a frame cannot be processed: {error!r}")
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = f"the connection was lost: {error}" if error else "the other end has closed it"
@@ -122,8 +128,8 @@ class Peer(asyncio.Protocol, ABC):
             self.abort(TimeoutError(f"silent for {self._silent_s:g} s"))
             return
         self.send(self.ping())
-        # Tick no later than the deadline. Schedule it by absolute time: rounding could shrink a delay to 0
-        # forever.
+        # Tick no later than the deadline. Schedule the tick by absolute time: rounding could shrink each
+        # further delay to 0.
         self._tick_at(min(now_s + PING_S, lost_at_s))
 
     def _tick_at(self, due_at_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The server's end of channels: a port of an engine or the router for calls of ingress replicas."""
+"""The listening port on which an engine or the router takes calls from ingress replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 5.0
 _LINGER_S = 0.25  # a draining server waits this long for frames that are still in transit
 _MAX_UNSENT_BYTES = 64 * 2**20
-SILENT_S = 10.0  # an ingress under load may be late; a dead one is detected by its closed connection
+SILENT_S = 10.0  # an ingress under load may be late; a dead ingress is detected by its closed connection
 
 
 class Reply:
@@ -64,7 +64,7 @@ class Reply:
 
 # Handles a call, given its method, header and body, and sends its reply.
 Handler = Callable[[str, dict[str, Any], bytes, Reply], Awaitable[None]]
-# Returns the HTTP status and the body of the response to a call of a method that failed with an exception.
+# Returns the HTTP status and the body of the response to a failed call, given its method and exception.
 ErrorResponse = Callable[[str, Exception], tuple[int, bytes]]
 
 
@@ -81,7 +81,7 @@ class OpenCallHandler(Protocol):
         """Process the loss of the connection."""
 
 
-# Begins an open call, given its body; raises an exception if it is refused.
+# Begins an open call, given its body; raises an exception to refuse the call.
 OpenMethod = Callable[[bytes, Reply], OpenCallHandler]
 
 
@@ -163,7 +163,7 @@ class ChannelServer:
         return sum(self._in_flight[method] for method in methods)
 
     def leave(self) -> None:
-        """Ask the peers, and those that connect later, to send no further calls and to move the open ones."""
+        """Ask present and later peers to send no further calls, and to move the open answers."""
         self.is_leaving = True
         for connection in list(self.connections):  # sending may close a connection
             connection.send(frame(Kind.LEAVING))
@@ -171,7 +171,8 @@ class ChannelServer:
     async def drain(self) -> None:
         """Refuse further connections, leave, and wait for the open calls.
 
-        Also wait for calls that peers sent before they received this, and for the last replies to arrive.
+        Also wait for calls that peers sent before they learnt of the drain, and for the last replies to
+        arrive.
         """
         if self._server is not None:
             self._server.close()
@@ -186,7 +187,7 @@ class ChannelServer:
         """Close all connections, and refuse new ones until `resume`; peers treat this server as lost."""
         self.is_suspended = True
         for connection in list(self.connections):
-            connection.is_logged = True  # the caller logs it
+            connection.is_close_logged = True  # the caller logs it
             connection.close(reason)
 
     def resume(self) -> None:
@@ -224,13 +225,10 @@ class ChannelServer:
                     del self._in_flight[method]  # a peer may call any name
                 if not self._in_flight:
                     self._idle.set()
+            report = msgspec.msgpack.encode(reply.engine_report) if reply.engine_report else b""
+            return frame(Kind.END, reply.call, report)
         except Exception as error:
             return self.failure(reply.call, method, error)
-        return frame(
-            Kind.END,
-            reply.call,
-            msgspec.msgpack.encode(reply.engine_report) if reply.engine_report else b"",
-        )
 
     def _is_full_for(self, method: str) -> bool:
         if self._limited_methods is None:
@@ -239,8 +237,12 @@ class ChannelServer:
 
     def failure(self, call: int, method: str, error: Exception) -> bytes:
         """Return the last frame of a call that has failed."""
-        status, body = self._error_response(method, error)
-        return frame(Kind.FAIL, call, body, status)
+        try:
+            status, body = self._error_response(method, error)
+            return frame(Kind.FAIL, call, body, status)
+        except Exception:  # the caller must get a last frame, or it would wait for its timeout
+            logger.exception("the call %s failed (%r), and its error response cannot be made", method, error)
+            return frame(Kind.FAIL, call, b"the call has failed", 500)
 
 
 _CALL = msgspec.msgpack.Decoder(tuple[str, dict[str, Any], bytes])
@@ -268,7 +270,7 @@ class ServerConnection(Peer):
         if not self.is_authenticated:
             self._check_hello(kind, payload)
         elif kind == Kind.CALL:
-            self._begin(call, payload)
+            self._begin_call(call, payload)
         elif kind == Kind.CANCEL:
             if call in self._calls:
                 self._calls[call].cancel()
@@ -276,11 +278,11 @@ class ServerConnection(Peer):
                 self._open_calls.pop(call).on_close(tokens)
         elif kind == Kind.NOTE:
             if call in self._open_calls:
-                self._note(self._open_calls[call], payload, tokens)
+                self._pass_note(self._open_calls[call], payload, tokens)
         else:
-            raise BrokenFrameError(f"a frame of kind {kind}")
+            raise BrokenFrameError(f"a frame of the unexpected kind {kind}")
 
-    def _begin(self, call: int, payload: bytes) -> None:
+    def _begin_call(self, call: int, payload: bytes) -> None:
         if call in self._calls or call in self._open_calls:
             raise BrokenFrameError(f"call {call} is open already")
         try:
@@ -297,7 +299,7 @@ class ServerConnection(Peer):
         except Exception as error:
             self.send(self._server.failure(call, method, error))
 
-    def _note(self, handler: OpenCallHandler, payload: bytes, tokens: int) -> None:
+    def _pass_note(self, handler: OpenCallHandler, payload: bytes, tokens: int) -> None:
         try:
             handler.on_note(payload, tokens)
         except msgspec.DecodeError as error:
@@ -321,7 +323,7 @@ class ServerConnection(Peer):
 
     def on_closed(self, reason: str) -> None:
         self._server.connections.discard(self)
-        if self._calls and not self.is_logged:
+        if self._calls and not self.is_close_logged:
             logger.warning(
                 "%d calls of %s are cancelled because its channel is closed: %s",
                 len(self._calls),

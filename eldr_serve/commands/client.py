@@ -11,7 +11,7 @@ import httpx
 
 from eldr_serve.errors import UserInputError
 
-_SWAP_TIMEOUT_S = 600.0  # engines are swapped one after the other, in slices between decode steps
+_SLOW_CALL_TIMEOUT_S = 600.0  # for example engines are swapped one after the other, between decode steps
 _DRAIN_POLL_S = 0.5  # a shorter period would fill the audit log, where each request is a line
 _STABLE_S = 3.0  # decode replicas report their steps every second
 
@@ -38,6 +38,15 @@ class OperatorClient:
     def status(self) -> dict[str, Any]:
         """Return the answer of GET /eldr/status."""
         return self._request_json("GET", "/eldr/status")
+
+    def router_value(self, key: str) -> Any:
+        """Return a value of the router's status; raise ServiceError if it is not there."""
+        status = self.status()
+        if key not in status:
+            raise ServiceError(
+                f"the status of {self.url} has no {key}: the router is unreachable, or the admin key is wrong"
+            )
+        return status[key]
 
     def model(self) -> str:
         """Return the id of the first model of GET /v1/models."""
@@ -69,12 +78,14 @@ class OperatorClient:
 
     def refit(self) -> dict[str, Any]:
         """Fit a table to recent traffic and swap it in; return its entry in the status."""
-        entry: dict[str, Any] = self._request_json("PUT", "/eldr/refit", timeout=_SWAP_TIMEOUT_S)["table"]
+        entry: dict[str, Any] = self._request_json("PUT", "/eldr/refit", timeout=_SLOW_CALL_TIMEOUT_S)[
+            "table"
+        ]
         return entry
 
     def trace(self) -> bytes:
         """Return recent traffic as a CalibrationTrace file."""
-        return self._request("GET", "/eldr/trace", timeout=_SWAP_TIMEOUT_S).content
+        return self._request("GET", "/eldr/trace", timeout=_SLOW_CALL_TIMEOUT_S).content
 
     def swap_predictor(self, predictor: bytes) -> dict[str, Any]:
         """Swap the predictor, given as the content of a SignaturePredictor file; return the live settings."""
@@ -91,7 +102,7 @@ class OperatorClient:
             replicas: names of decode replicas as in the status; None: all.
         """
         body = {"map": json.loads(placement), "meta": json.loads(sidecar), "replicas": replicas}
-        return self._request_json("PUT", "/eldr/experts", json=body, timeout=_SWAP_TIMEOUT_S)
+        return self._request_json("PUT", "/eldr/experts", json=body, timeout=_SLOW_CALL_TIMEOUT_S)
 
     def drain(self, replica: str, timeout_s: float) -> dict[str, Any]:
         """Drain a decode replica and wait until it has no calls, at most `timeout_s`.
@@ -107,9 +118,9 @@ class OperatorClient:
             time.sleep(_DRAIN_POLL_S)
 
     def wait_idle(self, timeout_s: float = 300.0) -> None:
-        """Wait until no request holds a lease."""
+        """Wait until no request holds a lease; raise ServiceError if the status does not say."""
         deadline_s = time.monotonic() + timeout_s
-        while self.status().get("leases", 0):
+        while self.router_value("leases"):
             if time.monotonic() > deadline_s:
                 raise ServiceError(f"requests are still running on {self.url} after {timeout_s:.0f} s")
             time.sleep(0.2)

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from eldr_serve.errors import ServiceFailedError, UserInputError
 
-# Any other exception is a fault of the program and ends with a traceback. A full disk or a lost connection is
-# an OSError without the name of a file.
+# Any other exception is a fault of the program and ends with a traceback. OSError is included, since a full
+# disk or a lost connection is not a fault of the program either.
 USER_ERRORS = (UserInputError, ValidationError, UnicodeDecodeError, json.JSONDecodeError, OSError)
 EXPECTED_ERRORS = (*USER_ERRORS, ServiceFailedError)
 

@@ -18,5 +18,5 @@ def app_of(*commands: Callable[..., None]) -> typer.Typer:
 
 
 def run(*commands: Callable[..., None]) -> None:
-    """Run a command as `python -m`, or one of several."""
+    """Run a command, or one of several, as `python -m`."""
     app_of(*commands)()

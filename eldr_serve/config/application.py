@@ -20,11 +20,11 @@ from eldr_serve.validation import first_problem
 CONFIG_OF_ROLE = {"prefill": "prefill_config", "decode": "decode_config", "whole": "decode_config"}
 DRAIN_S = 600.0  # time for open streams to end when a replica is scaled down or updated
 AUTOSCALING_POLICY = "eldr_serve.replicas.autoscaling:compute_desired_replicas"
-_MIN_CORES_FOR_TWO = 4  # cores of the building machine from which two ingresses leave some to others
+_MIN_CORES_FOR_TWO = 4  # with as many cores, two ingresses leave some cores to other processes
 
 
 def default_ingresses() -> int:
-    """Return 2 if there are enough cores, so that one serves while the other is lost or replaced, else 1."""
+    """Return 2 if there are enough cores, else 1; one of two serves while the other is lost or replaced."""
     return 2 if len(os.sched_getaffinity(0)) >= _MIN_CORES_FOR_TWO else 1
 
 
@@ -55,12 +55,14 @@ class EldrArgs(BaseModel):
     ingress_deployment_config: dict[str, Any] = Field(
         default_factory=dict,
         validate_default=True,
-        description="Ray Serve deployment options of the ingress (num_replicas, ...); 2 replicas where the "
-        "machine that builds the application has 4 cores, else 1, whose port refuses connections while it is "
-        "replaced",
+        description="Ray Serve deployment options of the ingress (num_replicas, ...); default: 2 replicas if "
+        "the machine that builds the application has at least 4 cores, else 1; the port refuses connections "
+        "while a single replica is replaced",
     )
     admin_key: SecretStr | None = Field(
-        default=None, description="key for PUT /eldr/*; default: the environment's ELDR_ADMIN_KEY"
+        default=None,
+        description="key for all of /eldr/ except /eldr/, /eldr/status and /eldr/ready; "
+        "default: the environment's ELDR_ADMIN_KEY",
     )
 
     @field_validator("ingress_deployment_config")

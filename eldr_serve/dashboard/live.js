@@ -133,9 +133,9 @@ function drawSaving({now, failed, past}, cost) {
       html += `<div class="scale">${bar(now.live.name, now.live_ms, "var(--accent)")}
         ${bar(now.shadow.name, now.shadow_ms, "var(--other)")}</div>
         <p class="faint">Priced over ${quantity(now.tokens, "token")} of the last hour by the step cost fitted to
-        ${quantity(Math.round(cost.steps), "step")}${cost.relative_error == null ? ", not enough yet: the default cost"
-          : `, relative error ${fixed(100 * cost.relative_error)} %`}. ${measuredText(now)}In brackets: 95 % interval.
-        Not in it: queueing, transport, prefill, and what engines on the same cores wait for each other.</p>`;
+        ${quantity(Math.round(cost.steps), "step")}${cost.relative_error == null ? ", too few yet, so the default cost is used"
+          : `, relative error ${fixed(100 * cost.relative_error)} %`}. ${measuredText(now)}In brackets: the 95 % interval.
+        The price does not include queueing, transport, prefill, or waits of engines for each other on shared cores.</p>`;
     }
   }
   $("saving-figures").innerHTML = html;
@@ -195,7 +195,7 @@ function drawLatency(name) {
   container.innerHTML = answers.length ? plot(container.clientWidth, 220, [
     {points: line("p99"), stroke: "var(--other)", dash: "4 3"},
     {points: line("p50"), stroke: "var(--accent)"},
-  ], {from: -600, idle: 15, marks}) + `<p class="faint">Solid: p50; dashed: p99; of streams that ended in 5 s.</p>` : `<p class="faint">No stream has ended in the last ten minutes.</p>`;
+  ], {from: -600, idle: 15, marks}) + `<p class="faint">Solid: p50, dashed: p99, of the streams that ended in each 5 s.</p>` : `<p class="faint">No stream has ended in the last ten minutes.</p>`;
 }
 
 function tickStep(most) {
@@ -275,7 +275,7 @@ function drawSpace({axes, centroids, columns, points}) {
 function drawSettings({policy, parameters, table, workers, signatures}) {
   $("settings").innerHTML = `<p>Policy <b>${esc(policyText({name: policy, parameters}))}</b></p><p>${table === null
     ? "No routing table." : `Table version <b>${table.version}</b>, fitted for ${quantity(table.workers_fitted, "worker")}, band
-    ${table.band}${table.refit_advised ? `; <span class="bad">${workers.length} serve: a refit is advised</span>` : ""}`}</p>
+    ${table.band}${table.refit_advised ? `; <span class="bad">${workers.length} workers serve, so a refit is advised</span>` : ""}`}</p>
     ${signatures ? `<p class="faint">Signature pool: ${esc(signatures.note)}${signatures.last_refusal
     ? `; last refusal: ${esc(signatures.last_refusal.why)}` : ""}.</p>` : ""}`;
 }

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-REMEMBERED_S = 120.0  # a prompt waits and runs for less time after its client has disconnected
+REMEMBERED_S = 120.0  # longer than a prompt waits and runs after its client has disconnected
 
 
 class AbandonedPrompts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from eldr_serve.engine.backend_protocol import EngineBackend
-from eldr_serve.scheduling.policies.loading import import_object
+from eldr_serve.import_path import import_object
 
 _BACKEND_PATH = os.environ.get("ELDR_ENGINE_BACKEND", "eldr_serve.engine.vllm.backend:VllmBackend")
-BACKEND: EngineBackend = import_object(_BACKEND_PATH, f"ELDR_ENGINE_BACKEND {_BACKEND_PATH!r}")()
+BACKEND: EngineBackend = import_object(_BACKEND_PATH, "ELDR_ENGINE_BACKEND")()

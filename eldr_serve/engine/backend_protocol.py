@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eldr_serve.engine.protocol import CalibrationEngine, Device, Engine, EngineRole, StepSizes
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 
 
 class EngineSpec(Protocol):
@@ -66,7 +66,7 @@ class EngineSpec(Protocol):
         """Return the first port that each replica listens on; each rank takes one, consecutively."""
 
     def placement_group(self) -> tuple[list[dict[str, float]], str]:
-        """Return bundles and strategy of the placement group of one replica."""
+        """Return the bundles and the strategy of the placement group of one replica."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the engine's arguments without the model, for `EngineBackend.describe`; JSON types."""
@@ -88,7 +88,7 @@ class EngineSpec(Protocol):
 
 
 class EngineDescription(Protocol):
-    """An engine on a described machine, which computes nothing. Sizes are those of one rank.
+    """An engine as it would be on a given machine; it computes nothing. Sizes are of one rank.
 
     Attributes:
         max_model_len: maximum number of tokens of a prompt and its answer.
@@ -104,7 +104,7 @@ class EngineDescription(Protocol):
         """Return the size of the parameters, bytes."""
 
     def kernels(self) -> set[tuple[str, bool]]:
-        """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
+        """Return (name, whether it reveals the experts that it chooses) of the MoE layers' kernels."""
 
     def expert_shape(self) -> tuple[int, int]:
         """Return (MoE layers, experts of a layer); zeros without MoE layers."""

@@ -20,7 +20,7 @@ EXPERT_COUNTS_KEY = "eldr_expert_counts"  # packed expert counts of the prompt, 
 REQUEST_KEY = "eldr_request"  # the caller's name of a prompt, to abandon its blocks or to get its counts
 CREATED_TOKENS_KEY = "eldr_created_cache_tokens"  # tokens added to the prefix cache, in a prefill reply
 CALIBRATE_KEY = "eldr_calibrate"  # calls with it get decode counts, and prefill counts if the engine prefills
-ROUTES_KEY = "eldr_routes"  # calls with it and CALIBRATE_KEY get packed routes, too, under this key
+ROUTES_KEY = "eldr_routes"  # calls with this key and CALIBRATE_KEY also get packed routes, under it
 # Other keys of a calibration answer.
 PREFILL_COUNTS_KEY = "eldr_prefill"  # packed expert counts of the prompt
 DECODE_COUNTS_KEY = "eldr_decode"  # packed expert counts of the decode steps
@@ -41,8 +41,8 @@ class GenerationReport(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         transport_s: seconds from the call to the first step of the request, including a transfer of its
             prompt's blocks from another engine.
-        cached_tokens: number of tokens in the prefix cache, of the prompt and of an answer that the call
-            continues.
+        cached_tokens: number of tokens that the prefix cache held of the prompt, and of the answer if the
+            call continues one.
     """
 
     transport_s: float | None = None
@@ -81,8 +81,8 @@ def expert_counts_of(params: dict[str, Any]) -> NDArray[np.uint32] | None:
 def split_expert_counts(params: dict[str, Any] | None) -> tuple[dict[str, Any], str]:
     """Return `kv_transfer_params` without the packed expert counts, and these counts.
 
-    A decode call sends the counts separately, since only a request's sample needs them; the engine core does
-    not.
+    A decode call sends the counts separately, since a request's sample needs them and the engine
+    core does not.
     """
     params = dict(params or {})
     return params, params.pop(EXPERT_COUNTS_KEY, None) or ""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.errors import BadRequestError, one_line_message
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 
 
 class ExpertsChange(BaseModel):

@@ -27,7 +27,7 @@ from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt, Sampling,
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.engine.samples import SampleBuffer
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import Counts, pack_counts
 from eldr_serve.scheduling.cost import StepSums
@@ -114,7 +114,7 @@ class FakeEngine(InProcessEngine):
 
     @classmethod
     async def start(cls, config: FakeConfig) -> FakeEngine:
-        """Start the engine; the same signature as VllmEngine.start."""
+        """Start the engine; the signature is that of VllmEngine.start."""
         return cls(config)
 
     async def prefill(self, request: EngineRequest) -> PrefilledPrompt:

@@ -1,6 +1,6 @@
 """The engine interface that serving and calibration use.
 
-`eldr_serve.engine.vllm` implements it with vLLM, `eldr_serve.engine.fake` without any computation.
+`eldr_serve.engine.vllm` implements it with vLLM, and `eldr_serve.engine.fake` without any computation.
 Array sizes: L MoE layers, E experts per layer, k experts per token, T tokens.
 """
 
@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.engine.calls import GenerationReport
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize
 
-# "whole": the engine prefills and decodes (aggregated serving); the others serve disaggregated.
+# "whole": the engine prefills and decodes (aggregated serving); the other roles are disaggregated.
 EngineRole = Literal["prefill", "decode", "whole"]
 Device = Literal["gpu", "cpu"]
-MAX_SAMPLES = 256  # maximum that an engine keeps until `take_samples`
+MAX_SAMPLES = 256  # maximum number of samples that an engine keeps until `take_samples`
 
 
 class Send(Protocol):
@@ -56,7 +56,7 @@ class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             priority is ignored. If empty, the client's own salt and priority apply.
         generated: token ids that a lost engine has already sent, uint32 bytes. The engine appends them to
             the prompt and continues the answer after them.
-        prompt_tokens: the caller's estimate of the tokens to compute; 0 if there is none.
+        tokens_to_compute: the caller's estimate of the prompt tokens to compute; 0 if there is none.
         created: timestamp in the events that were sent with `generated`, in seconds since 1970.
         sampled: record an ExpertSample of the request, which `take_samples` returns.
         domain: the client's label for the kind of request, copied to the sample.
@@ -74,7 +74,7 @@ class EngineRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_salt: str = ""
     generated: bytes = b""
     created: int | None = None
-    prompt_tokens: float = 0.0
+    tokens_to_compute: float = 0.0
     sampled: bool = False
     domain: str = ""
     expert_counts: str = ""
@@ -114,8 +114,8 @@ class ServesRequests(Protocol):
     async def wait_for_counts(self, request_id: str) -> tuple[int, str]:
         """Wait until `generate` has computed a prompt, and return its expert counts.
 
-        Call it before `generate`. An engine that counts no experts never returns, so wait for it beside
-        `generate` and cancel it at the end.
+        Call it before `generate`. With an engine that counts no experts, the call never returns. Therefore
+        run it beside `generate`, and cancel it when `generate` has ended.
 
         Args:
             request_id: EngineRequest.id of the `generate` call.
@@ -189,7 +189,7 @@ class TakesMeasurements(Protocol):
         The changes include the blocks of answers. An engine that does not report blocks returns None.
 
         Args:
-            full: return all blocks that are cached instead.
+            full: return all cached blocks instead of the changes.
         """
 
     def take_steps(self, rank: int = 0) -> StepSums:
@@ -275,7 +275,7 @@ class StepSizes:
 
     Attributes:
         tokens: `max_num_batched_tokens`.
-        data_ranks: data-parallel ranks, whose tokens the MoE kernel of each rank may get.
+        data_ranks: number of data-parallel ranks; the MoE kernel of each may get the tokens of all ranks.
         sequences: `max_num_seqs`.
         hidden: hidden size.
         top_k: experts per token.

@@ -1,14 +1,14 @@
 """Names of the fields with which a replica describes itself to the ingresses."""
 
-# -- fields of its metadata, which Ray Serve passes on once
+# -- fields of the replica's metadata, which Ray Serve passes on once
 ADDRESS = "eldr_channel"  # address of its channel server, see Address
 BLOCK_TOKENS = "eldr_block_tokens"  # tokens of a block of its prefix cache
 SLOTS = "eldr_slots"  # see protocol.Engine.slots
 
-# -- field of its metadata and of its report
-RANKS = "eldr_ranks"  # number of data-parallel ranks in the metadata, a report of each rank in a report
+# -- field of the metadata and of the report
+RANKS = "eldr_ranks"  # metadata: number of data-parallel ranks; report: a report of each rank
 
-# -- fields of its report, which it sends with each ping
+# -- fields of the report, which the replica sends with each ping
 KV_USAGE = "eldr_kv_usage"  # share of KV blocks in use, 0 to 1
 REPORT_NUMBER = "eldr_report_number"  # sequence number of the report; it repeats if there is no new report
 QUEUE = "eldr_prefill_queue"  # see QueueReport

@@ -47,7 +47,7 @@ class SampleBuffer:
             return
         if prefill_counts.shape != decode_counts.shape:
             logger.warning(
-                "no sample of request %s: its prefill counts have shape %s, this engine counts %s",
+                "no sample of request %s: its prefill counts have shape %s, but this engine's have %s",
                 request.id,
                 prefill_counts.shape,
                 decode_counts.shape,

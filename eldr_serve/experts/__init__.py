@@ -1,1 +1,1 @@
-"""Expert counts, signatures, routing tables, predictors, expert placement; neither Ray nor vLLM."""
+"""Expert counts, signatures, routing tables, predictors and expert placements, without Ray or vLLM."""

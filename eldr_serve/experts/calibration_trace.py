@@ -77,7 +77,7 @@ class CalibrationTrace(Artifact):
         self._check_token_ids()
 
     def _check_routes(self, shape: tuple[int, ...]) -> None:
-        require((self.routes is None) == (self.route_offsets is None), "routes and offsets go together")
+        require((self.routes is None) == (self.route_offsets is None), "routes and offsets need each other")
         if self.routes is None or self.route_offsets is None:
             return
         offsets = np.concatenate([[0], np.cumsum(self.decode_steps, dtype=np.int64)])

@@ -58,7 +58,7 @@ class RoutingTable(Artifact):
     def __post_init__(self) -> None:
         shape = self.centroids.shape
         require(len(shape) == 2 and shape[0] > 0, f"centroids have shape {shape}, not [K, n*E]")
-        require(shape[1] == self.spec.dim, f"centroids have {shape[1]} columns, signatures {self.spec.dim}")
+        require(shape[1] == self.spec.dim, f"centroids have {shape[1]} columns, not {self.spec.dim}")
         require(self.centroids.dtype == np.float32, "centroids are not float32")
         require(bool(np.isfinite(self.centroids).all()), "centroids are not finite")
         norms = np.linalg.norm(self.centroids, axis=1)
@@ -89,7 +89,7 @@ class RoutingTable(Artifact):
         if signature.ndim == 1:
             if signature.shape != (self.spec.dim,):
                 raise UserInputError(
-                    f"the signature has {signature.shape[0]} numbers, the table {self.spec.dim}"
+                    f"the signature has {signature.shape[0]} numbers, but the table has {self.spec.dim}"
                 )
             return self.centroids @ signature.astype(np.float32, copy=False)
         return self.centroids @ self.spec.encode(signature)

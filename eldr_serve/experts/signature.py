@@ -87,7 +87,7 @@ class SignatureSpec:
         array = np.asarray(counts)
         if array.shape[-2:] != self.weights.shape:
             raise UserInputError(
-                f"counts have shape {array.shape}, the signature is for [..., L, E] = {self.weights.shape}"
+                f"counts have shape {array.shape}, but the signature needs [..., L, E] = {self.weights.shape}"
             )
         cells = cells_of(array[..., self.layers, :], self.element)
         cells *= self._kept_weights

@@ -36,7 +36,7 @@ class DecodeStartEstimator:
         num_waiting = self._call_starts.num_waiting(call.worker)
         if num_waiting == num_before:
             return
-        if num_waiting and self._has_waiting_calls(call.worker):
+        if num_waiting and self._is_over_full(call.worker):
             self._waits.setdefault(call.worker, WaitEstimator(clock=_now_s)).record_departure(empty=False)
         else:  # the next wait starts a new estimate, and a lost worker needs none
             self._waits.pop(call.worker, None)
@@ -44,7 +44,7 @@ class DecodeStartEstimator:
     def estimate_wait_s(self) -> float:
         """Estimate the wait of a new request for the first free slot of any worker, s."""
         workers = self._fleet.live_workers
-        if not all(map(self._has_waiting_calls, workers)):  # often the first one already has a free slot
+        if not all(map(self._is_over_full, workers)):  # often the first one already has a free slot
             return 0.0
         if any(name not in self._waits for name in workers):
             return 0.0
@@ -56,17 +56,17 @@ class DecodeStartEstimator:
     def postpone_if_full(self, call: WaitingCall) -> float:
         """Postpone a call's expected start to now if other answers fill the worker, and return the start.
 
-        The call waits for a slot while its worker has more calls than slots and others may be generating,
-        whose tokens have a time limit. If no call has a token yet, only first tokens and ends of calls
-        postpone the start.
+        The call waits for a slot while its worker has more calls than slots and other calls may be
+        generating, whose tokens have a time limit. If no call has a token yet, only first tokens and ends
+        of calls postpone the start.
         """
         worker, num_waiting = call.worker, self._call_starts.num_waiting(call.worker)
-        if self._has_waiting_calls(worker) and self._num_calls(worker) > num_waiting:
+        if self._is_over_full(worker) and self._num_calls(worker) > num_waiting:
             call.expected_start_at_s = _now_s()
         return call.expected_start_at_s
 
     def num_free_slots(self, worker: str) -> float:
-        """Return the number of further calls that a live worker could start on now; inf if unknown."""
+        """Return the number of further calls that a live worker could start now; inf if unknown."""
         num_slots = self.num_slots(worker)
         return max(num_slots - self._num_calls(worker), 0) if num_slots else math.inf
 
@@ -79,7 +79,7 @@ class DecodeStartEstimator:
         report = self._fleet.directory.reports.get(worker, QueueReport())
         return max(report.calls, self._fleet.slot_calls_of(worker))
 
-    def _has_waiting_calls(self, worker: str) -> bool:
+    def _is_over_full(self, worker: str) -> bool:
         return 0 < self.num_slots(worker) < self._num_calls(worker)
 
 

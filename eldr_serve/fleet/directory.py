@@ -1,7 +1,7 @@
 """Replicas known to the request routers of one process, for the ingress in the same process.
 
-Ray Serve runs request routers in their own thread inside the process that holds the handle. Since they are
-the first to get the live replicas, the ingress reads these here without a network call.
+Ray Serve runs request routers in their own thread inside the process that holds the handle. They are the
+first to get the live replicas, so the ingress reads the replicas here without a network call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class ReplicaDirectory:
     """Replicas of one deployment as reported by Serve, with their metadata and newest status reports.
 
     If engines have data-parallel ranks (RANKS in their metadata), each rank is a worker (see worker_names);
-    else each replica is one.
+    otherwise each replica is a worker.
 
     Attributes:
-        kv_usage: KV cache usage of the workers; the fleet sets its bound.
+        kv_usage: KV cache usage of the workers.
         reports: newest report of each worker's queue.
         experts: experts of each replica whose experts can be moved.
     """
@@ -38,7 +38,7 @@ class ReplicaDirectory:
 
     @property
     def known_workers(self) -> tuple[str, ...]:
-        """Return the names of the workers of all replicas that Serve would send a request to now, sorted."""
+        """Return the names of the workers of all replicas to which Serve would now send a request, sorted."""
         return self._known_workers
 
     @property
@@ -51,6 +51,10 @@ class ReplicaDirectory:
         """Return the tokens in a block of the replicas' prefix caches; 0 if unknown or if there are none."""
         return max((metadata.get(BLOCK_TOKENS, 0) for metadata in self._metadata.values()), default=0)
 
+    def set_max_kv_usage(self, max_usage: float) -> None:
+        """Set the KV usage above which a prefill replica gets no new prompt; see KvUsage."""
+        self.kv_usage.max_usage = max_usage
+
     def update_reports(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Process the newest reports of all live replicas, by name."""
         by_worker = dict(_split_by_worker(reports))
@@ -61,7 +65,7 @@ class ReplicaDirectory:
         self.experts = {name: report[EXPERTS] for name, report in reports.items() if EXPERTS in report}
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Register a callback for changes of the set; it is called from any thread."""
+        """Register a callback for changes of the set; any thread may call it."""
         self._changed = changed
         changed()
 

@@ -23,14 +23,16 @@ async def place_on_replicas(decode: Fleet, body: bytes) -> dict[str, Any]:
         The cost of each replica's swap, as its Engine.place_experts returns it.
 
     Raises:
-        RequestRefusedError: the body is invalid, or an engine refuses it; engines before it keep the new
-            placement.
+        RequestRefusedError: the body is invalid, or an engine refuses it; engines that were changed before
+            keep the new placement.
     """
     change, _ = ExpertsChange.parse(body)
     live_replicas = dict.fromkeys(map(replica_of, decode.live_workers))
     names = list(live_replicas if change.replicas is None else dict.fromkeys(change.replicas))
     if unknown_names := set(names).difference(live_replicas):
-        raise BadRequestError(f"there is no decode replica {min(unknown_names)!r}")
+        raise BadRequestError(
+            f"there is no decode replica {min(unknown_names)!r}: `eldr status` shows their names"
+        )
     if not names:
         raise OverloadedError("no decode replica can be reached")
     swaps: dict[str, Any] = {}

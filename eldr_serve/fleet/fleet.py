@@ -28,7 +28,7 @@ _GATHER_S = 0.05  # reports that arrive within this time are processed together
 class Fleet:
     """Channels to all replicas that Serve knows, for use in one event loop.
 
-    Calls name a worker; those to the data-parallel ranks of a replica share its channel.
+    Calls name a worker; calls to the data-parallel ranks of a replica share its channel.
 
     Args:
         directory: directory of the deployment's replicas.
@@ -40,7 +40,7 @@ class Fleet:
 
     def __init__(self, directory: ReplicaDirectory, *, max_kv_usage: float = 1.0) -> None:
         self.directory = directory
-        directory.kv_usage.max_usage = max_kv_usage
+        directory.set_max_kv_usage(max_kv_usage)
         self.waiters = Waiters()
         self._channels: dict[str, Channel] = {}
         # Tasks for all replicas, even for those that have gone.
@@ -110,7 +110,7 @@ class Fleet:
     def _follow_directory(self) -> None:
         for replica in self.directory.metadata:
             task = self._connection_tasks.get(replica)
-            if task is None or task.done():  # one that has ended by itself has failed
+            if task is None or task.done():  # a task that has ended by itself has failed
                 task = asyncio.get_running_loop().create_task(self._keep_connected(replica))
                 self._connection_tasks[replica] = task
         self._update()
@@ -118,8 +118,8 @@ class Fleet:
     async def _keep_connected(self, replica: str) -> None:
         """Connect, and reconnect after a loss, while Serve knows the replica.
 
-        The channel of a replica that has gone stays open for its streams until the replica closes it, so that
-        a replica that returns before then keeps its channel.
+        The channel of a replica that has gone stays open for its streams until the replica closes it. A
+        replica that returns before then keeps its channel.
         """
         retry_s = _RETRY_S
         while replica in self.directory.metadata:
@@ -133,7 +133,7 @@ class Fleet:
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
                 continue
             if retry_s > _RETRY_S:
-                # A warning too, since it ends the one above.
+                # This is a warning too, since it ends the warning above.
                 logger.warning("connected to replica %s", replica)
                 retry_s = _RETRY_S
             self._channels[replica] = channel

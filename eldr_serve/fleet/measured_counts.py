@@ -46,5 +46,5 @@ class MeasuredCounts:
                 self._on_counts(unpack_counts(packed), tokens)
         except (ChannelLostError, CallFailedError):
             pass  # the request's own call reports it
-        except Exception:  # a request does not fail because its counts could not be read
+        except Exception:  # unreadable counts must not fail the request
             logger.exception("expert counts of a prompt could not be read")

@@ -25,7 +25,7 @@ _RECORD_S = 600.0  # time after the last failure, after which a record is remove
 @dataclass
 class _Record:
     failures: int = 0  # failures since the last success or ejection
-    ejections: int = 0  # ejections since the last success outside an ejection
+    ejections: int = 0  # ejections since the last success while not ejected
     failed_at_s: float = 0.0
     ejected_until_s: float = 0.0
 
@@ -47,7 +47,7 @@ class OutlierDetector:
         """Reset the record of the replica of a worker that has answered, unless the replica is ejected."""
         replica = replica_of(worker)
         record = self._records.get(replica)
-        # A success during an ejection is mostly that of a call that began before it.
+        # A success during an ejection mostly belongs to a call that began before the ejection.
         if record is not None and self._clock() >= record.ejected_until_s:
             del self._records[replica]
 

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 
 _CHECK_S = 1.0  # some conditions change with time alone, for example at the end of an ejection
 
 
+class Turn:
+    """The turn of one request, which it keeps when it waits again."""
+
+    def __init__(self, waiters: Waiters) -> None:
+        self._waiters = waiters
+
+    async def wait_until(self, until_s: float) -> None:
+        """Wait for the next change, at most until this time of the event loop."""
+        await self._waiters.wait(self, until_s)
+
+
 class Waiters:
-    """Wakes waiting requests in order of arrival; a request that waits again keeps its turn."""
+    """Wakes waiting requests in order of their turns."""
 
     def __init__(self) -> None:
-        self._waiting: dict[object, asyncio.Future[None]] = {}  # waiting requests in order of arrival
+        self._waiting: dict[Turn, asyncio.Future[None]] = {}  # in order of arrival
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
-    def take_turn(self) -> Iterator[Callable[[float], Awaitable[None]]]:
-        """Yield a function that waits for the next change, at most until the given time of the event loop."""
-        turn = object()
+    def take_turn(self) -> Iterator[Turn]:
+        """Yield a turn, in which a request may wait repeatedly; the turn ends with the block."""
+        turn = Turn(self)
         try:
-            yield partial(self._wait, turn)
+            yield turn
         finally:
             self._waiting.pop(turn, None)
 
-    async def _wait(self, turn: object, until_s: float) -> None:
+    async def wait(self, turn: Turn, until_s: float) -> None:
+        """Wait in this turn for the next change, at most until this time of the event loop."""
         loop = asyncio.get_running_loop()
         changed = self._waiting[turn] = loop.create_future()
         if self._timer is None:

@@ -1,4 +1,4 @@
-"""The decode step that a cost predicts by batch, and an upper bound on what placement can save of it."""
+"""The decode steps that a cost predicts for some batches, and a bound on what placement can save."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class StepCostFit:
 def fit(readings: Readings) -> StepCostFit:
     """Fit non-negative terms and a table of batches by least squares of the relative error.
 
-    The terms of experts and KV tokens fit even and skewed steps best, with any table that does not fall.
-    With these terms, the table fits best the package's own steps, which are the skewed ones.
+    The terms of experts and KV tokens are fitted to even and skewed steps, with any table that does not fall.
+    With these terms, the table is then fitted to the package's own steps, which are the skewed ones.
 
     Raises:
         UserInputError: experts cost nothing in these steps, or hardly differ between them.

@@ -1,6 +1,6 @@
 """Kernel times that NVIDIA measured, and the times of steps made of them, from `aiconfigurator-core`.
 
-No other module imports this Python package. In `eldr_serve.gpu_cost`, "NVIDIA's package" means it.
+No other module imports this Python package, which `eldr_serve.gpu_cost` calls "NVIDIA's package".
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read(
     """Read the steps of a model on a GPU: each batch with each context, with even and skewed routing.
 
     Args:
-        config: content of the model's config.json; None: that of `setting.model`.
+        config: content of the model's config.json; None: the config.json of `setting.model`.
 
     Raises:
         UserInputError: NVIDIA's package is not installed, does not know the model or the GPU, or has no
@@ -117,7 +117,7 @@ def _read(setting: Setting, path: str, batches: Sequence[int], contexts: Sequenc
 
 
 def _model_spec(setting: Setting, path: str) -> dict[str, Any]:
-    """Return the description in NVIDIA's package of the model's steps."""
+    """Return the model's steps as NVIDIA's package describes them."""
     from aiconfigurator_core.sdk.config_builders import build_model_config
     from aiconfigurator_core.sdk.engine import build_engine_spec_json
     from aiconfigurator_core.sdk.models import get_model
@@ -153,7 +153,7 @@ def _model_spec(setting: Setting, path: str) -> dict[str, Any]:
 def _find_moe_layers(setting: Setting, spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptions of the MoE layers in a decode step, which are parts of `spec`.
 
-    Each description stands for a number of layers. The descriptions may differ in this number alone.
+    Each description stands for a number of layers. The descriptions may differ only in this number.
     """
     moe_layers = list(_find_parts(spec["generation_ops"], "Moe"))
     if not moe_layers:
@@ -210,7 +210,9 @@ def _model_path(model: str, config: str | None) -> Iterator[str]:
         if not isinstance(json.loads(config), dict):
             raise ValueError("it is not a mapping")
     except ValueError as error:
-        raise UserInputError(f"--model is {model!r}: {path} is no model's config.json ({error})") from error
+        raise UserInputError(
+            f"--model is {model!r}: {path} is not a model's config.json ({error})"
+        ) from error
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(config)
         yield folder

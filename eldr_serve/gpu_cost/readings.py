@@ -40,7 +40,7 @@ class Shape:
         top_k: experts that a token uses in a layer.
         layers: MoE layers.
         ranks: expert-parallel ranks.
-        skew: exponent of the power law by which the own steps of NVIDIA's package load experts.
+        skew: exponent of the power law by which NVIDIA's package loads experts in its own steps.
         dtype: kind of the experts' weights.
     """
 
@@ -72,7 +72,7 @@ class StepReading:
 
 @dataclass(frozen=True)
 class PromptStep:
-    """A step that also computes prompt tokens; skewed routing."""
+    """A step that also computes prompt tokens; its routing is skewed."""
 
     requests: int
     context: int

@@ -2,7 +2,8 @@
 
 NVIDIA measured each MoE kernel with two kinds of routing. Both are reproduced here from the collector
 (github.com/ai-dynamo/aiconfigurator, collector/helper.py: balanced_logits and power_law_logits_v3). Under
-expert parallelism the figures are of one rank: the first with even routing, else the one with most tokens.
+expert parallelism the figures are of one rank: the first with even routing, and the rank with the most tokens
+with skewed routing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def independent_experts(requests: int, shape: Shape) -> float:
     """Return the mean active experts of a layer if each request draws its experts on its own, uniformly.
 
     Under expert parallelism, return the mean of the rank with the most active experts.
-    Skewed routers activate fewer.
+    Skewed routers activate fewer experts.
     """
     if shape.ranks == 1:
         return shape.experts * (1 - (1 - shape.top_k / shape.experts) ** requests)
@@ -65,7 +66,7 @@ def _mean_skewed(requests: int, shape: Shape) -> float:
 
 
 def _draw_tokens(requests: int, shape: Shape, rng: np.random.Generator) -> Ints:
-    """Return the tokens of each expert of the rank with most tokens, in one draw."""
+    """Return the tokens of each expert of the rank with the most tokens, in one draw."""
     pairs = requests * shape.top_k
     low, high = (1.0, requests * 0.8) if pairs > shape.experts else (0.01, 2.0)
     power = 1 - shape.skew
@@ -82,8 +83,8 @@ def _draw_tokens(requests: int, shape: Shape, rng: np.random.Generator) -> Ints:
 def _adjust(ranks: Ints, tokens: int, most: int) -> None:
     """Add tokens in place, or remove them if `tokens` is negative.
 
-    The ranks take turns. Each adds a token to its smallest expert below `most`, or removes one from its
-    largest expert.
+    The ranks take turns. Each adds a token to its least loaded expert below `most`, or removes one from
+    its most loaded expert.
     """
     step, remaining = (1 if tokens > 0 else -1), abs(tokens)
     while remaining:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.channel import CallFailedError, ChannelLostError
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.errors import (
     BadRequestError,
     OverloadedError,
@@ -65,7 +65,7 @@ class AdminEndpoints:
         scorer: learns the fingerprint of the served tokenizer, before a predictor is swapped in.
         status: the status of this ingress, and what keeps the service from being ready.
         decode: the decode replicas, which get expert placements and are drained.
-        tokenizer: the tokenizer of the served model, whose fingerprint predictors and traces have.
+        tokenizer: the tokenizer of the served model; predictors and traces contain its fingerprint.
         pool: the application's signature pool.
         engine_version: version that `GET /version` returns.
     """
@@ -102,8 +102,9 @@ class AdminEndpoints:
     async def ready(self, request: Request) -> Response:
         """Return 200 if the service is ready for requests, else 503 with one sentence, for readiness probes.
 
-        It becomes ready when all prefill-decode pairs, or all whole replicas, are warm, and stays so while
-        any decode engine that has been warm is up.
+        The service becomes ready when all prefill-decode pairs, or all whole replicas, are warm, but at the
+        latest a minute after the first of them. It stays ready while any decode engine that has been warm is
+        up.
         """
         reason = self._status.not_ready_reason
         if reason is not None:
@@ -184,7 +185,7 @@ class AdminEndpoints:
         return JSONResponse(await place_on_replicas(self._decode, await request.body()))
 
     async def drain(self, request: Request) -> Response:
-        """Move the answers of a decode replica to others, and send it no further requests."""
+        """Move the answers of a decode replica to other replicas, and send it no further requests."""
         try:
             name = replica_of(Drain.model_validate_json(await request.body()).replica)
         except ValidationError as error:

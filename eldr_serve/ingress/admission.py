@@ -27,6 +27,7 @@ from eldr_serve.monitoring.ingress_counters import IngressCounters
 
 _MAX_ARTIFACT_BYTES = 64 * MIB  # 512 workers x 96 layers x 256 experts as float32 is 48 MiB
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
+_AUDITED_READS = ("/eldr/trace",)  # it returns token ids, from which prompts can be read
 
 
 class Gate:
@@ -80,7 +81,7 @@ class Gate:
             yield body
 
     async def read_artifact(self, headers: Headers, receive: Receive) -> bytes:
-        """Read the body of an operator's request, such as a table, which counts towards no budget."""
+        """Read the body of an operator's request, such as a table; it counts towards no budget."""
         return await read_body(headers, receive, _MAX_ARTIFACT_BYTES, self.options.body_timeout_s)
 
     def require_admin_key(self, headers: Headers) -> None:
@@ -132,11 +133,11 @@ class AdmissionMiddleware:
     """ASGI middleware around all endpoints. Refused requests do not reach the endpoints.
 
     Every POST may reach an engine, so it counts towards the concurrency limit until its answer has ended.
-    Requests that change the service (/eldr) need the admin key, which is checked before the body is read.
-    They do not count towards the limit, so that a full service can still be operated, and they are written to
-    the audit log. All other requests need a tenant's key, if keys are configured, and count towards the
-    tenant's limits. Without a key a client may read the OpenAPI document, health, version and metrics of the
-    process, and the parts of /eldr that do not need the admin key.
+    Requests that change the service (/eldr) or read its traffic need the admin key, which is checked before
+    the body is read. They are written to the audit log. They do not count towards the limit, so that
+    operators can still use a full service. All other requests need a tenant's key, if keys are configured,
+    and count towards the tenant's limits. Without a key, a client may read the OpenAPI document, health,
+    version and metrics of the process, and the parts of /eldr that do not need the admin key.
 
     ASGI's state of an admitted request contains its AdmittedState.
 
@@ -159,7 +160,7 @@ class AdmissionMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # it contains Serve's route_prefix
         administrative = path.startswith("/eldr/")
         try:
-            if administrative and scope["method"] not in _READ_METHODS:
+            if path in _AUDITED_READS or (administrative and scope["method"] not in _READ_METHODS):
                 await self._administer(gate, headers, scope, receive, send)
             elif administrative or path in self._public_paths:  # endpoints for operators check the key
                 await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The audit log of requests that change the service, with their outcome."""
+"""The audit log of requests that change the service or read its traffic, with their outcome."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Audit:
         }
 
     def record_request(self, headers: Headers, body: bytes) -> None:
-        """Record the admin key, which is right, and the body."""
+        """Record the admin key, which has been checked, and the body."""
         key = bearer_key(headers.get("authorization", "")) or ""
         self._line |= {"key_sha256": digest(key)[:12], "sha256": hashlib.sha256(body).hexdigest()}
         self._line["bytes"] = len(body)

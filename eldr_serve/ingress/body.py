@@ -19,7 +19,7 @@ from eldr_serve.errors import BadRequestError, OverloadedError, RequestRefusedEr
 MIB = 2**20
 _PART_BYTES = 256 * 1024  # bytes that one step reads from a gzip body
 _MAX_MEMBERS = 64  # maximum members of a gzip body: clients send one, and concatenated files have a few
-# Finds digits or an exponent that may exceed 64 bits, even in a string; only then numbers are checked.
+# Finds digits or an exponent that may exceed 64 bits, even in a string; else, numbers are not checked.
 _WIDE_NUMBER = re.compile(rb"\d{19}|[eE]\+?\d{3}")
 
 
@@ -44,7 +44,10 @@ class BodyBudget:
         """Use part of the budget; raise OverloadedError if not enough is left."""
         if self.used + num_bytes > self.max_bytes:
             self._on_refusal()
-            raise OverloadedError("the bodies of all requests in the ingress are too large together")
+            raise OverloadedError(
+                "the bodies of all requests in the ingress together exceed "
+                f"{self.max_bytes / MIB:g} MiB: send the request again later"
+            )
         self.used += num_bytes
 
 
@@ -85,7 +88,8 @@ async def read_body(
     """Return the whole body, decompressed.
 
     Args:
-        timeout_s: maximum time until the whole body has arrived, s. The sizes bound its decompression.
+        timeout_s: maximum time until the whole body has arrived, s. Decompression
+            has no time limit, since the sizes bound it.
         reserve: called with the number of further bytes before they are kept; may raise an exception.
 
     Raises:
@@ -123,7 +127,7 @@ async def read_body(
 
 
 async def _decompress(body: bytes, limit: int, reserve: Callable[[int], None]) -> bytearray:
-    """Return the decompressed body, or its beginning if that is longer than `limit`."""
+    """Return the decompressed body, or its beginning if the whole is longer than `limit`."""
     decompressed = bytearray()
     parts = _decompressed_parts(body)
     try:
@@ -133,7 +137,7 @@ async def _decompress(body: bytes, limit: int, reserve: Callable[[int], None]) -
             if len(decompressed) > limit:
                 break
     except zlib.error as error:
-        raise BadRequestError(f"the body is not valid gzip, unlike its content-encoding: {error}") from error
+        raise BadRequestError(f"the body with content-encoding gzip is not gzip: {error}") from error
     return decompressed
 
 

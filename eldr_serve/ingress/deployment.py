@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.serve.handle import DeploymentHandle
 
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.fleet.directory import get_directory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CONFIGURE_WAIT_S, _CONFIGURE_RETRY_S = 10.0, 1.0  # wait of the first health check, time between tries
 _LISTEN_DELAY_S = 5.0  # without a decode replica, the port opens after this time
 _POLL_S = 0.05
 
@@ -62,15 +63,15 @@ class EldrIngress:
         openai, admin: handle the requests to the endpoints in ENDPOINTS.
 
     Args:
-        prefill, decode: handles of the deployments, used only for their health and to discover their
+        prefill, decode: handles of the deployments, used only to check their health and to discover their
             replicas. Without `prefill`, decode engines prefill as well.
         tokenizer: location of the model's tokenizer, a folder or a name on the hub.
         model_cards: the model and its adapters as `GET /v1/models` describes them, the model first.
         openapi: the OpenAPI document.
         application: name of the application, part of the name of the DecodeRouter actor.
-        router_settings: start arguments of that actor.
-        prefill_options: options of the choice of prefill replicas.
-        admin_key_sha256: SHA-256 (hex) of the key for PUT /eldr/*; if None, all of these are refused.
+        router_settings: start arguments of the DecodeRouter actor.
+        prefill_options: options for the choice of prefill replicas.
+        admin_key_sha256: SHA-256 (hex) of the admin key; if None, requests that need it are refused.
         engine_version: version that `GET /version` returns.
 
     Raises:
@@ -78,6 +79,7 @@ class EldrIngress:
     """
 
     _started: asyncio.Task[None] | None = None
+    _configuring: asyncio.Task[None] | None = None
     _tokenizer_task: asyncio.Task[None] | None = None
     _http: HttpServer | None = None
     _metrics: IngressMetrics | None = None
@@ -100,7 +102,8 @@ class EldrIngress:
     ) -> None:
         fleets = self._fleets = _fleets(application, prefill_options, whole=prefill is None)
         counters = self._counters = IngressCounters()
-        calls = self._calls = RouterCalls(lambda: connect(actor_name(application), router_settings))
+        find_router = partial(connect, actor_name(application), router_settings)
+        calls = self._calls = RouterCalls(find_router, router_settings)
         router = self._router = RouterClient(
             calls, lambda: fleets.decode.live_workers, counters=counters, on_predictor=self._start_tokenizer
         )
@@ -158,38 +161,55 @@ class EldrIngress:
     async def check_health(self) -> None:
         """Raise the exception that ended the background work, if any; the first call starts that work.
 
-        Serve calls this as its health check.
+        Serve calls this as its health check, and lets the replica replace an older one only after the first
+        call. Therefore, the first call waits some time for the router. It raises SwapRefusedError if the
+        router refuses the deployed settings.
         """
         if self._started is None:
             self._started = asyncio.create_task(self._start())
-        if self._started.done():
-            self._started.result()
+            self._configuring = asyncio.create_task(self._configure_router())
+            await asyncio.wait([self._configuring], timeout=_CONFIGURE_WAIT_S)
+        for task in (self._configuring, self._started):
+            if task is not None and task.done():
+                task.result()
+
+    async def _configure_router(self) -> None:
+        """Send the deployed settings to the router; try again while it is unavailable.
+
+        Raises:
+            SwapRefusedError: the router refuses the settings.
+        """
+        has_warned = False
+        while True:
+            try:
+                return await self._calls.configure(self._router.settings)
+            except ACTOR_UNAVAILABLE as error:
+                if not has_warned:
+                    logger.warning("DecodeRouter is not up yet: %r", error)
+                has_warned = True
+            await asyncio.sleep(_CONFIGURE_RETRY_S)
 
     async def _start(self) -> None:
         self._fleets.prefill.start()
         self._fleets.decode.start()
-        needs_ids = self._fleets.whole or self._services.options.local_prefill_tokens
+        needs_ids = self._fleets.decode_engines_prefill or self._services.options.local_prefill_tokens
         if needs_ids or self._router_settings.predictor is not None:
             self._start_tokenizer()
             assert self._tokenizer_task is not None
             await self._tokenizer_task
-        try:
-            await self._calls.configure(self._router_settings)
-        except ACTOR_UNAVAILABLE as error:
-            logger.warning("DecodeRouter is not up yet: %r", error)
         self._router.start()
         tenants = self.gate.tenants
         name = uuid.uuid4().hex
         works: dict[str, Callable[[], Awaitable[None]]] = {
             "the export of metrics": self._export,
             "the event-loop monitor": self._status.watch.run,
+            "the warm-up": self._warmup.run,
             "the keys-file monitor": tenants.watch,
             "the exchange of tenants' usage": partial(
                 tenants.share_usage, lambda usage: self._router.share_limits(name, usage)
             ),
         }
         await asyncio.gather(
-            self._warmup.run(),
             self._serve_port(),
             *(supervise(what, work, count=self._counters.count_failed_work) for what, work in works.items()),
         )
@@ -229,13 +249,13 @@ class EldrIngress:
             await asyncio.sleep(PERIOD_S)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the requests in flight, for Serve's autoscaling; those to the own port included."""
+        """Return the requests in flight, those to the own port included, for Serve's autoscaling."""
         return {IN_FLIGHT: float(self.gate.in_flight)}
 
-    # A method of the class, unlike EngineServer's attribute of the object: the class that `serve.ingress`
-    # derives from this one has an asynchronous `__del__` itself, which ends the HTTP application and then
-    # awaits this method. An attribute would hide it from Serve, and Python would still call it when it frees
-    # the object.
+    # This is a method of the class, whereas EngineServer has an attribute of the object. The class that
+    # `serve.ingress` derives from this one has its own asynchronous `__del__`, which ends the HTTP
+    # application and then awaits this method. An attribute would hide the derived `__del__` from Serve, and
+    # Python would still call the derived one when it frees the object.
     async def __del__(self) -> None:
         """Wait for open responses to end; Serve calls this before it stops the replica."""
         if self._http is not None:
@@ -248,12 +268,12 @@ class EldrIngress:
     async def stop(self) -> None:
         """Stop the background work and close all channels.
 
-        Only an ingress whose process goes on needs this, as in tests: Serve ends the process after `__del__`.
+        Only an ingress whose process continues needs this, as in tests, since Serve ends the process after
+        `__del__`.
         """
-        if self._started is not None:
-            self._started.cancel()
-        if self._tokenizer_task is not None:
-            self._tokenizer_task.cancel()
+        for task in (self._started, self._configuring, self._tokenizer_task):
+            if task is not None:
+                task.cancel()
         if self._tracing is not None:
             await self._tracing.stop()
         await self._router.stop()
@@ -263,7 +283,9 @@ class EldrIngress:
 
 def _fleets(application: str, options: PrefillRouterOptions, *, whole: bool) -> Fleets:
     prefill = Fleet(get_directory(prefill_directory(application)), max_kv_usage=options.max_kv_usage)
-    return Fleets(prefill, Fleet(get_directory(decode_directory(application))), options, whole=whole)
+    return Fleets(
+        prefill, Fleet(get_directory(decode_directory(application))), options, decode_engines_prefill=whole
+    )
 
 
 def _tracing(options: TracingOptions | None) -> Tracing | None:

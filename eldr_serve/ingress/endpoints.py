@@ -78,8 +78,8 @@ class Endpoint:
 
 
 _HEADERS_OF_GENERATION = (
-    RequestHeader(TTFT_HEADER, "Objective: the first token after at most this time, ms.", MILLISECONDS),
-    RequestHeader(TPOT_HEADER, "Objective: a token in at most this mean time, ms.", MILLISECONDS),
+    RequestHeader(TTFT_HEADER, "Objective: at most this time to the first token, ms.", MILLISECONDS),
+    RequestHeader(TPOT_HEADER, "Objective: at most this mean time per further token, ms.", MILLISECONDS),
     RequestHeader(DOMAIN_HEADER, "The kind of request, for policy `domain`; percent-encoded UTF-8."),
     RequestHeader(
         f"{LABEL_PREFIX}NAME",

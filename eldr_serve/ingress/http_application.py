@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,6 +21,19 @@ from eldr_serve.errors import RequestRefusedError, one_line_message
 from eldr_serve.ingress.admission import AdmissionMiddleware, AdmittedState
 from eldr_serve.ingress.endpoints import ENDPOINTS, PUBLIC_PATHS, Audience, Endpoint, IngressParts
 from eldr_serve.ingress.responses import adapt_to_api, refusal, refused_response
+
+# Response headers that scripts of other pages may read, beside those that browsers always show.
+_EXPOSED_HEADERS = (
+    "Retry-After",
+    "x-eldr-candidates",
+    "x-eldr-decode-worker",
+    "x-eldr-handover-ms",
+    "x-eldr-policy",
+    "x-eldr-request",
+    "x-eldr-trace",
+    "x-request-id",
+    "x-should-retry",
+)
 
 
 def _ingress_parts() -> IngressParts:
@@ -48,11 +62,19 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
     Args:
         cors_origins: origins of the web pages whose scripts may read answers; "*" stands for all.
     """
-    cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=cors_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=_EXPOSED_HEADERS,
+    )
     return Starlette(
         routes=[_route(endpoint) for endpoint in ENDPOINTS],
         middleware=[
             *([cors] if cors_origins else []),
+            # As an exception handler it would answer outside `cors`, and browsers would hide the answer.
+            Middleware(ServerErrorMiddleware, handler=_fault),
             Middleware(AdmissionMiddleware, gate=lambda: _ingress_parts().gate, public_paths=PUBLIC_PATHS),
         ],
         exception_handlers={
@@ -60,7 +82,6 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
             CallFailedError: _call_failed,
             ChannelLostError: _channel_lost,
             HTTPException: _http_error,
-            Exception: _fault,
         },
     )
 
@@ -79,7 +100,7 @@ async def _channel_lost(request: Request, error: Any) -> Response:
 
 
 async def _http_error(request: Request, error: Any) -> Response:
-    return adapt_to_api(request.url.path, refusal(error.detail, error.status_code, headers=error.headers))
+    return _add_request_id(request, refusal(error.detail, error.status_code, headers=error.headers))
 
 
 async def _fault(request: Request, error: Exception) -> Response:

@@ -79,7 +79,7 @@ class HttpServer:
         return self._port.number
 
     async def wait(self) -> None:
-        """Wait until the server has drained; raise the error that ended it before, if any."""
+        """Wait until the server has drained; raise the error that ended it earlier, if any."""
         await asyncio.shield(self._serving)
         if not self._draining.is_set():
             raise RuntimeError("the HTTP server stopped unexpectedly")

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eldr_serve.metrics import EXPERTS, GAUGE, HISTOGRAM, INGRESS, INGRESS_STATUS, LATENCY_PREDICTION, Metric
-from eldr_serve.monitoring.ray_metrics import SMALLEST, ray_metrics
+from eldr_serve.metrics import EXPERTS, HISTOGRAM, INGRESS, INGRESS_STATUS, LATENCY_PREDICTION
+from eldr_serve.monitoring.ray_metrics import StatusMetrics
 
 
 class IngressMetrics:
     """Metrics of one ingress replica."""
 
     def __init__(self) -> None:
-        self._ray_metrics = ray_metrics(INGRESS)
-        self._seen: dict[tuple[str, ...], float] = {}  # totals of counters, by name and values of labels
+        self._metrics = StatusMetrics(INGRESS)
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         """Record the duration of a stage of one request."""
-        self._ray_metrics[INGRESS_STATUS["stages"].name].observe(seconds, {"stage": stage})
+        self._metrics.by_name[INGRESS_STATUS["stages"].name].observe(seconds, {"stage": stage})
 
     def export(self, own: Mapping[str, Any]) -> None:
         """Export the `ingress` entry of the status, except the stages."""
@@ -28,23 +27,12 @@ class IngressMetrics:
                 continue
             if metric.labels:
                 for worker, worker_value in value.items():
-                    self._export_value(metric, worker_value, worker=worker)
+                    self._metrics.export(metric, worker_value, worker=worker)
             else:
-                self._export_value(metric, value)
+                self._metrics.export(metric, value)
         for worker, experts in own["experts"].items():
             for key, metric in EXPERTS.items():
-                self._export_value(metric, experts[key], worker=worker)
+                self._metrics.export(metric, experts[key], worker=worker)
         for latency, totals in own["objectives"].items():
             for key, metric in LATENCY_PREDICTION.items():
-                self._export_value(metric, totals[key], latency=latency)
-
-    def _export_value(self, metric: Metric, value: float, **labels: str) -> None:
-        """Set a gauge to the value, or increase a counter to it."""
-        if metric.kind == GAUGE:
-            self._ray_metrics[metric.name].set(float(value), labels)
-            return
-        key = (metric.name, *labels.values())
-        increase = value - self._seen.setdefault(key, -SMALLEST)  # this begins the series
-        if increase > 0:
-            self._seen[key] = value
-            self._ray_metrics[metric.name].inc(float(increase), labels)
+                self._metrics.export(metric, totals[key], latency=latency)

@@ -59,7 +59,7 @@ class OpenAIEndpoints:
         router: client of the router, started by the first request.
         counters: counters of this ingress.
         log: request log.
-        tracing: traces of the requests; None: no request is traced.
+        tracing: traces of the requests; if None, no request is traced.
         max_sequences: maximum number of answers to one request.
         model_cards: the model and its adapters as `GET /v1/models` describes them, the model first.
         openapi: the OpenAPI document.
@@ -88,7 +88,7 @@ class OpenAIEndpoints:
         self._openapi = openapi
 
     async def generate(self, method: str, request: HTTPRequest) -> Response:
-        """Run a chat, text completion or message over prefill, placement and decode."""
+        """Run a chat, text completion or message through prefill, placement and decode."""
         body = await request.body()
         fields = self._parse(request, body)
         state = AdmittedState.get(request)
@@ -240,7 +240,7 @@ def _placement_headers(context: RequestContext) -> dict[str, str]:
 
 
 class _SendingTask:
-    """The task that sends a stream once it has begun, cancelled if the client reads too slowly."""
+    """The task that sends a stream once it has begun; it is cancelled if the client reads too slowly."""
 
     def __init__(self, counters: IngressCounters) -> None:
         self._counters = counters
@@ -293,7 +293,8 @@ class _Streamed(Response):
 
 
 def _no_model(name: str) -> RequestRefusedError:
-    return RequestRefusedError(f"there is no model {name!r}", status=404, param="model")
+    sentence = f"there is no model {name!r}: GET /v1/models lists the models"
+    return RequestRefusedError(sentence, status=404, param="model")
 
 
 def _headers_for_engines(request: HTTPRequest) -> dict[str, str]:

@@ -34,7 +34,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         ge=0,
         le=65535,
         description="port of each ingress replica's own HTTP server, which bypasses Serve's proxy; replicas "
-        "of one node share it; null: Serve's proxy alone",
+        "of one node share it; null: only Serve's proxy",
     )
     host: str = Field(default="127.0.0.1", description="address of that server; 0.0.0.0: all interfaces")
     max_in_flight: int = Field(
@@ -66,7 +66,7 @@ class IngressOptions(BaseModel, frozen=True, extra="forbid"):
         default=5.0,
         ge=0,
         description="maximum wait of a tenant's request for admission before it gets 429, s; without "
-        "keys_file, none waits",
+        "keys_file, no request waits",
     )
     max_waiting: int = Field(
         default=1024, ge=1, description="maximum requests that wait for admission in one ingress replica"

@@ -14,7 +14,7 @@ class RequestLog:
     """Request log of one ingress replica, on the logger of this module; see show_request_lines.
 
     Args:
-        every: log every request; false: only requests of which an attempt failed, even if they were answered.
+        every: log every request; false: only requests with a failed attempt, even if they were answered.
     """
 
     def __init__(self, *, every: bool) -> None:
@@ -23,14 +23,14 @@ class RequestLog:
     def write(self, context: RequestContext) -> None:
         """Write the line of a request that has ended, if it is to be logged."""
         if self._every or context.failures.messages:
-            logger.info("request %s", json.dumps(context.line()))
+            logger.info("request %s", json.dumps(context.log_line()))
 
 
 def show_request_lines() -> None:
     """Write this logger's lines of level INFO to stderr, unless the process has configured logging itself.
 
-    An ingress calls this once, when it starts, because Ray Serve adds handlers only to its own logger, whose
-    level deployments set to WARNING, and Python shows only warnings of loggers without handlers.
+    An ingress calls this once, when it starts. Ray Serve adds handlers only to its own logger, whose level
+    deployments set to WARNING. Of loggers without handlers, Python shows only warnings.
     """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

@@ -36,7 +36,7 @@ def refused_response(error: RequestRefusedError) -> Response:
 def adapt_to_api(path: str, response: Response) -> Response:
     """Give an OpenAI-like error response the form that clients of a path expect.
 
-    Anthropic's clients need a `type` beside `error`, and read its `type` and `message` alone.
+    Anthropic's clients need a `type` beside `error`. Of `error`, they read only `type` and `message`.
     """
     if path.endswith(_MESSAGES):
         response.body = b'{"type": "error", ' + bytes(response.body)[1:]

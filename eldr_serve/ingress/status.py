@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.ingress.admission import Gate
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
@@ -63,7 +63,8 @@ class IngressStatus:
             "leases": len(self._router.held_leases()),
             "router_unreachable": self._router.router_unreachable,
             "warm_pairs": self._warmup.num_warm_pairs,
-            "ready": self._warmup.ready,
+            "all_warm": self._warmup.all_warm,
+            "ready": self.not_ready_reason is None,
             "prefill_in_flight": self._fleets.prefill.open_calls,
             "prefill_oldest_s": self._fleets.prefill.oldest_call_ages_s,
             "stages": self._stage_latencies.summary(),
@@ -83,7 +84,8 @@ class IngressStatus:
             "prefill_replicas": len(self._fleets.prefill.live_workers),
             "decode_replicas": len(set(map(replica_of, self._fleets.decode.live_workers))),
             "ingress": {
-                "ready": self._warmup.ready,
+                "ready": self.not_ready_reason is None,
+                "all_warm": self._warmup.all_warm,
                 "router_unreachable": self._router.router_unreachable,
                 "in_flight": self._gate.in_flight,
                 "leases": len(self._router.held_leases()),

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from eldr_serve.ingress.options import IngressOptions
 
 _MAX_HEAD_BYTES = 64 * 1024  # maximum size of a request's line and headers, exceeded by one read at most
-_LAST_REQUEST_S = 1.0  # time for a last request on an idle connection while draining; it may be on its way
+_LAST_REQUEST_S = 1.0  # time for a last request, already on its way, on an idle connection while draining
 _CHECKED = "0.54.0"  # version of uvicorn
 # Names of uvicorn that an ingress extends, reads or sets: class, methods, attributes set by `__init__`.
 _UVICORN_NAMES: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -75,9 +75,9 @@ class _Server(uvicorn.Server):
 
 
 class _Connection(HttpToolsProtocol):
-    """HTTP connection with limits that uvicorn lacks: on their number, and on size and time of a head.
+    """HTTP connection with limits that uvicorn lacks: on connections, and on size and time of a head.
 
-    On shutdown uvicorn would close idle connections at once, and cut off clients that have just sent a
+    On shutdown, uvicorn would close idle connections at once, and cut off clients that have just sent a
     request. Here they may send one last request, whose response says that the connection closes.
     """
 

@@ -1,1 +1,1 @@
-"""Parts for other Ray Serve applications than eldr_serve's."""
+"""Parts for Ray Serve applications other than eldr_serve's."""

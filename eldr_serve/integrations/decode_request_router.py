@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 class DecodeRequestRouter(ReplicaPublisher):
     """Leases a replica for each call of Serve, by the expert counts in `kv_transfer_params`.
 
-    A call that names a live replica (calls.REPLICA_KEY) goes there. A call without parameters, or with a lost
-    leased replica, goes to the least loaded replica. No call waits in the decode queue, since it would
-    block later ones. A policy gets the domain and the labels from the headers in the call's second argument,
-    where Ray's ingress passes its RawRequestInfo.
+    A call that names a live replica (calls.REPLICA_KEY) goes there. A call without parameters, or whose
+    leased replica was lost, goes to the least loaded replica. No call waits in the decode queue, since it
+    would block later calls. A policy gets the domain and the labels from the headers in the call's second
+    argument, where Ray's ingress passes its RawRequestInfo.
 
     Serve retries a call if the replica is lost before it accepts the call. That replica may already have read
-    the prompt's KV blocks, which frees them for other prompts. So a retry is sent without them, and its
-    engine computes the prompt itself.
+    the prompt's KV blocks, which frees them for other prompts. Therefore, a retry is sent without the
+    blocks, and its engine computes the prompt itself.
 
     Keyword arguments (request_router_kwargs):
         directory_name: as for ReplicaPublisher.
@@ -76,7 +76,7 @@ class DecodeRequestRouter(ReplicaPublisher):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the named or leased replica, or the least loaded one if there is none or placement fails."""
+        """Return the named or leased replica, or the least loaded one without both or if placement fails."""
         if not candidate_replicas:
             return []
         replica = None

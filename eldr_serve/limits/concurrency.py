@@ -21,8 +21,8 @@ class ConcurrencyLimiter:
         max_requests: maximum number of concurrent requests.
         max_waiting: maximum number of waiting requests. Beyond it, the tenant with the most waiting requests
             per unit of priority loses its newest one.
-        max_wait_s: maximum wait, s; a request is refused at once if it would wait longer by the rate at which
-            permits became free.
+        max_wait_s: maximum wait, s; a request is refused at once if the rate at which permits became free
+            predicts a longer wait.
         clock: returns the time, s.
 
     Attributes:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
 
 from eldr_serve.errors import RateLimitedError, RequestRefusedError
@@ -16,18 +16,21 @@ logger = logging.getLogger(__name__)
 
 _RELOAD_PERIOD_S = 1.0
 _SHARE_PERIOD_S = 1.0
-# Usage in a longer outage of the router is not counted at other replicas: it is charged at once, without the
-# refill of that time, so that more of it would refuse a tenant that kept its limit.
+# Replicas do not exchange the usage of a longer outage: charged all at once, it would refuse a tenant that
+# has kept its limit.
 _MAX_OUTAGE_S = 60.0
+_SILENT_S = 60.0
 Usage = dict[str, tuple[float, float]]  # tenant -> requests and tokens charged since the process began
 _MINUTE_S = 60.0
+_MAX_RESERVED = 2**31 - 1  # tokens; if a float added many more, it would lose the tenant's other usage
 
 
 class Bucket:
     """Token bucket with the capacity of one minute, and at least one unit.
 
-    Usage may exceed what is left; the debt must be refilled before the next request. So within any t seconds
-    at most `per_minute * (1 + t / 60)` units are used, plus the last request's units.
+    Usage may exceed what is left; the debt must be refilled before the next request. If no request uses more
+    than it has reserved, the requests that begin within any t seconds use at most
+    `per_minute * (1 + t / 60)` units, plus the last request's units.
 
     Args:
         per_minute: units per minute; None: no limit.
@@ -40,6 +43,8 @@ class Bucket:
         self._clock = clock
         self._used = 0.0
         self._refilled_at_s = clock()
+        self._reserved: dict[Hashable, float] = {}  # units not refilled yet, by reservation; oldest first
+        self._all_reserved = 0.0  # their sum, at most `_used`
 
     def set_limit(self, per_minute: float | None) -> None:
         """Change the limit and keep the usage."""
@@ -59,6 +64,24 @@ class Bucket:
         self.charged += units
         self.add_usage(units)
 
+    def reserve(self, key: Hashable, units: float) -> None:
+        """Use units, whatever is left, until `settle` with the same key corrects their number."""
+        self.charge(units)
+        self._reserved[key] = units
+        self._all_reserved += units
+
+    def settle(self, key: Hashable, more: float) -> None:
+        """End a reservation; ignored if it has ended and `more` is 0.
+
+        Args:
+            more: units used beyond the reservation; negative if not all were used. Of the unused units only
+                those that have not been refilled are returned, since the others are available already.
+        """
+        self._refill()
+        returnable = self._reserved.pop(key, 0.0)
+        self._all_reserved = self._all_reserved - returnable if self._reserved else 0.0
+        self.charge(max(more, -returnable))
+
     def add_usage(self, units: float) -> None:
         """Count units that this process or another one has used."""
         self._refill()
@@ -70,7 +93,19 @@ class Bucket:
             self._used = 0.0
         else:
             self._used = max(self._used - (now_s - self._refilled_at_s) * self.per_minute / _MINUTE_S, 0.0)
+            self._shrink_reservations()
         self._refilled_at_s = now_s
+
+    def _shrink_reservations(self) -> None:
+        """Reduce the reservations to `_used`, the oldest first; other usage is refilled before them."""
+        while self._reserved and self._all_reserved > self._used:
+            key, units = next(iter(self._reserved.items()))
+            refilled = min(units, self._all_reserved - self._used)
+            self._all_reserved -= refilled
+            if refilled < units:
+                self._reserved[key] = units - refilled
+                return
+            del self._reserved[key]
 
 
 class Tenant:
@@ -117,10 +152,14 @@ class TokenReservation:
         self._reserved = 0
 
     def reserve(self, tokens: int) -> None:
-        """Reserve an estimated number of tokens; raise RateLimitedError if none are left."""
+        """Reserve an estimated number of tokens, which may be any integer, since a client chooses it.
+
+        Raises:
+            RateLimitedError: none are left.
+        """
         self.tenant.check(self.tenant.tokens, "tokens")
-        self._reserved = tokens
-        self.tenant.tokens.charge(tokens)
+        self._reserved = min(max(tokens, 0), _MAX_RESERVED)
+        self.tenant.tokens.reserve(self, self._reserved)
 
     def count_usage_with(self, count_used_tokens: Callable[[], int]) -> None:
         """From now on count the used tokens with this function; before, the request has used none."""
@@ -129,7 +168,7 @@ class TokenReservation:
     def settle(self) -> None:
         """Replace the reservation by the true usage of the finished request."""
         used = self._count_used_tokens()
-        self.tenant.tokens.charge(used - self._reserved)
+        self.tenant.tokens.settle(self, used - self._reserved)
         self._reserved = used
 
 
@@ -236,6 +275,21 @@ class Tenants:
             tenants[name] = tenant or Tenant(name, limits, self._clock)
         self._tenants = tenants
         self._owners = keys.owners
+
+
+class SharedLimits:
+    """Usage by ingress replica, held by the router; a replica silent for a minute is removed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usage: dict[str, tuple[float, Usage]] = {}
+
+    def exchange(self, ingress: str, usage: Usage) -> dict[str, Usage]:
+        """Store one replica's usage since its start; return the usage of the other replicas."""
+        now_s = self._clock()
+        self._usage[ingress] = (now_s, usage)
+        self._usage = {name: item for name, item in self._usage.items() if now_s - item[0] <= _SILENT_S}
+        return {name: item[1] for name, item in self._usage.items() if name != ingress}
 
 
 def _stamp(path: Path) -> object:

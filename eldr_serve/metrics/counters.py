@@ -60,6 +60,11 @@ class RouterEvent(_Event):
     POLICY_CHANGES = "policy_changes", "changes", "changes of the policy"
     TABLE_SWAPS = "table_swaps", "changes", "changes of the routing table"
     TABLES_DISCARDED = "tables_discarded", "tables", "live tables that did not fit the engines' expert counts"
+    POLICIES_DISCARDED = (
+        "policies_discarded",
+        "policies",
+        "restored policies and shadows that could not be made; the deployed ones replaced them",
+    )
     REFITS = "refits", "changes", "changes to a table that the signature pool refitted"
     TABLES_REFUSED = "tables_refused", "tables", "tables of the signature pool that were not swapped in"
     PREDICTOR_SWAPS = "predictor_swaps", "changes", "changes of the signature predictor"
@@ -132,7 +137,7 @@ class IngressEvent(_Event):
     REFUSED_DECODE_BACKLOG = (
         "refused_decode_backlog",
         "requests",
-        "refused (503) because too many waited for a slot of an engine",
+        "refused (503) because too many requests waited for a slot of an engine",
     )
     REFUSED_OBJECTIVE = (
         "refused_objective",

@@ -21,7 +21,7 @@ ENGINE = index_by_name(
         "eldr_decode_step_seconds",
         HISTOGRAM,
         "s",
-        "time of a decode step's forward pass; on CPU the CPU time of its thread",
+        "time of a decode step's forward pass; on CPUs, the CPU time of its thread",
         _ENGINE,
         (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0),
         only=_STEPPED,

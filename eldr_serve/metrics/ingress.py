@@ -9,13 +9,16 @@ from eldr_serve.metrics.definition import COUNTER, GAUGE, HISTOGRAM, Metric, ind
 _WITH_PREFILL = "with prefill engines"
 
 INGRESS_STATUS = {
-    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "1: all engines are up and warm"),
+    "ready": Metric("eldr_ingress_ready", GAUGE, "0 or 1", "1: the ingress is ready for requests"),
+    "all_warm": Metric(
+        "eldr_ingress_all_warm", GAUGE, "0 or 1", "1: all pairs of running engines have exchanged blocks"
+    ),
     "router_unreachable": Metric(
         "eldr_ingress_router_unreachable", GAUGE, "0 or 1", "1: the ingress cannot reach the router"
     ),
     "in_flight": Metric("eldr_ingress_in_flight", GAUGE, "requests", "requests admitted that have not ended"),
     "waiting": Metric("eldr_ingress_waiting", GAUGE, "requests", "requests that wait for admission"),
-    "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "requests that hold a decode worker"),
+    "leases": Metric("eldr_ingress_leases", GAUGE, "requests", "requests that hold a lease of a worker"),
     "warm_pairs": Metric("eldr_ingress_warm_pairs", GAUGE, "pairs", "engine pairs that exchanged blocks"),
     "prefill_in_flight": Metric(
         "eldr_ingress_prefill_in_flight",
@@ -100,7 +103,7 @@ EXPERTS = {key: replace(metric, status=f"ingress.experts.REPLICA.{key}") for key
 
 # Metrics of predicted latencies, by their keys under `ingress.objectives.ttft` and `.tpot`.
 _LATENCY_PREDICTION = {
-    "requests": ("eldr_predicted_requests_total", COUNTER, "requests", "answers with an objective, measured"),
+    "requests": ("eldr_predicted_requests_total", COUNTER, "requests", "measured answers with an objective"),
     "met": ("eldr_objectives_met_total", COUNTER, "requests", "answers whose latency met their objective"),
     "predicted_s": ("eldr_predicted_seconds_total", COUNTER, "s", "sum of predicted latencies"),
     "measured_s": ("eldr_measured_seconds_total", COUNTER, "s", "sum of measured latencies"),

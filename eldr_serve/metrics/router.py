@@ -173,7 +173,7 @@ ROUTER = index_by_name(
         "eldr_shadow_change_ratio",
         GAUGE,
         "ratio",
-        "relative change of the time per token, live policy against shadow; below 0 the live one is faster",
+        "change of the time per token, live policy against shadow; below 0, the live policy is faster",
         _SHADOWED,
         status="comparison.now.change_pct",
         only=_SHADOW,

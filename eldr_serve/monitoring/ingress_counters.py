@@ -1,4 +1,4 @@
-"""Counters of one ingress; the router adds up those of all ingresses for `/eldr/status`."""
+"""Counters of one ingress; the router adds up the counts of all ingresses for `/eldr/status`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IngressCounters:
         self._counters[event.value] += increase
 
     def count_failed_work(self, work: str) -> None:
-        """Count a failure of background work, and count it by the name of the work too."""
+        """Count a failure of background work, in total and by the name of the work."""
         self.count(IngressEvent.BACKGROUND_FAILURES)
         self._counters[NamedCounter.FAILED_WORK.key(work)] += 1
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from eldr_serve.metrics import GAUGE, LOOP, PROCESS, STALL_S
-from eldr_serve.monitoring.ray_metrics import PERIOD_S, SMALLEST, ray_metrics
+from eldr_serve.metrics import LOOP, PROCESS, STALL_S
+from eldr_serve.monitoring.ray_metrics import PERIOD_S, StatusMetrics
 
 _TICK_S = 0.1
 
@@ -16,22 +16,16 @@ class LoopMetrics:
     """Metrics of one process's event loop."""
 
     def __init__(self) -> None:
-        self._ray_metrics = ray_metrics(PROCESS)
-        self._exported = dict.fromkeys(LOOP, 0.0)  # values of the counters, by key
+        self._metrics = StatusMetrics(PROCESS)
 
     def export(self, role: str, status: Mapping[str, Any]) -> None:
         """Export the status of the loop."""
-        tags = {"role": role}
         for key, metric in LOOP.items():
-            if metric.kind == GAUGE:
-                self._ray_metrics[metric.name].set(float(status[key]), tags)
-            elif more := max(status[key], SMALLEST) - self._exported[key]:
-                self._ray_metrics[metric.name].inc(more, tags)
-                self._exported[key] += more
+            self._metrics.export(metric, status[key], role=role)
 
 
 class LoopWatch:
-    """Detects stalls of an event loop by delays of a timer; it measures up to `_TICK_S` less than a stall.
+    """Detects stalls of an event loop by delays of a timer; a measured stall is up to `_TICK_S` too short.
 
     A loop stalls while something in it computes or blocks without `await`, and while its process is stopped
     or gets no core.
@@ -53,7 +47,7 @@ class LoopWatch:
     async def run(self) -> None:
         """Measure and export stalls until cancelled."""
         loop = asyncio.get_running_loop()
-        self._metrics = self._metrics or LoopMetrics()  # the same if this runs again after a failure
+        self._metrics = self._metrics or LoopMetrics()  # kept if this runs again after a failure
         export_at_s = loop.time()
         while True:
             due_at_s = loop.time() + _TICK_S

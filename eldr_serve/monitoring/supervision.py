@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_supervised(name: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-    """Start background work in a task with this name in the current loop, and again after each failure."""
+    """Start background work in a task with this name in the current loop; restart it after each failure."""
     return asyncio.get_event_loop().create_task(supervise(name, work), name=name)
 
 

@@ -8,11 +8,10 @@ from contextlib import aclosing
 from eldr_serve.pipeline.admission.latency_admission import LatencyAdmission
 from eldr_serve.pipeline.admission.retry_limiter import RetryLimiter
 from eldr_serve.pipeline.context.request_context import RequestContext
-from eldr_serve.pipeline.decode.decode_call import DecodeCall
 from eldr_serve.pipeline.decode.decode_step import DecodeStep
+from eldr_serve.pipeline.decode.leased_decode import LeasedDecode
 from eldr_serve.pipeline.decode.placement_step import PlacementStep
-from eldr_serve.pipeline.prefill.prefill_step import PrefillStep
-from eldr_serve.pipeline.prefill.prompt import Prompt, UncomputedPrompt
+from eldr_serve.pipeline.prefill.prompt import PrefillStep, Prompt, UncomputedPrompt
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 
 
@@ -57,11 +56,11 @@ class AttemptSteps:
             CallFailedError: an engine refuses the request itself.
         """
         prompt: Prompt = UncomputedPrompt()
-        decode_call: DecodeCall | None = None
+        leased_decode: LeasedDecode | None = None
         try:
             async with self._retries.permit(context):
-                await self._placement.wait_for_decode()
-                self._placement.check_slots(context)
+                await self._placement.wait_for_decode_replica()
+                self._placement.refuse_if_slots_are_late(context)
                 if self._tokenizer is not None:
                     await self._tokenizer.add_ids_to(context)
                 admission_result = await self._latency_admission.admit(context)
@@ -71,11 +70,11 @@ class AttemptSteps:
                     context.prefilled_ids = prompt.prefilled_ids
                 with context.record.stage("place") as placing:
                     context.lease = lease = await self._placement.place(context, prompt)
-            decode_call = self._decode.make_call(context, prompt, lease)
-            async with aclosing(self._decode.run(context, decode_call, placing)) as payloads:
+            leased_decode = self._decode.make_decode(context, prompt, lease)
+            async with aclosing(self._decode.run(context, leased_decode, placing)) as payloads:
                 async for payload in payloads:
                     yield payload
         finally:
             self._placement.release(context)
-            reader = None if decode_call is None else decode_call.channel_call
+            reader = None if leased_decode is None else leased_decode.call
             prompt.close(reader=reader)

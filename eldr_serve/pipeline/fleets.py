@@ -15,17 +15,19 @@ class Fleets:
     prefill: Fleet
     decode: Fleet
     prefill_options: PrefillRouterOptions
-    whole: bool = False  # decode engines prefill too
+    decode_engines_prefill: bool = False
 
     @property
     def prefill_capable(self) -> Fleet:
         """Return the fleet of the engines that prefill."""
-        return self.decode if self.whole else self.prefill
+        return self.decode if self.decode_engines_prefill else self.prefill
 
     def known_pairs(self) -> list[tuple[str | None, str]]:
         """Return the pairs of prefill replica and decode worker that Serve knows.
 
         A whole replica has None in place of a prefill replica.
         """
-        prefills: tuple[str | None, ...] = (None,) if self.whole else self.prefill.directory.known_workers
+        prefills: tuple[str | None, ...] = (
+            (None,) if self.decode_engines_prefill else self.prefill.directory.known_workers
+        )
         return [(prefill, decode) for prefill in prefills for decode in self.decode.directory.known_workers]

@@ -77,17 +77,20 @@ class RequestPath:
         lost_too_many = failures.lost_engines >= options.max_lost_engines
         if isinstance(failure, PrefillFailedError):
             failures.add_prefill(failure)
-            more = options.prefill_attempts - failures.prefills
-            if lost_too_many or more < 0 or (more == 0 and self._services.fleets.prefill.live_workers):
-                return False  # without a live prefill replica, a decode engine may prefill one more attempt
+            attempts_left = options.prefill_attempts - failures.prefills
+            if attempts_left == 0 and not self._services.fleets.prefill.live_workers:
+                attempts_left = 1  # without a live prefill replica, a decode engine may prefill one more
+            if lost_too_many or attempts_left <= 0:
+                return False
             self._services.counters.count(IngressEvent.PREFILL_RETRIES)
             return True
         failures.add_decode(failure, sent=answer.has_started)
-        if lost_too_many or (answer.has_started and (failures.streams > 1 or not answer.can_continue)):
+        if lost_too_many or (answer.has_started and (failures.midstream > 1 or not answer.can_continue)):
             return False
         if not answer.can_continue:
             answer.discard()
-        return len(failures.decode_workers) < options.decode_attempts
+            self._services.moves.end(context.request_id)  # the answer begins again, so it no longer moves
+        return len(failures.decode_workers) - failures.midstream < options.decode_attempts
 
     def _refusal(self, failures: Failures) -> RequestRefusedError:
         """Return the error of a request that no engine has answered."""

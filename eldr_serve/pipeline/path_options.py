@@ -52,7 +52,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     decode_attempts: int = Field(
         default=3,
         ge=1,
-        description="maximum decode calls of one request before its first token; each has its own prefill",
+        description="failed decode calls of one request after which it gets 503; a call that fails in "
+        "mid-stream does not count",
     )
     max_lost_engines: int = Field(
         default=3,
@@ -115,8 +116,8 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     retry_backoff_s: float = Field(
         default=0.05, ge=0, description="mean backoff before the first retry, s; doubled for each further one"
     )
-    kv_lease_s: float = Field(
-        default=30.0, gt=0, description="how long a prefill engine keeps a finished prompt's blocks, s"
+    kv_lease_s: int = Field(
+        default=30, ge=1, description="how long a prefill engine keeps a finished prompt's blocks, s"
     )
     queue_timeout_s: float = Field(
         default=10.0,
@@ -129,7 +130,7 @@ class PathOptions(BaseModel, frozen=True, extra="forbid"):
     def _require_queue_within_lease(self) -> PathOptions:
         if self.queue_timeout_s >= _LEASE_SHARE * self.kv_lease_s:
             raise ValueError(
-                f"queue_timeout_s must be less than {_LEASE_SHARE:g} of kv_lease_s ({self.kv_lease_s:g} s), "
+                f"queue_timeout_s must be less than {_LEASE_SHARE:g} of kv_lease_s ({self.kv_lease_s} s), "
                 f"got {self.queue_timeout_s:g} s: a prompt's blocks must outlive its wait"
             )
         return self

@@ -21,7 +21,7 @@ from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path_options import PathOptions
 from eldr_serve.pipeline.prefill.kv_release import KvRelease
 from eldr_serve.pipeline.prefill.local_prefill import LocalPrefill
-from eldr_serve.pipeline.prefill.prefill_step import PrefillStep
+from eldr_serve.pipeline.prefill.prompt import PrefillStep
 from eldr_serve.pipeline.prefill.prompt_tokenizer import PromptTokenizer
 from eldr_serve.pipeline.prefill.split_prefill import SplitPrefill
 from eldr_serve.pipeline.prefill.whole_prefill import WholePrefill
@@ -75,7 +75,7 @@ class Services:
             fleets, self.prefill_admission.queues, self.decode_starts, self.prediction_recorder
         )
         self.prefill: PrefillStep
-        if fleets.whole:
+        if fleets.decode_engines_prefill:
             self.prefill = WholePrefill(self.outliers, self.prefill_admission)
         else:
             self.prefill = self._make_split_prefill(predictor, tokenizer)
@@ -97,10 +97,10 @@ class Services:
             decode_starts=self.decode_starts,
             outliers=self.outliers,
         )
-        self.moves = MoveLimiter(fleets.decode, self.decode_starts, options.moves_at_once)
+        self.moves = MoveLimiter(self.decode_starts, self.outliers, options.moves_at_once)
         self.attempt_steps = AttemptSteps(
             retries=self.retries,
-            tokenizer=tokenizer if fleets.whole else None,
+            tokenizer=tokenizer if fleets.decode_engines_prefill else None,
             latency_admission=latency_admission,
             prefill=self.prefill,
             placement=placement,

@@ -133,6 +133,7 @@ def _check_plan(plan: _DeploymentPlan, results: Sequence[ProbeResult]) -> CheckO
         ),
         *rules.check_keys_file(deployment, plan.node_pools),
         *rules.check_expert_placements(deployment, results),
+        *rules.check_slots(deployment),
         *(finding for engines in deployment.engines for finding in rules.check_settings(engines)),
         *rules.check_drain("ingress", deployment.args.ingress_deployment_config),
         *(Finding("warning", sentence) for sentence in deployment.ignored),

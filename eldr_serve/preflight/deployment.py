@@ -60,6 +60,12 @@ class EngineDeployment:
         return not source.startswith(("/", "./", "../")) and "://" not in source
 
     @property
+    def autoscaling_policy(self) -> str | None:
+        """Return the name of the autoscaling policy, Serve's own if the file names none; None if unscaled."""
+        scaling = self.spec.deployment_config.get("autoscaling_config")
+        return str(AutoscalingConfig.model_validate(scaling).policy.policy_function) if scaling else None
+
+    @property
     def nixl_ports(self) -> list[int]:
         """Return the ports of NIXL's side channels of all ranks, at the maximum number of replicas."""
         first = self.spec.ports(self.max_replicas)
@@ -163,6 +169,6 @@ def _read_model_config(role: EngineRole, spec: EngineSpec, path: Path, model: Pa
             return text
     raise UserInputError(
         f"{CONFIG_OF_ROLE[role]}.model_loading_config.model_source is {source!r}: its config.json is neither "
-        f"in a folder of that name nor in {path.parent / _MODELS}; nothing is downloaded: download it, and "
-        "give it with --model-config FILE"
+        f"in a folder of that name nor in {path.parent / _MODELS}; `eldr check` downloads nothing: download "
+        "it yourself, and give it with --model-config FILE"
     )

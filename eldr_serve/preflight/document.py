@@ -56,7 +56,7 @@ def read_document(path: Path) -> Document:
     """
     content = _load_yaml(path)
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} is not a mapping: a Serve file has `applications`, a list")
+        raise ConfigurationError(f"{path} is not a mapping: a Serve file has a list `applications`")
     ignored = tuple(_list_ignored_keys(content))
     try:
         ServeDeploySchema.model_validate(content)

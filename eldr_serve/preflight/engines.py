@@ -46,7 +46,7 @@ class ProbeResult:
         kv_tokens: number of tokens that the KV cache holds.
         sequences: number of sequences of max_model_len tokens that it holds at the same time.
         max_model_len: maximum length of a sequence, tokens.
-        kernels: MoE kernels, and whether each hides the experts that it chooses.
+        kernels: MoE kernels, and whether each reveals the experts that it chooses; empty if not probed.
         expert_shape: (MoE layers, experts of a layer).
         shared_arguments: resolved arguments that prefill and decode must share; JSON types.
     """
@@ -92,7 +92,7 @@ def probe_engines(engines: Sequence[EngineProbe]) -> list[ProbeResult]:
         ProbeResult(
             **fields
             | {
-                "kernels": tuple((name, hides) for name, hides in fields.get("kernels", ())),
+                "kernels": tuple((name, reveals) for name, reveals in fields.get("kernels", ())),
                 "expert_shape": tuple(fields.get("expert_shape", (0, 0))),
             }
         )

@@ -55,8 +55,8 @@ class NodePool:
         gpu: kind of the GPUs; None on nodes without GPUs.
         memory_gib: memory of a node without GPUs, GiB; 0 if unknown.
         is_this_machine: whether the node is this machine, so that its ports and files can be checked.
-        max_workers: maximum number of nodes of all pools together that have this attribute; None for nodes
-            that do not count, such as the head, or if there is no maximum.
+        max_workers: maximum number of nodes in all pools with this attribute together; None for nodes that
+            do not count, such as the head, or if there is no maximum.
     """
 
     name: str
@@ -85,8 +85,8 @@ def read_cluster(path: Path) -> list[NodePool]:
     The global `max_workers` bounds the nodes of all worker pools together, and is the default of each.
 
     Raises:
-        UserInputError: the file has another format, or a node type has no resources, which Ray detects on
-            some clouds, or does not name its kind of GPU.
+        UserInputError: the file has another format, or a node type lacks the resources (which Ray detects on
+            some clouds) or the kind of its GPUs.
         OSError: the file cannot be read.
     """
     try:
@@ -121,7 +121,7 @@ def _gpu(path: Path, name: str, resources: Mapping[str, float]) -> Gpu | None:
         return None
     kinds = [key.removeprefix(ACCELERATOR) for key in resources if key.startswith(ACCELERATOR)]
     if not kinds:
-        raise UserInputError(f"{path}: node type {name} has GPUs but no resource {ACCELERATOR}KIND")
+        raise UserInputError(f"{path}: node type {name} has GPUs but no resource {ACCELERATOR}KIND: add it")
     if len(kinds) > 1:
         raise UserInputError(
             f"{path}: node type {name} has GPUs of the kinds {', '.join(kinds)}: keep one {ACCELERATOR}KIND"

@@ -85,10 +85,10 @@ class NodeAssignment:
 
 
 def assign_nodes(node_pools: Sequence[NodePool], demands: Sequence[ReplicaDemand]) -> NodeAssignment:
-    """Assign nodes to all replicas, one after the other, each where the least resources remain.
+    """Assign nodes to all replicas, one after the other; each goes where the least resources remain.
 
-    As in Ray, replicas get nodes in the given order and never move, and a worker node starts when a replica
-    needs it, until there are `max_workers` of them.
+    As in Ray, replicas get nodes in the given order and never move. A worker node starts when a replica needs
+    it, until there are `max_workers` of them.
     """
     nodes = [
         Node(
@@ -142,7 +142,7 @@ def _choose_nodes(nodes: Sequence[Node], demand: ReplicaDemand, num_startable: i
         strict = demand.strategy == "STRICT_SPREAD"
         chosen = _choose_one_by_one(order, demand.bundles, num_startable, distinct=strict, prefer_used=False)
         if chosen is not None or strict:
-            return chosen  # otherwise SPREAD may share nodes
+            return chosen  # otherwise bundles of SPREAD may share nodes
     return _choose_one_by_one(order[::-1], demand.bundles, num_startable, distinct=False, prefer_used=True)
 
 

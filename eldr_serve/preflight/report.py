@@ -73,7 +73,7 @@ def _engine(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> 
         "kv_tokens": result.kv_tokens,
         "sequences": result.sequences,
         "max_model_len": result.max_model_len,
-        "kernels": [{"name": name, "hides_choices": hides} for name, hides in result.kernels],
+        "kernels": [{"name": name, "reveals_experts": reveals} for name, reveals in result.kernels],
         "nixl_ports": engines.nixl_ports,
         "bundles": engines.bundles,
         "strategy": engines.strategy,
@@ -89,7 +89,6 @@ def _rows(
     engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult, assignment: NodeAssignment
 ) -> dict[str, str]:
     options = engines.spec.deployment_config
-    scaling = options.get("autoscaling_config") or {}
     ports = engines.nixl_ports
     return {
         "model": engines.spec.model_source,
@@ -97,26 +96,39 @@ def _rows(
         "replicas": f"{engines.min_replicas} to {engines.max_replicas}, first {engines.initial_replicas}"
         if engines.is_autoscaled
         else str(engines.max_replicas),
-        "an engine": f"{engines.spec.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
-        if gpu
-        else f"{engines.spec.ranks} x CPU",
+        "an engine": _devices(engines, gpu),
         "nodes": _nodes(engines.role, assignment),
         "weights": _gib(result.weights),
         "reserve (estimate)": _gib(result.reserve),
         "KV cache": _gib(max(0, result.kv)),
         "KV tokens": _tokens(result),
         "MoE kernel": ", ".join(name for name, _ in result.kernels) or "-",
-        "experts counted": "no" if any(hides for _, hides in result.kernels) or not result.kernels else "yes",
+        "experts counted": _counting(result),
         "NIXL ports": f"{ports[0]}-{ports[-1]}" if ports[0] != ports[-1] else str(ports[0]),
-        "scales by": _scale(scaling) if scaling else "nothing",
+        "scales by": _scaling(engines),
         "health check": f"every {options.get('health_check_period_s', 10)} s, "
         f"within {options.get('health_check_timeout_s', 10)} s",
         "time to drain": f"{float(options.get('graceful_shutdown_timeout_s', 0)):g} s",
     }
 
 
-def _scale(scaling: dict[str, Any]) -> str:
-    policy = str(scaling["policy"]["policy_function"])
+def _devices(engines: EngineDeployment, gpu: Gpu | None) -> str:
+    if gpu is not None:
+        return f"{engines.spec.ranks} x {gpu.kind}, {gpu.memory_gib:g} GiB"
+    return f"{engines.spec.ranks} x CPU" if engines.spec.device == "cpu" else "-"  # no node has its GPU
+
+
+def _counting(result: ProbeResult) -> str:
+    if not result.weights:  # not probed
+        return "-"
+    return "yes" if result.kernels and all(reveals for _, reveals in result.kernels) else "no"
+
+
+def _scaling(engines: EngineDeployment) -> str:
+    policy = engines.autoscaling_policy
+    if policy is None:
+        return "nothing"
+    scaling = engines.spec.deployment_config["autoscaling_config"]
     target = f"{scaling.get('target_ongoing_requests', 'Serve default')}"
     return f"requests in flight / {target}" if policy.endswith(compute_desired_replicas.__name__) else policy
 

@@ -16,6 +16,8 @@ from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import ACCELERATOR, GIB, Gpu, NodePool
 from eldr_serve.preflight.node_assignment import NodeAssignment, total_resources
 from eldr_serve.router.expert_placements import parse_placements
+from eldr_serve.scheduling import make_policy
+from eldr_serve.scheduling.policies.base import QueuedPolicy
 
 # Ports in use on every node of a cluster by default settings of `ray start` and the kernel.
 _PORTS_IN_USE = (
@@ -89,7 +91,10 @@ def check_assignment(deployment: Deployment, assignment: NodeAssignment) -> Iter
 
 
 def check_gpus(engines: EngineDeployment) -> Iterator[Finding]:
-    """Yield an error if a replica's number of GPUs is not its number of ranks; ignore shares of GPUs."""
+    """Yield an error if a replica's number of GPUs is not its number of ranks.
+
+    Skip replicas that request a fraction of a GPU.
+    """
     amounts = [bundle["GPU"] for bundle in engines.bundles if bundle.get("GPU")]
     has_shares = not all(float(amount).is_integer() for amount in amounts)
     if engines.spec.device == "cpu" or has_shares or sum(amounts) == engines.spec.ranks:
@@ -97,18 +102,18 @@ def check_gpus(engines: EngineDeployment) -> Iterator[Finding]:
     yield _error(
         f"a {engines.role} replica requests {sum(amounts):g} GPUs, but tensor_parallel_size x "
         f"data_parallel_size is {engines.spec.ranks}: request one GPU per rank, as num_gpus of "
-        "ray_actor_options for data-parallel ranks, and in placement_group_config for others"
+        "ray_actor_options for data-parallel ranks, and in placement_group_config for other ranks"
     )
 
 
 def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult) -> Iterator[Finding]:
     """Yield an error if vLLM or eldr_serve's extension would refuse an engine."""
     kind = gpu.kind if gpu else "CPU"
-    hidden = [name for name, hides in result.kernels if hides]
+    hidden = [name for name, reveals_experts in result.kernels if not reveals_experts]
     if hidden:
         yield _error(
-            f"{engines.role} on {kind} would run {hidden[0]}, which routes internally and hides its choices, "
-            "so experts cannot be counted: set moe_backend in engine_kwargs to another kernel"
+            f"{engines.role} on {kind} would run {hidden[0]}, whose router runs inside the kernel, so the "
+            "chosen experts cannot be read: set moe_backend in engine_kwargs to another kernel"
         )
     elif result.weights and result.kv <= 0 and gpu is not None:
         yield _error(
@@ -126,7 +131,7 @@ def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult
             f"{engines.role}'s KV cache of {result.kv / GIB:.1f} GiB on {kind} holds no sequence of "
             f"max_model_len {result.max_model_len}: "
             + (
-                "lower it, or raise gpu_memory_utilization"
+                "lower max_model_len, or raise gpu_memory_utilization"
                 if gpu
                 else f"raise {engines.spec.host_kv_variable} in {engines.section}.runtime_env.env_vars, "
                 "or lower max_model_len"
@@ -135,7 +140,7 @@ def check_memory(engines: EngineDeployment, gpu: Gpu | None, result: ProbeResult
 
 
 def check_agreement(engines: Sequence[tuple[EngineDeployment, Gpu | None, ProbeResult]]) -> Iterator[Finding]:
-    """Yield an error for each field that prefill and decode must share but vLLM resolves differently."""
+    """Yield an error for each field that must agree but whose values vLLM resolves differently."""
     results = {deployment.role: result for deployment, _, result in engines}
     if "prefill" in results and not any(result.refusal for result in results.values()):
         prefill_arguments, decode_arguments = (
@@ -159,7 +164,7 @@ def check_host_memory(
         if node.pool.memory_gib and total > node.pool.memory_gib:
             yield _error(
                 f"the engines on node {node.name} need {total:.1f} GiB, "
-                f"but it has {node.pool.memory_gib:.1f} GiB"
+                f"but the node has {node.pool.memory_gib:.1f} GiB"
             )
 
 
@@ -209,14 +214,14 @@ def check_this_machine(deployment: Deployment) -> Iterator[Finding]:
             continue
         if state == "taken":
             yield _error(
-                f"{where}.port is {port}: another process listens there at {host}; stop it, "
-                "or set another port"
+                f"{where}.port is {port}: another process listens there at {host}; stop that "
+                "process, or set another port"
             )
         elif state == "shared" and where == "ingress":
             yield Finding(
                 "warning",
-                f"ingress.port is {port}, where a service of yours listens at {host}: a second service "
-                "there is refused, a new one in its place is not",
+                f"ingress.port is {port}, and your running service listens there at {host}: you can redeploy "
+                "it, but a second service cannot use this port",
             )
 
 
@@ -233,7 +238,7 @@ def check_keys_file(deployment: Deployment, node_pools: Sequence[NodePool]) -> I
     try:
         read_keys(path)
     except KeysError as error:
-        yield _error(f"ingress.keys_file: {error}; eldr keys add makes one")
+        yield _error(f"ingress.keys_file: {error}; `eldr keys add` makes such a file")
 
 
 def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResult]) -> Iterator[Finding]:
@@ -246,7 +251,7 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
     if decode.max_replicas > len(placements):
         yield _error(
             f"router.expert_placements has placements of positions 0 to {len(placements) - 1}, but there are "
-            f"up to {decode.max_replicas} {decode.role} replicas: each position needs its own"
+            f"up to {decode.max_replicas} {decode.role} replicas: each position needs its own placement"
         )
         return
     try:
@@ -261,18 +266,34 @@ def check_expert_placements(deployment: Deployment, results: Sequence[ProbeResul
             )
 
 
+def check_slots(deployment: Deployment) -> Iterator[Finding]:
+    """Yield a warning if the policy fills fewer or more slots than each decode worker has."""
+    router, decode = deployment.args.router, deployment.engines[-1]
+    policy, slots = (
+        make_policy(router.policy, **router.parameters),
+        decode.spec.arguments().get("max_num_seqs"),
+    )
+    assumed = policy.slots_per_worker() if isinstance(policy, QueuedPolicy) and policy.has_queue else None
+    if slots is not None and assumed is not None and assumed != slots:
+        yield Finding(
+            "warning",
+            f"the policy {router.policy} assumes {assumed} slots in each worker of {decode.role}, but its "
+            f"max_num_seqs is {slots}: set router.parameters.slots to {slots}",
+        )
+
+
 def check_settings(engines: EngineDeployment) -> Iterator[Finding]:
     """Yield a finding for each fault of the engines' Serve settings."""
     options = engines.spec.deployment_config
-    scaling = options.get("autoscaling_config") or {}
-    if str((scaling.get("policy") or {}).get("policy_function", "")).startswith("ray."):
+    if (engines.autoscaling_policy or "").startswith("ray."):
         yield _error(
             f"{engines.role}'s autoscaling policy is Serve's own, which does not count requests that come "
             "through channels: leave `policy` out"
         )
     if engines.is_autoscaled and engines.min_replicas == 0:
         yield _error(
-            f"{engines.role} would scale to no replica, and nothing would start one again: set min_replicas"
+            f"{engines.role} would scale to no replica, and nothing would start a replica again: "
+            "set min_replicas to at least 1"
         )
     yield from check_drain(engines.role, options)
     if engines.max_replicas > 1 and "HF_HOME" not in engines.spec.environment and engines.is_on_hub:

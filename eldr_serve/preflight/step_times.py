@@ -55,7 +55,7 @@ class StepTimes:
 
 
 def step_times(engines: EngineDeployment, gpu: Gpu | None) -> StepTimes | None:
-    """Return the expected decode steps of engines on a GPU; None for engines that have none to show."""
+    """Return the expected decode steps of engines on a GPU; None for prefill engines and for CPUs."""
     if engines.role == "prefill" or gpu is None:
         return None
     if not kernel_times.is_installed():

@@ -17,8 +17,9 @@ from eldr_serve.queues.retry_times import MAX_RETRY_AFTER_S, RetryTimes
 from eldr_serve.queues.throughput import DEFAULT_RATE, Throughput
 
 _STALE_S = 10.0  # the prompts in a report older than this are ignored; its rate is still used
-# Retries are scheduled for when the queue has shrunk to this share of the bound, since the rest keeps the
-# engine busy if clients retry late, and leaves room for requests without a reservation: 6 s by default.
+# Retries are scheduled for when the queue has shrunk to this share of the bound. What then remains queued
+# keeps the engine busy if clients retry late. The rest of the bound, 6 s by default, leaves room for requests
+# without a reservation.
 _RETRY_ROOM = 0.8
 # A retry at its promised time may exceed the bound by this factor, because the rate may have fallen to
 # _RETRY_ROOM of the promised one: 30 s of prompts at 1000 tokens/s take 37.5 s at 800 tokens/s.
@@ -54,7 +55,7 @@ class _Queue:
         own_at_previous_report: own tokens when the report before it arrived.
         other_tokens: tokens of other ingresses.
         calls_at_report: open calls of all ingresses in the report; 0 if no report is current.
-        own_calls: prompts of this ingress.
+        own_calls: number of prompts of this ingress.
         own_calls_at_report: their number when the report arrived; 0 if no report is current.
     """
 
@@ -86,7 +87,7 @@ class _Queue:
         return self.own.outstanding + self.other_tokens
 
     def refresh(self, report: QueueReport | None, now_s: float) -> None:
-        """Process the worker's newest report; forget other ingresses' prompts if it is outdated."""
+        """Process the worker's newest report; forget other ingresses' prompts if no report is current."""
         if report is not None and report.number != self.report.number:
             self.report, self.reported_at_s = report, now_s
             self.own_at_previous_report, self.own_at_report = self.own_at_report, self.own.outstanding
@@ -102,8 +103,8 @@ class _Queue:
         """Estimate the number of open calls of the other ingresses, if there are `num_ingresses` ingresses.
 
         Since the report, the calls of every other ingress are assumed to have changed as much as those of
-        this one. One ingress may err, but because the mean of all ingresses' estimates is the worker's true
-        load, the load stays within a bound if each ingress keeps its estimate within it.
+        this one. One ingress may err. But the mean of all ingresses' estimates is the worker's true load, so
+        the load stays within a bound if each ingress keeps its estimate within that bound.
         """
         if num_ingresses <= 1:
             return 0
@@ -113,8 +114,8 @@ class _Queue:
     def has_room(self, tokens_before: float, bound_s: float) -> bool:
         """Return whether a prompt may join the queue.
 
-        Because ingresses learn of each other's prompts only once per second, each uses only its share of the
-        free room between two reports, so that together they do not exceed the bound. Since a report may not
+        Ingresses learn of each other's prompts only once per second. To keep within the bound together, each
+        uses only its share of the free room between two reports. Since a report may not
         include the newest prompts of this ingress, tokens are counted since the last two reports.
 
         Args:
@@ -156,8 +157,8 @@ class PrefillQueues:
         self._queues: dict[str, _Queue] = {}
         self._retries = RetryTimes(clock=clock)  # its amounts are numbers of tokens
         self._call_starts = CallStartEstimator(clock=clock)
-        self._unplaced_tokens = 0.0  # of prompts for which no worker has been chosen yet
-        self.num_unplaced = 0  # number of these prompts
+        self._unplaced_tokens = 0.0  # tokens of the `num_unplaced` prompts
+        self.num_unplaced = 0
 
     # -- estimates ---------------------------------------------------------------------------------
 
@@ -294,7 +295,7 @@ class PrefillQueues:
         queue.own.leave(ticket.num_tokens, computed or 0)
         queue.own_calls -= 1
 
-    def keep(self, workers: Iterable[str]) -> None:
-        """Discard the queues of other workers, once they are empty."""
+    def keep_only(self, workers: Iterable[str]) -> None:
+        """Discard the empty queues of all workers but these."""
         names = set(workers)
         self._queues = {n: q for n, q in self._queues.items() if n in names or q.own_calls}

@@ -15,9 +15,12 @@ class PromptSizes:
         self._characters, self._tokens = 1000 * _CHARACTERS_PER_TOKEN, 1000.0
 
     def estimate(self, prompt: Any, messages: Any) -> float:
-        """Estimate the number of tokens of a completion's prompt or a chat's messages; at least 1."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return float(len(prompt))
+        """Estimate the number of tokens of a completion's prompts or a chat's messages; at least 1."""
+        match prompt:
+            case [int(), *_]:
+                return float(len(prompt))
+            case [list(), *_]:  # several prompts of token ids
+                return max(1.0, float(sum(len(ids) for ids in prompt if isinstance(ids, list))))
         return max(1.0, _num_characters(prompt, messages) * self._tokens / self._characters)
 
     def learn(self, prompt: Any, messages: Any, tokens: int) -> None:

@@ -51,7 +51,7 @@ class RetryTimes:
         """Reserve room for `amount` after `after_s`; return the Retry-After for the client, s.
 
         Args:
-            key: identifies the request, to recognise its retry; an earlier reservation is replaced.
+            key: identifies the request when it is sent again; its earlier reservation is replaced.
             amount: estimated amount that the request needs: tokens or requests, as the caller counts.
             after_s: estimated time until there is room, s.
             max_s: maximum Retry-After, s. If `after_s` is not below it, nothing is reserved and the result

@@ -1,4 +1,4 @@
 """The process of an engine replica: the Ray Serve deployments that own an engine and handle channel calls.
 
-`autoscaling` alone runs elsewhere, in Serve's controller.
+Only `autoscaling` runs elsewhere, in Serve's controller.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.engine.protocol import Engine
 from eldr_serve.scheduling.cost import StepAnswer, StepSums
 from eldr_serve.scheduling.worker_names import worker_names
@@ -54,7 +54,7 @@ class DecodeReporter:
             await asyncio.sleep(_REPORT_PERIOD_S)
             sums = [unreported + self._engine.take_steps(rank) for rank, unreported in enumerate(sums)]
             if not (steps or self._count_calls() or any(rank.steps or rank.prompts.any() for rank in sums)):
-                self.queued = 0.0  # requests only wait if engines are busy
+                self.queued = 0.0  # requests wait only if engines are busy
                 continue
             if not steps:
                 replica = serve.get_replica_context().replica_id.unique_id
@@ -68,10 +68,10 @@ class DecodeReporter:
                 answer: StepAnswer = await router.observe_steps.remote(steps, cache, changes, number)
             except (ValueError, RayError) as error:  # the router is unavailable
                 self.queued, cache_is_known = 0.0, False
-                if isinstance(error, ActorDiedError):  # it is permanent: a restarted actor keeps its handle
+                if isinstance(error, ActorDiedError):  # this is final: a restarted actor keeps its handle
                     router = None
                 if not is_silent:
-                    logger.info("step costs not reported: %r", error)
+                    logger.info("step costs could not be reported: %r", error)
                 is_silent = True
                 continue
             steps, is_silent = {}, False

@@ -48,7 +48,8 @@ class EngineWatch:
             itself was stopped does not count.
 
     Attributes:
-        has_answered: whether the engine has answered a client. Before, it may be compiling: no limit applies.
+        has_answered: whether the engine has answered a client. Before, it may be compiling, so no limit
+            applies.
         lost_reason: the reason why the engine is not called now, or None.
     """
 
@@ -65,7 +66,7 @@ class EngineWatch:
         self.lost_reason: str | None = None
 
     def check_soon(self) -> None:
-        """Check the engine at once, after a call that failed through its fault."""
+        """Check the engine at once, after a call that failed because of the engine."""
         self._check_soon.set()
 
     async def run(self) -> None:

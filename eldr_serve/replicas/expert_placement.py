@@ -10,7 +10,7 @@ import msgspec
 from ray import serve
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition, ExpertsChange
 from eldr_serve.engine.protocol import MovesExperts
 from eldr_serve.errors import RequestRefusedError
@@ -65,7 +65,7 @@ class ExpertPlacementFollower:
                 replica = serve.get_replica_context().replica_id.unique_id
                 answer = await router.expert_placement_of_position.remote(replica, self._digest)
             except (ValueError, RayError) as error:  # the router is unavailable
-                if isinstance(error, ActorDiedError):  # it is permanent: a restarted actor keeps its handle
+                if isinstance(error, ActorDiedError):  # this is final: a restarted actor keeps its handle
                     router = None
                 logger.info("the position of this replica is unknown: %r", error)
                 continue

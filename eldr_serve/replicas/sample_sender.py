@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.signatures.settings import pool_actor_name
 
@@ -63,11 +63,13 @@ class SampleSender:
                 self._shares[index] = float(await self._handles[index].add.remote(list(samples)))
         except (ValueError, RayError, TimeoutError) as error:
             self.dropped += len(samples)
-            if isinstance(error, ActorDiedError):  # it is permanent: a restarted actor keeps its handle
+            if isinstance(error, ActorDiedError):  # this is final: a restarted actor keeps its handle
                 self._handles.pop(index, None)
             if index not in self._unreachable:
                 self._unreachable.add(index)
-                logger.warning("%s cannot be reached, its samples are dropped: %r", self._names[index], error)
+                logger.warning(
+                    "%s cannot be reached, so its samples are dropped: %r", self._names[index], error
+                )
             return
         self.sent += len(samples)
         if index in self._unreachable:

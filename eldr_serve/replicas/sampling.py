@@ -12,14 +12,15 @@ from eldr_serve.replicas.sample_sender import SampleSender
 
 MAX_SAMPLED = 16  # maximum number of sampled requests in one engine at a time
 _PERIOD_S = 1.0  # interval between calls to the pool
-_REFRESH_PERIODS = 10  # after this many periods without samples the pool is asked for the share again
+# While the share is below 1, the pool is asked for it again after this many periods without samples.
+_REFRESH_PERIODS = 10
 
 
 class Sampler:
     """Chooses which requests are sampled.
 
-    The hash of the request id decides, so that a retry gets the same decision. At most MAX_SAMPLED sampled
-    requests run at a time.
+    At most MAX_SAMPLED sampled requests run at a time; while there are as many, no other request is sampled.
+    Otherwise the hash of the request id decides, so that a retry gets the same decision.
 
     Attributes:
         share: share of requests to sample, 0 to 1; set by the pool.
@@ -31,7 +32,7 @@ class Sampler:
         self.running = 0
 
     @contextmanager
-    def admit(self, request_id: str) -> Iterator[bool]:
+    def track(self, request_id: str) -> Iterator[bool]:
         """Yield whether the request is sampled. It counts as running until the context ends."""
         sampled = self.running < MAX_SAMPLED and _fraction(request_id) < self.share
         self.running += sampled

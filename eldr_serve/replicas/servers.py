@@ -70,8 +70,8 @@ class EngineServer:
         start_engine: Callable[[Any], Awaitable[Engine]],
         stall_timeout_s: float,
     ) -> None:
-        # Serve awaits it before it stops the replica. If it were a method of the class, Python would call it
-        # again when it frees the object, and that coroutine would never be awaited.
+        # Serve awaits `__del__` before it stops the replica. If it were a method of the class, Python would
+        # call it again when the object is freed, and nothing would await that coroutine.
         self.__del__ = self.shut_down
         self._report_numbers = itertools.count()
         self._meter = PromptMeter(clock=asyncio.get_running_loop().time)
@@ -159,7 +159,7 @@ class PrefillServer(EngineServer):
     """An engine that computes prompts for decode engines, and frees KV blocks that none of them will read.
 
     A finished prompt's blocks are held until the decode engine has read them or the lease
-    (`kv_lease_duration`, s) ends. If the client disconnects in between, call `release` frees them at once.
+    (`kv_lease_duration`, s) ends. If the client disconnects in between, a `release` call frees them at once.
 
     Raises:
         ConfigurationError: the engine counts no experts, so requests would be placed by load alone.
@@ -185,7 +185,7 @@ class PrefillServer(EngineServer):
 
     async def _prefill(self, request: EngineRequest) -> PrefilledPrompt:
         """Compute a prompt and measure its throughput."""
-        tokens, computed = request.prompt_tokens, 0
+        tokens, computed = request.tokens_to_compute, 0
         self._meter.enter(tokens)
         try:
             prefilled = await self._engine.prefill(request)
@@ -199,8 +199,8 @@ class DecodeServer(EngineServer):
     """A decode engine, or one that also prefills.
 
     It reports the costs of its steps and changes of its prefix cache to the router, and samples of its
-    requests to the signature pool. If its engine has data-parallel ranks, each is a worker of the router with
-    its own reports.
+    requests to the signature pool. If its engine has data-parallel ranks, each rank is a worker of the router
+    with its own reports.
 
     Args:
         application, num_pool_actors: determine the names of the pool's actors (see SampleSender). Without
@@ -278,11 +278,11 @@ class DecodeServer(EngineServer):
                 load = self._rank_loads[request.rank]
                 stack.enter_context(load.track_call())
                 meter = load.meter
-            if request.prompt_tokens:
-                send = stack.enter_context(_measure_prompt(meter, request.prompt_tokens, send))
+            if request.tokens_to_compute:
+                send = stack.enter_context(_measure_prompt(meter, request.tokens_to_compute, send))
             # A sample covers an answer from its first token.
             if _is_from_client(request) and not request.generated:
-                sampled = stack.enter_context(self._sampler.admit(request.id))
+                sampled = stack.enter_context(self._sampler.track(request.id))
                 request = msgspec.structs.replace(request, sampled=sampled)
             return await super().generate(request, send)
 
@@ -293,7 +293,7 @@ class DecodeServer(EngineServer):
 
 
 @contextmanager
-def _measure_prompt(meter: PromptMeter, prompt_tokens: float, send: Send) -> Iterator[Send]:
+def _measure_prompt(meter: PromptMeter, tokens_to_compute: float, send: Send) -> Iterator[Send]:
     """Measure the throughput of a prompt, which has been computed at the first call of the new `send`."""
     is_computing = True
 
@@ -301,13 +301,13 @@ def _measure_prompt(meter: PromptMeter, prompt_tokens: float, send: Send) -> Ite
         nonlocal is_computing
         if is_computing:
             is_computing = False
-            meter.leave(prompt_tokens, computed)
+            meter.leave(tokens_to_compute, computed)
 
     def end_and_send(payload: bytes, tokens: int, ids: bytes = b"") -> None:
-        end(prompt_tokens)
+        end(tokens_to_compute)
         send(payload, tokens, ids)
 
-    meter.enter(prompt_tokens)
+    meter.enter(tokens_to_compute)
     try:
         yield end_and_send
     finally:

@@ -1,4 +1,4 @@
-"""The DecodeRouter actor: one per deployment, detached and named, a thin shell around RouterState."""
+"""The detached, named DecodeRouter actor of a deployment: a thin shell around RouterState."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
+from eldr_serve.actors import start_actor
 from eldr_serve.channel import ChannelServer, Reply
-from eldr_serve.channel.actors import start_actor
 from eldr_serve.channel.address import Address, start_channel_server
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition
 from eldr_serve.errors import SwapRefusedError, one_line_message
-from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Usage
+from eldr_serve.limits.tenants import SharedLimits, Usage
 from eldr_serve.monitoring.loop_watch import LoopWatch
 from eldr_serve.monitoring.ray_metrics import PERIOD_S
 from eldr_serve.monitoring.supervision import start_supervised
@@ -50,6 +49,7 @@ class DecodeRouter:
         self._pool = PoolLink()
         self._metrics = RouterMetrics()
         self._state = _new_state(settings)
+        self._state_fingerprint = settings.fingerprint  # fingerprint of the settings that built the state
         self._expert_placements = settings.expert_placements
         self._pool.apply_settings(settings.pool)
         self._ingress_calls = IngressCalls(self._state, self._metrics, settings.ingress_timeout_s)
@@ -105,23 +105,41 @@ class DecodeRouter:
             ]
         )
 
-    async def configure(self, settings: RouterSettings) -> None:
-        """Begin a new state if the deployed settings have changed; ingresses restore their leases in it.
+    async def configure(self, settings: RouterSettings, live: LiveSettings | None = None) -> None:
+        """Apply the deployed settings of an ingress, which sends them to each process of this actor.
 
-        The deployed settings replace those of operators, which ingresses would restore otherwise.
+        Ray restarts the actor with the settings of the first deployment. If the state was built with other
+        settings, a new state begins, in which ingresses restore their leases. New deployed settings replace
+        the settings of operators, which ingresses would otherwise restore.
+
+        Args:
+            live: newest live settings that the ingress knows. If they are based on other deployed settings, a
+                later deployment has replaced the ingress's settings, so nothing is changed. None: the ingress
+                has just started, so its deployed settings are the newest.
 
         Raises:
             SwapRefusedError: the settings are invalid; nothing was changed.
         """
         previous = self._state.settings
-        is_new = settings.fingerprint != previous.deployed_fingerprint
-        state = _new_state(settings, previous) if is_new else self._state
-        self._pool.apply_settings(settings.pool)
-        state.placer.queue.patience_s = settings.patience_s
-        self._expert_placements = settings.expert_placements
+        newest = live if live is not None and live.version > previous.version else previous
+        is_new = settings.fingerprint != newest.deployed_fingerprint
+        if is_new and live is not None:
+            return
+        state = self._state
         if is_new:
-            self._state = state
-            self._ingress_calls.serve(self._state, settings.ingress_timeout_s)
+            state = _new_state(settings, newest)
+        elif settings.fingerprint != self._state_fingerprint:
+            state = _new_state(settings)
+            state.live_settings.restore(newest)
+        elif live is None and previous.version == 0:  # now older deployments do not replace this one
+            state.live_settings.set_deployed_fingerprint(settings.fingerprint, overrides=previous)
+        self._pool.apply_settings(settings.pool)
+        state.set_patience(settings.patience_s)
+        self._expert_placements = settings.expert_placements
+        if state is not self._state:
+            self._state, self._state_fingerprint = state, settings.fingerprint
+            self._ingress_calls.replace_state(self._state, settings.ingress_timeout_s)
+        if is_new:
             logger.warning(
                 "the deployed router settings have changed: policy %s %s and %s replace %s %s and table %d",
                 settings.policy,
@@ -184,19 +202,19 @@ class DecodeRouter:
         return self._state.live_settings.swap_predictor(predictor, tokenizer)
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        """Record the usage of tenants at an ingress; return their usage at each other one."""
+        """Record the usage of tenants at an ingress; return their usage at each other ingress."""
         return self._limits.exchange(ingress, usage)
 
     async def decode_loads(self, blocks: PromptBlocks | None) -> DecodeLoads:
-        """Return the loads of all workers, for a prediction of the latency of a request with these blocks."""
+        """Return the loads of all workers, to predict the latency of a request with these blocks."""
         return self._state.decode_loads(blocks)
 
     async def recent_counts(self) -> list[NDArray[Any]]:
-        """Return the expert counts, unsigned[L,E], of the newest placed prompts, the newest last."""
+        """Return the expert counts, unsigned[L,E], of the newest placed prompts, oldest first."""
         return list(self._state.leases.recent_counts)
 
     async def pending_counts(self) -> list[NDArray[Any]]:
-        """Return the expert counts, unsigned[L,E], of the requests that decode, then of those that wait."""
+        """Return the expert counts, unsigned[L,E], of decoding requests, then of queued requests."""
         return self._state.placer.pending_counts()
 
     async def report_pool(self, status: dict[str, Any]) -> RouterView:
@@ -238,7 +256,7 @@ class DecodeRouter:
             if self._ingress_calls.has_ingresses:
                 self._connected_at_s = time.monotonic()
         await self._pool.end()
-        # exit_actor would end only this task, since it raises an exception.
+        # exit_actor raises an exception, which would end only this task.
         ray.kill(ray.get_runtime_context().current_actor)
 
 
@@ -246,7 +264,7 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
     """Return a new state; raise SwapRefusedError if the settings are invalid.
 
     Args:
-        previous: live settings that these override.
+        previous: live settings that the new state overrides.
     """
     state = RouterState(
         model_id=settings.model_id,
@@ -259,7 +277,7 @@ def _new_state(settings: RouterSettings, previous: LiveSettings | None = None) -
         adapters=LoadedAdapters(settings.adapters, settings.adapter_slots),
         seed=settings.seed,
     )
-    state.placer.queue.patience_s = settings.patience_s
+    state.set_patience(settings.patience_s)
     state.live_settings.set_deployed_fingerprint(settings.fingerprint, overrides=previous)
     return state
 

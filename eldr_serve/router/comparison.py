@@ -78,7 +78,7 @@ class Comparison:
         try:
             return self._shadow.catch_up(budget_s)
         except Exception as error:
-            logger.warning("the shadow %s failed: disabled", self._names["shadow"]["name"], exc_info=error)
+            logger.warning("the shadow %s failed and is off", self._names["shadow"]["name"], exc_info=error)
             self._failure = one_line_message(error)
             self._shadow = None
             self._placer.set_shadow(None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eldr_serve.artifact_metadata import ArtifactError, require
 from eldr_serve.engine.experts_change import ExpertPlacementOfPosition, ExpertsChange
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 
 _FILE = re.compile(r".+\.(\d+)\.json")
@@ -43,7 +43,7 @@ def parse_placements(bodies: Sequence[bytes]) -> list[ExpertPlacement]:
 
 
 def check_placements(placements: Sequence[ExpertPlacement], table: RoutingTable) -> None:
-    """Raise ArtifactError unless each cluster of the table has a placement that fits it and the others."""
+    """Raise ArtifactError unless each cluster has a placement that fits the table and the others."""
     require(
         len(placements) == len(table.centroids),
         f"there are {len(placements)} expert placements, but the table has {len(table.centroids)} clusters",
@@ -61,7 +61,7 @@ def check_placements(placements: Sequence[ExpertPlacement], table: RoutingTable)
         require(
             (placement.ranks, slots) == (first.ranks, first.physical_to_logical.shape[1]),
             f"the expert placement of position {position} has {slots} slots on {placement.ranks} ranks, but "
-            f"that of position 0 has {first.physical_to_logical.shape[1]} on {first.ranks}",
+            f"position 0 has {first.physical_to_logical.shape[1]} slots on {first.ranks} ranks",
         )
 
 
@@ -72,9 +72,9 @@ def _describe(model: str, layers: int, experts: int) -> str:
 def expert_placement_of(
     bodies: Sequence[bytes], workers: Sequence[str | None], worker: str, digest: str
 ) -> ExpertPlacementOfPosition | None:
-    """Return the placement of a worker's position; None if there are no placements or it has no position.
+    """Return the placement of a worker's position; None without placements or without a position.
 
-    As with the centroids of a table, position i has placement i modulo their number.
+    Position i has placement i modulo the number of placements, as with the centroids of a table.
 
     Args:
         bodies: bodies of the placements, by position.

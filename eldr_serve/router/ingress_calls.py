@@ -1,8 +1,7 @@
 """The router's end of its ingresses' open calls: one subscription per ingress, one lease per request.
 
-Releases, and leases that ingresses hold already, are applied at once. Progress and requests for leases are
-collected during one iteration of the event loop and applied together, so the policy runs once for all of
-them.
+Releases, and leases that ingresses hold already, are applied at once. Progress and requests for leases form a
+batch: they are collected during one iteration of the event loop, and applied together in the next iteration.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from eldr_serve.channel.server import OpenMethod
 from eldr_serve.router.metrics_export import RouterMetrics
 from eldr_serve.router.state import RouterState
 from eldr_serve.router_protocol.messages import (
+    NO_WORKER,
+    ROUTER_ERROR,
     Counted,
     Granted,
     IngressReport,
@@ -24,6 +25,7 @@ from eldr_serve.router_protocol.messages import (
     Queued,
     Restore,
     Unplaced,
+    WorkerPositions,
     Workers,
     decoder,
     encode,
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _decode_restore, _decode_subscription_note = decoder(Restore), decoder(Workers | IngressReport)
 _decode_place, _decode_place_note = decoder(Place), decoder(Place | Counted)
-_QUEUED, _UNPLACED = encode(Queued()), encode(Unplaced())
+_QUEUED = encode(Queued())
 
 
 class IngressCalls:
@@ -48,38 +50,40 @@ class IngressCalls:
     Attributes:
         state: the state that the calls change.
         open_methods: methods for ChannelServer.
-        by_ingress: subscriptions by ingress, including lost ones until they are dropped.
+        subscriptions: subscriptions by ingress, including lost ones until they are dropped.
         place_calls: open `place` calls by request id.
     """
 
     def __init__(self, state: RouterState, metrics: RouterMetrics, grace_s: float) -> None:
         self._metrics = metrics
         self.open_methods: dict[str, OpenMethod] = {"subscribe": self._subscribe, "place": self._open_place}
-        self.by_ingress: dict[str, _Subscription] = {}
+        self.subscriptions: dict[str, _Subscription] = {}
         self.place_calls: dict[str, _PlaceCall] = {}
-        self._by_peer: dict[object, _Subscription] = {}  # subscriptions by connection, without lost ones
-        self._pending_leases: list[Lease] = []  # `_apply` places them
-        self._generated_tokens: dict[str, int] = {}  # totals by request id; `_apply` sets them
-        self._scheduled = False
-        self.serve(state, grace_s)
+        self._connected: dict[object, _Subscription] = {}  # subscriptions by connection, without lost ones
+        self._pending_leases: list[Lease] = []  # `_run_batch` places them
+        self._generated_tokens: dict[str, int] = {}  # totals by request id; `_run_batch` sets them
+        self._is_scheduled = False
+        self.replace_state(state, grace_s)
 
-    def serve(self, state: RouterState, grace_s: float) -> None:
-        """Serve this state; all ingresses connect again, and restore their leases in it."""
+    def replace_state(self, state: RouterState, grace_s: float) -> None:
+        """Apply further calls to this state; all ingresses connect again, and restore their leases in it."""
         self.state, self._grace_s = state, grace_s
-        state.set_callbacks(on_granted=self._send_leases, on_settings=self._send_settings)
-        for subscription in list(self._by_peer.values()):
+        state.set_callbacks(
+            on_granted=self._send_leases, on_settings=self._send_settings, on_positions=self._send_positions
+        )
+        for subscription in list(self._connected.values()):
             subscription.reply.peer.close("the router's settings have changed")
 
     @property
     def has_ingresses(self) -> bool:
         """Return whether an ingress is connected."""
-        return bool(self._by_peer)
+        return bool(self._connected)
 
-    def apply_soon(self) -> None:
-        """Apply all collected messages, and dispatch the decode queue, in the event loop's next iteration."""
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._apply)
+    def schedule_batch(self) -> None:
+        """Apply the batch, and dispatch the decode queue, in the event loop's next iteration."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._run_batch)
 
     # -- called by the calls ------------------------------------------------------------------------
 
@@ -89,13 +93,13 @@ class IngressCalls:
         self.state.ingresses.add_report(ingress, report)
 
     def add_pending(self, lease: Lease) -> None:
-        """Add a lease that the next `_apply` places."""
+        """Add a requested lease to the batch."""
         self._pending_leases.append(lease)
 
     def add_generated_tokens(self, request_id: str, tokens: int) -> None:
-        """Add a request's total of generated tokens."""
+        """Add a request's total of generated tokens to the batch."""
         self._generated_tokens[request_id] = tokens
-        self.apply_soon()
+        self.schedule_batch()
 
     def remove_call(self, request_id: str, call: _PlaceCall) -> bool:
         """Remove a request's call, unless a later one has replaced it; return whether it was removed."""
@@ -105,26 +109,26 @@ class IngressCalls:
         return True
 
     def finish(self, request_id: str, tokens: int) -> None:
-        """End a request, with the number of tokens of its complete answer, or 0 if it is not complete."""
+        """End a request; `tokens` is the length of its complete answer, or 0 if it is incomplete."""
         self._generated_tokens.pop(request_id, None)
         self.state.leases.finish(request_id, tokens, is_complete=tokens > 0)
-        self.apply_soon()
+        self.schedule_batch()
 
     def end_subscription(self, subscription: _Subscription) -> None:
-        """End a subscription, and the ingress's leases too if it does not return in the grace period."""
-        if self._by_peer.get(subscription.reply.peer) is subscription:
-            del self._by_peer[subscription.reply.peer]
-            asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)
+        """End a subscription; end the ingress's leases too unless it returns in the grace period."""
+        if self._connected.get(subscription.reply.peer) is subscription:
+            del self._connected[subscription.reply.peer]
+            asyncio.get_running_loop().call_later(self._grace_s, self._drop_ingress, subscription)
 
-    def _drop(self, subscription: _Subscription) -> None:
-        if self.by_ingress.get(subscription.ingress) is subscription:
-            del self.by_ingress[subscription.ingress]
+    def _drop_ingress(self, subscription: _Subscription) -> None:
+        if self.subscriptions.get(subscription.ingress) is subscription:
+            del self.subscriptions[subscription.ingress]
             self.state.ingresses.drop_ingress(subscription.ingress)
 
     # -- batches ------------------------------------------------------------------------------------
 
-    def _apply(self) -> None:
-        self._scheduled = False
+    def _run_batch(self) -> None:
+        self._is_scheduled = False
         generated_tokens, self._generated_tokens = self._generated_tokens, {}
         pending = [lease for lease in self._pending_leases if lease.state is LeaseState.SENT]
         self._pending_leases = []
@@ -136,7 +140,7 @@ class IngressCalls:
             logger.exception("the router cannot set the tokens of %d requests", len(generated_tokens))
         try:
             self.state.leases.place(pending)
-        except Exception:  # no request may wait for a broken router; its ingress places it
+        except Exception:  # no request may wait for a broken router, so ingresses place them
             logger.exception("the router cannot place %d requests", len(pending))
             has_failed = True
         if pending:
@@ -149,7 +153,7 @@ class IngressCalls:
                 call.queued = True
                 call.reply.send(_QUEUED)
             elif lease.state is LeaseState.SENT and not self.state.leases.is_stale(lease.request):
-                call.reply.send(_UNPLACED)
+                call.reply.send(encode(Unplaced(ROUTER_ERROR if has_failed else NO_WORKER)))
         if has_failed:
             self._send_leases(self._unsent_leases(pending))
 
@@ -177,37 +181,54 @@ class IngressCalls:
 
     def _send_settings(self, settings: LiveSettings) -> None:
         message = encode(settings)
-        for subscription in list(self._by_peer.values()):
+        for subscription in list(self._connected.values()):
             subscription.reply.send(message)
+
+    def _send_positions(self, positions: tuple[str | None, ...]) -> None:
+        message = encode(WorkerPositions(positions))
+        for subscription in list(self._connected.values()):
+            if subscription.reads_positions:
+                subscription.reply.send(message)
 
     # -- new calls --------------------------------------------------------------------------------
 
     def _subscribe(self, body: bytes, reply: Reply) -> _Subscription:
         message: Restore = _decode_restore(body)
-        previous = self.by_ingress.get(message.ingress)
+        previous = self.subscriptions.get(message.ingress)
         if previous is not None and previous.reply.peer is not reply.peer:
             previous.reply.peer.close("its ingress has connected again")  # its further messages are outdated
         self.state.restore_from_ingress(message)
-        subscription = _Subscription(self, message.ingress, reply)
-        self.by_ingress[message.ingress] = self._by_peer[reply.peer] = subscription
+        subscription = _Subscription(
+            self, message.ingress, reply, reads_positions=message.positions is not None
+        )
+        self.subscriptions[message.ingress] = self._connected[reply.peer] = subscription
         reply.send(encode(self.state.settings))
+        if subscription.reads_positions:
+            reply.send(encode(WorkerPositions(tuple(self.state.positions.workers))))
         return subscription
 
     def _open_place(self, body: bytes, reply: Reply) -> _PlaceCall:
-        if reply.peer not in self._by_peer:
+        if reply.peer not in self._connected:
             raise ConnectionError("an ingress must subscribe before it places requests")
         message: Place = _decode_place(body)
-        call = _PlaceCall(self, self._by_peer[reply.peer].ingress, reply, message.request.request_id)
+        call = _PlaceCall(self, self._connected[reply.peer].ingress, reply, message.request.request_id)
         self.place_calls[message.request.request_id] = call
-        call.place(message)
+        try:
+            call.place(message)
+        except Exception:  # the ingress gets a FAIL frame, and will not close the call
+            call.on_close(0)
+            raise
         return call
 
 
 class _Subscription:
-    """An ingress's subscription to settings."""
+    """An ingress's subscription to settings and positions; an older ingress cannot read positions."""
 
-    def __init__(self, ingress_calls: IngressCalls, ingress: str, reply: Reply) -> None:
+    def __init__(
+        self, ingress_calls: IngressCalls, ingress: str, reply: Reply, *, reads_positions: bool
+    ) -> None:
         self._ingress_calls, self.ingress, self.reply = ingress_calls, ingress, reply
+        self.reads_positions = reads_positions
 
     def on_note(self, payload: bytes, tokens: int) -> None:
         """Apply the ingress's list of decode workers, or its report."""
@@ -249,7 +270,7 @@ class _PlaceCall:
         else:
             message.lease.copy_to(lease)
             self._ingress_calls.state.leases.adopt_lease(lease)
-        self._ingress_calls.apply_soon()
+        self._ingress_calls.schedule_batch()
 
     def _withdraw(self) -> None:
         if self._pending is not None and self._pending.state is LeaseState.SENT:
@@ -265,9 +286,14 @@ class _PlaceCall:
         message = _decode_place_note(payload)
         if isinstance(message, Counted):
             state.leases.set_measured_counts(message.request)
-            self._ingress_calls.apply_soon()
+            self._ingress_calls.schedule_batch()
         elif message.lease is not None or not state.leases.is_running(self._request_id):
-            self.place(message)
+            try:
+                self.place(message)
+            except Exception:  # it would close the channel, with the calls of all other requests
+                logger.exception("the router cannot place request %s again", self._request_id)
+                self._withdraw()
+                self._ingress_calls.finish(self._request_id, 0)
 
     def on_close(self, tokens: int) -> None:
         if self._ingress_calls.remove_call(self._request_id, self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from eldr_serve.metrics import RouterEvent
@@ -30,6 +30,7 @@ class Ingresses:
     Attributes:
         ids: ids of the ingresses.
         predictions: quality of each ingress's predictions, see OnlinePredictor.status.
+        on_positions: called with the positions of the decode workers after each change.
     """
 
     def __init__(
@@ -39,12 +40,25 @@ class Ingresses:
         self._counters, self._view = counters, view
         self.ids: set[str] = set()
         self.predictions: dict[str, dict[str, Any]] = {}
+        self.on_positions: Callable[[tuple[str | None, ...]], None] = lambda positions: None
+        self._last_positions: tuple[str | None, ...] = ()
 
-    def add_ingress(self, ingress: str, workers: tuple[str, ...]) -> None:
-        """Add an ingress, or one that has returned, with the workers that it can reach, if it knows any."""
+    def add_ingress(
+        self,
+        ingress: str,
+        workers: tuple[str, ...] | None,
+        positions: tuple[str | None, ...] | None = None,
+    ) -> None:
+        """Add a new ingress, or one that has returned.
+
+        Args:
+            workers: workers that the ingress can reach, which replace an earlier report; None: not known yet,
+                so an earlier report stays.
+            positions: the positions that the ingress knows; see Positions.set_reachable.
+        """
         self.ids.add(ingress)
-        if workers:
-            self._positions.set_reachable(ingress, workers)
+        if workers is not None:
+            self._positions.set_reachable(ingress, workers, positions)
             self._update_workers()
 
     def set_reachable_workers(self, ingress: str, workers: Iterable[str]) -> None:
@@ -77,4 +91,8 @@ class Ingresses:
 
     def _update_workers(self) -> None:
         self._placer.set_workers(self._positions.workers, unreachable=self._positions.unreachable)
-        self._view.keep_workers(self._positions.live_workers)
+        self._view.discard_other_workers(self._positions.live_workers)
+        positions = tuple(self._positions.workers)
+        if positions != self._last_positions:
+            self._last_positions = positions
+            self.on_positions(positions)

@@ -13,7 +13,7 @@ from eldr_serve.router.live_view import LiveView
 from eldr_serve.router.settings_check import SettingsCheck
 from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
 from eldr_serve.scheduling import PlacementRequest
-from eldr_serve.scheduling.cached_share import CachedShare
+from eldr_serve.scheduling.decode_loads import CachedShare
 from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.types import Lease, LeaseState
 
@@ -24,7 +24,7 @@ class Leases:
     """The leases of all ingresses' requests, in any state.
 
     Changes of load take effect with the next `place` or `dispatch`. Ingresses limit the wait of requests in
-    the decode queue, and release those that time out.
+    the decode queue, and release requests that have waited too long.
 
     Args:
         placer: the placer that keeps the leases.
@@ -92,7 +92,7 @@ class Leases:
         self._grant(self._placer.dispatch())
 
     def adopt_lease(self, lease: Lease) -> None:
-        """Add a lease that its ingress has made, or received from this actor before it was restarted."""
+        """Add a lease that its ingress has made, or received from this actor before a restart."""
         lease.request = self._check.remove_unusable_prediction(lease.request)
         current = self._placer.running.get(lease.request_id)
         new_counts = lease.request.expert_counts is not None and not lease.request.predicted
@@ -117,7 +117,7 @@ class Leases:
         """Set the measured counts and length of a request that holds a lease."""
         self._placer.set_measured_counts(request)
         self._counters[RouterEvent.COUNTS_MEASURED] += 1
-        self._keep_counts(request)
+        self._record_counts(request)
 
     def remove_unusable_predictions(self) -> None:
         """Remove predicted counts whose shape differs from the engines'."""
@@ -125,12 +125,12 @@ class Leases:
             lease.request = self._check.remove_unusable_prediction(lease.request)
 
     def finish(self, request_id: str, generated_tokens: int = 0, *, is_complete: bool = True) -> None:
-        """End a request's lease in any state; policies learn the length of its answer if it is complete."""
+        """End a request's lease in any state; policies learn the length of a complete answer."""
         self._placer.set_generated_tokens({request_id: generated_tokens})
         self._placer.finish(request_id, is_complete=is_complete)
 
     def finish_requests_of(self, ingress: str, *, keep: Collection[str] = ()) -> tuple[int, int]:
-        """End an ingress's requests, except those to keep; return how many decoded and how many waited."""
+        """End an ingress's requests except the ids in `keep`; return how many decoded and how many waited."""
         running_ids, queued_ids = (
             [
                 request_id
@@ -143,14 +143,14 @@ class Leases:
             self._placer.finish(request_id, is_complete=False)
         return len(running_ids), len(queued_ids)
 
-    def _keep_counts(self, request: PlacementRequest) -> None:
+    def _record_counts(self, request: PlacementRequest) -> None:
         if request.expert_counts is not None and not request.predicted:
             self.recent_counts.append(request.expert_counts)
 
     def _grant(self, leases: list[Lease]) -> None:
         self._view.add_leases(leases)
         for lease in leases:
-            self._keep_counts(lease.request)
+            self._record_counts(lease.request)
             self._counters[RouterEvent.PLACED] += 1
             self._counters[NamedCounter.REASON.key(lease.reason)] += 1
             self._counters[RouterEvent.MOST_SIMILAR_WORKER] += lease.is_most_similar

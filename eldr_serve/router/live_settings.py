@@ -45,7 +45,7 @@ class LiveSettingsStore:
 
     Args:
         first: the settings to start with, which `check` has accepted.
-        table: their table.
+        table: the table of these settings.
         check: validation of further settings.
         counters: counters of the status, in which changes are counted.
         on_change: called with each change, to apply it.
@@ -66,6 +66,8 @@ class LiveSettingsStore:
     ) -> None:
         self.current = first
         self.table = table
+        self._deployed = first
+        self._deployed_version = first.version  # `current` has it until the deployed settings are changed
         self._check = check
         self._counters = counters
         self._on_change = on_change
@@ -112,16 +114,30 @@ class LiveSettingsStore:
         """Mark the settings as the settings of the deployment with this fingerprint.
 
         Args:
-            overrides: older settings, which do not replace these when an ingress restores them; None: the
-                settings of any ingress replace these.
+            overrides: older settings. If an ingress restores them, the marked settings stay. None: the
+                settings of any ingress replace the marked settings.
         """
         version = 0 if overrides is None else _version_after(overrides)
         self.current = replace(self.current, deployed_fingerprint=fingerprint, version=version)
+        self._deployed_version = version
 
     def restore(self, settings: LiveSettings) -> None:
-        """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit."""
+        """Adopt an ingress's settings if they are newer, without a table or predictor that does not fit.
+
+        If a policy cannot be made, for example because its module is missing on this node, the deployed one
+        replaces it.
+
+        Changes of a deployment count as newer than the deployment itself. In a restarted router, an ingress
+        that has just started may deploy it again before another ingress restores the changes.
+        """
+        current = self.current
+        is_of_deployment = settings.deployed_fingerprint == current.deployed_fingerprint
+        if settings.version < current.version == self._deployed_version and is_of_deployment:
+            if replace(settings, version=current.version) == current:
+                return
+            settings = replace(settings, version=_version_after(current))
         if settings.version > self.current.version:
-            self._replace_policy(self._remove_unfit_artifacts(settings))
+            self._replace_policy(self._replace_unfit_policies(self._remove_unfit_artifacts(settings)))
             self._counters[RouterEvent.SETTINGS_RESTORED] += 1
 
     def discard_unfit_artifacts(self) -> None:
@@ -148,6 +164,23 @@ class LiveSettingsStore:
             fitting = replace(fitting, predictor=None, predictor_version=fitting.predictor_version + 1)
         return fitting if fitting is settings else replace(fitting, version=_version_after(settings))
 
+    def _replace_unfit_policies(self, settings: LiveSettings) -> LiveSettings:
+        """Return the settings, or newer ones with the deployed policy or shadow for one that does not fit."""
+        fitting = settings
+        try:
+            self._check.build_policies(replace(fitting, shadow=None))
+        except SwapRefusedError as error:
+            logger.error("the deployed policy replaces the restored one: %s", error)
+            fitting = replace(fitting, policy=self._deployed.policy, parameters=self._deployed.parameters)
+            self._counters[RouterEvent.POLICIES_DISCARDED] += 1
+        try:
+            self._check.build_policies(fitting)
+        except SwapRefusedError as error:
+            logger.error("the deployed shadow replaces the restored one: %s", error)
+            fitting = replace(fitting, shadow=self._deployed.shadow)
+            self._counters[RouterEvent.POLICIES_DISCARDED] += 1
+        return fitting if fitting is settings else replace(fitting, version=_version_after(settings))
+
     def _next_version(self) -> LiveSettings:
         return replace(self.current, version=_version_after(self.current))
 
@@ -164,5 +197,6 @@ class LiveSettingsStore:
 
 
 def _version_after(settings: LiveSettings) -> int:
-    # Milliseconds, so that settings made after a restart are newer than those that ingresses restore.
+    # The version is a time in milliseconds, so that settings made after a restart are newer than restored
+    # settings.
     return max(settings.version + 1, time.time_ns() // 1_000_000)

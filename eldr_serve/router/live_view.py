@@ -18,7 +18,7 @@ from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.types import Lease, LeaseState
 
 _POINTS = 400  # newest requests shown in the signature space
-_SPANNING = 64  # requests whose counts span the plane if there is no table
+_MAX_SPANNING_REQUESTS = 64  # requests whose counts span the plane if there is no table
 _RUNNING = 200  # requests shown with their worker
 _ANSWERS = 8192  # newest answers whose latencies are kept
 _BIN_S, _BINS = 5.0, 120  # bins of latencies: ten minutes
@@ -47,7 +47,7 @@ class LiveView:
         self._number = 0
         self._drawn: deque[_DrawnRequest] = deque(maxlen=_POINTS)
         self._plane: CentroidPlane | CountsPlane | None = None
-        self._spanned_by = 0  # number of requests whose counts define `_plane`; 0 if a table defines it
+        self._num_spanning_requests = 0  # number of requests that define `_plane`; 0: a table does
         self._table: tuple[CentroidTable, int] | None = None
         self._answers: deque[tuple[float, StreamLatencies]] = deque(maxlen=_ANSWERS)
         self._reports: dict[str, deque[tuple[float, StepSums]]] = {}
@@ -71,15 +71,15 @@ class LiveView:
         if steps.steps:
             self._reports.setdefault(worker, deque(maxlen=_STEPS)).append((self._clock(), steps))
 
-    def keep_workers(self, workers: Collection[str]) -> None:
-        """Discard the steps of other workers."""
+    def discard_other_workers(self, workers: Collection[str]) -> None:
+        """Discard the steps of all workers except these."""
         self._reports = {name: reports for name, reports in self._reports.items() if name in workers}
 
     def record_change(self, policy: str, table: CentroidTable | None, table_version: int) -> None:
         """Record new settings."""
         self._changes.append((self._clock(), policy))
         self._table = None if table is None else (table, table_version)
-        self._plane, self._spanned_by = None, 0
+        self._plane, self._num_spanning_requests = None, 0
 
     # -- data of the page ----------------------------------------------------------------------------
 
@@ -139,12 +139,14 @@ class LiveView:
     def _current_plane(self) -> CentroidPlane | CountsPlane | None:
         if self._table is not None:
             self._plane = self._plane or CentroidPlane(*self._table)
-        elif self._spanned_by < _SPANNING:
+        elif self._num_spanning_requests < _MAX_SPANNING_REQUESTS:
             all_counts = [drawn.lease.request.expert_counts for drawn in self._drawn]
-            counts = [c for c in all_counts if c is not None and c.ndim == 2 and c.any()][:_SPANNING]
+            counts = [c for c in all_counts if c is not None and c.ndim == 2 and c.any()][
+                :_MAX_SPANNING_REQUESTS
+            ]
             counts = [c for c in counts if c.shape == counts[0].shape]
-            if len(counts) > max(self._spanned_by, 2):
-                self._plane, self._spanned_by = CountsPlane(counts), len(counts)
+            if len(counts) > max(self._num_spanning_requests, 2):
+                self._plane, self._num_spanning_requests = CountsPlane(counts), len(counts)
         return self._plane
 
     def _latencies(self, now_s: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from eldr_serve.router.status import router_status
 from eldr_serve.router_protocol.messages import StreamLatencies
 from eldr_serve.scheduling.types import Lease
 
-_SCALES = {"ms": 1000.0, "pct": 100.0}  # units of the status by which a metric's value is smaller
+_SCALES = {"ms": 1000.0, "pct": 100.0}  # number of the status's units in one unit of the metric
 
 
 class RouterMetrics:

@@ -32,7 +32,7 @@ class PoolLink:
         self._changing: asyncio.Task[None] | None = None
 
     def apply_settings(self, settings: PoolSettings | None) -> None:
-        """Start the pool with these settings in the background; stop actors that they no longer include."""
+        """Start the pool with these settings in the background; stop surplus actors."""
         before, self._settings = self._settings, settings
         if settings == before:
             return
@@ -61,8 +61,13 @@ class PoolLink:
             await self._changing
 
     def report(self, state: RouterState, status: dict[str, Any]) -> RouterView:
-        """Store the pool's status; return the router's state for the pool."""
-        assert self._settings is not None
+        """Store the pool's status; return the router's state for the pool.
+
+        Raises:
+            RuntimeError: there is no pool, or the router has restarted and no ingress has configured it yet.
+        """
+        if self._settings is None:
+            raise RuntimeError("the router has no settings of a signature pool")
         self._status, self._status_at_s = status, time.monotonic()
         num_refused = status["tables_refused"]
         if num_refused < self._seen_refused:  # the actor was restarted

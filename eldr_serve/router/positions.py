@@ -10,7 +10,7 @@ class Positions:
 
     A worker is lost when no ingress can reach it. Its position then stays vacant, so that the other workers
     keep their centroids, and the requests of its centroid go to the next most similar workers. A new worker
-    takes the lowest vacant position.
+    takes the lowest vacant position. A restarted router adopts the positions from an ingress.
 
     Attributes:
         workers: the worker in each position; None: the position is vacant.
@@ -40,8 +40,15 @@ class Positions:
             if workers != live_workers
         }
 
-    def set_reachable(self, ingress: str, workers: Iterable[str]) -> None:
-        """Set the workers that an ingress can reach."""
+    def set_reachable(
+        self, ingress: str, workers: Iterable[str], restored: Iterable[str | None] | None = None
+    ) -> None:
+        """Set the workers that an ingress can reach.
+
+        Args:
+            restored: the positions before a restart, which are adopted if no worker has a position.
+        """
+        self.workers = self.workers or list(restored or ())
         self._reachable[ingress] = frozenset(workers)
         self._update()
 

@@ -123,7 +123,7 @@ class RouterSettings(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def fingerprint(self) -> str:
-        """Return a fingerprint that is equal for equal settings, whatever those of other sections are."""
+        """Return a fingerprint of the settings; the fields of other sections do not change it."""
         digest = hashlib.sha256()
         for name, value in self:
             if name in _OF_OTHER_SECTIONS:

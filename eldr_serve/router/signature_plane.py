@@ -22,7 +22,7 @@ class CentroidPlane:
     axis is a weighted sum of centroids, so a signature's coordinate is the same sum of its similarities.
 
     Args:
-        version: version of the table; signatures scored with another one have no point.
+        version: version of the table; signatures scored with another table have no point.
     """
 
     def __init__(self, table: CentroidTable, version: int) -> None:

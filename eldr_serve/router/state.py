@@ -31,7 +31,7 @@ from eldr_serve.scheduling.placer import Placer
 from eldr_serve.scheduling.prefixes import BlockChanges, PrefixCacheSize, PromptBlocks
 from eldr_serve.scheduling.types import Lease
 
-_MAX_REPORTERS = 10_000  # workers whose newest report is remembered; also those that have gone
+_MAX_REPORTERS = 10_000  # workers, including lost ones, whose newest report is remembered
 
 
 class RouterState:
@@ -130,14 +130,17 @@ class RouterState:
         *,
         on_granted: Callable[[list[Lease]], None] = lambda leases: None,
         on_settings: Callable[[LiveSettings], None] = lambda settings: None,
+        on_positions: Callable[[tuple[str | None, ...]], None] = lambda positions: None,
     ) -> None:
-        """Set the functions that receive later leases and settings; they replace earlier functions.
+        """Set the functions that receive later changes; they replace earlier functions.
 
         Args:
             on_granted: called with leases of new and of queued requests when they are granted.
             on_settings: called with new settings, before the leases that follow from them are granted.
+            on_positions: called with new positions of the decode workers.
         """
         self.leases.on_granted, self._on_settings = on_granted, on_settings
+        self.ingresses.on_positions = on_positions
 
     @property
     def settings(self) -> LiveSettings:
@@ -149,17 +152,21 @@ class RouterState:
         """Return the shape (MoE layers, experts) of expert counts as engines report it; None until known."""
         return self._check.shape
 
+    def set_patience(self, patience_s: float) -> None:
+        """Set the patience of the decode queue; see DecodeQueue."""
+        self.placer.queue.patience_s = patience_s
+
     def expect_counts(self, num_layers: int, num_experts: int) -> None:
         """Set the shape that engines report; tables and predictors of other shapes are refused.
 
-        If the live table or predictor has another shape, discard it; also discard predictions of that shape.
+        Discard the live table, the live predictor and all predictions that have another shape.
         """
         self._check.shape = (num_layers, num_experts)
         self.leases.remove_unusable_predictions()
         self.live_settings.discard_unfit_artifacts()
 
     def swap_fitted_table(self, table: bytes, version: int, *, refit: bool) -> int | None:
-        """Swap in a table of the signature pool if this version is still live; return the new version.
+        """Swap in a table of the signature pool if table `version` is still live; return the new version.
 
         Return None if another table has become live in the meantime; that table is kept.
 
@@ -241,12 +248,13 @@ class RouterState:
         )
 
     def restore_from_ingress(self, message: Restore) -> None:
-        """Restore from an ingress what this actor knew before its restart, but no leases (`adopt_lease`).
+        """Restore from an ingress what this actor knew before its restart, except leases (see `adopt_lease`).
 
         All leases of the ingress that the message does not name have ended. Requests in the decode queue are
-        not restored, since the ingress sends them again. A table or predictor that does not fit is discarded.
+        not restored, since the ingress sends them again. Settings that do not fit are discarded; see
+        LiveSettingsStore.restore.
         """
-        self.ingresses.add_ingress(message.ingress, message.workers)
+        self.ingresses.add_ingress(message.ingress, message.workers, message.positions)
         if message.settings is not None:
             self.live_settings.restore(message.settings)
         if message.counts_shape is not None:

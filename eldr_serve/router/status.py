@@ -13,7 +13,7 @@ def router_status(state: RouterState) -> dict[str, Any]:
     """Return the status.
 
     `kv_tokens`: prompt + generated tokens of requests in flight. `cached_blocks`: number of blocks in the
-    prefix cache as the engine reports it; None if the engine does not, and the cache is estimated.
+    prefix cache as the engine reports it; None if the engine reports no blocks, so the cache is estimated.
     """
     workers, settings, leases = _workers(state), state.settings, state.leases
     return {

@@ -1,7 +1,7 @@
 """The client of the DecodeRouter actor in an ingress, which gets a lease for each request.
 
 docs/request_path.md describes a request's open `place` call and the states of its lease. If the router does
-not answer in time, the ingress closes the channel, and local fallback decides until there is another one.
+not answer in time, the ingress closes the channel, and local fallback decides until there is another channel.
 Frames arrive in order, so no late message contradicts a newer one.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.channel import CallFailedError, OpenCall
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
 from eldr_serve.limits.tenants import Usage
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
@@ -33,6 +33,8 @@ from eldr_serve.router_client.subscription import RouterSubscription
 from eldr_serve.router_client.waiting import WaitingRequests
 from eldr_serve.router_protocol import methods
 from eldr_serve.router_protocol.messages import (
+    ROUTER_ERROR,
+    ROUTER_UNREACHABLE,
     Counted,
     Granted,
     IngressReport,
@@ -61,7 +63,7 @@ class RouterClient:
     Args:
         router_calls: calls to the actor.
         workers: see RouterSubscription.
-        timeout_s: maximum time for an answer of the actor, s; then local fallback decides.
+        timeout_s: maximum time for an answer of the actor, s; after that, local fallback decides.
         counters: counters of the ingress, which this client reports to the actor.
         on_predictor: called when a predictor is loaded, which needs prompts' token ids.
 
@@ -88,7 +90,7 @@ class RouterClient:
         self._fallback = LocalFallback(workers)
         self._place_calls: dict[str, OpenCall] = {}  # open calls by request id
         self._reporting: asyncio.Task[None] | None = None
-        # `_report` sends these to the router.
+        # What the next `_report` sends to the router:
         self._unreported: set[str] = set()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None
@@ -131,12 +133,12 @@ class RouterClient:
     # -- other methods of the actor, see DecodeRouter; for the exceptions see RouterCalls.call --------
 
     async def expect_counts(self, num_layers: int, num_experts: int) -> None:
-        """Set the shape of the expert counts that prompts will have, also at the router."""
+        """Set the shape of the expert counts that prompts will have, here and at the router."""
         self.scorer.shape = (num_layers, num_experts)
         await self._subscription.send_shape()
 
     async def share_limits(self, ingress: str, usage: Usage) -> dict[str, Usage]:
-        """Exchange tenants' usage with the other ingresses; raise ConnectionError if the router cannot."""
+        """Exchange tenants' usage with other ingresses; raise ConnectionError if the router cannot answer."""
         try:
             return await self._subscription.call(methods.SHARE_LIMITS, methods.UsageArguments(ingress, usage))
         except ACTOR_UNAVAILABLE as error:
@@ -166,8 +168,8 @@ class RouterClient:
 
         Args:
             request: the request without expert counts, similarity and may_wait, which are set here.
-            counts: unsigned[L,E], the prompt's expert counts; None if prefill returned none. They are then
-                predicted if there is a predictor.
+            counts: unsigned[L,E], the expert counts of `request.counted_tokens` tokens; None if prefill
+                returned none. They are then predicted if there is a predictor.
             token_ids: uint32[n], the prompt's token ids, if a predictor may read them.
             wait_s: maximum wait in the decode queue, s; 0: place at once.
             generated_tokens: number of tokens that the answer has already, if it is resumed.
@@ -182,17 +184,19 @@ class RouterClient:
         placed_request = replace(request, expert_counts=counts, predicted=is_predicted, may_wait=wait_s > 0)
         lease = Lease(placed_request, generated_tokens=generated_tokens)
         self.leases[request.request_id] = lease
+        unplaced_reason = ROUTER_UNREACHABLE
         try:
             if not self.router_unreachable:
                 if self._subscription.connected:
                     self._send(lease)
-                await self._waiting.wait(lease, wait_s)
+                unplaced_reason = await self._waiting.wait(lease, wait_s)
             if lease.state is not LeaseState.GRANTED:
-                self._lease_by_local_fallback(lease)
+                self._lease_by_local_fallback(lease, unplaced_reason)
         except BaseException:
             self.release(request.request_id, is_complete=False)  # it may be queued or hold a lease by now
             raise
-        if measured_counts is not None and token_ids is not None:
+        is_first = not (generated_tokens or request.worker_failed)
+        if is_first and measured_counts is not None and token_ids is not None:
             self.scorer.train(token_ids, measured_counts, len(token_ids))
         return lease
 
@@ -204,7 +208,8 @@ class RouterClient:
         Args:
             token_ids: uint32[n] from which the counts were predicted; None if they were not.
             counts: unsigned[L,E].
-            prompt_tokens: number of counted tokens, with a chat template's tokens, which `token_ids` lack.
+            prompt_tokens: number of counted tokens, including a chat template's tokens, which `token_ids`
+                lack.
         """
         if token_ids is not None:
             self.scorer.train(token_ids, counts, prompt_tokens)
@@ -212,7 +217,7 @@ class RouterClient:
         if lease is not None and lease.state is LeaseState.GRANTED:
             lease.request = replace(
                 lease.request,
-                expert_counts=self.scorer.take_counts_to_report(counts),
+                expert_counts=self.scorer.sample_counts(counts),
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
@@ -232,7 +237,7 @@ class RouterClient:
         """End a request's lease in any state. Further calls have no effect.
 
         The release of a complete answer reports its number of tokens, from which policies learn answer
-        lengths; that of another answer reports 0.
+        lengths; the release of an incomplete answer reports 0.
         """
         lease = self.leases.pop(request_id, None)
         if lease is None:
@@ -269,28 +274,31 @@ class RouterClient:
 
     def _on_message(self, lease: Lease, payload: bytes) -> None:
         reply = _decode_reply(payload)
+        if lease.state not in (LeaseState.SENT, LeaseState.QUEUED):
+            return  # local fallback has placed the request meanwhile, and the router adopts that lease
         if isinstance(reply, Granted):
             reply.copy_to(lease)
             self._discard_unread_counts(lease)
             self._fallback.add(lease)
-        elif isinstance(reply, Queued) and lease.state is LeaseState.SENT:
+            self._waiting.resume(lease.request_id)
+        elif isinstance(reply, Unplaced):
+            self._waiting.resume(lease.request_id, reply.reason)
+        elif lease.state is LeaseState.SENT:
             lease.become(LeaseState.QUEUED)
             self._waiting.queue_or_refuse(lease.request_id)
-            return
-        self._waiting.resume(lease.request_id)
 
     def _on_failed(self, lease: Lease, error: Exception) -> None:
         if isinstance(error, CallFailedError) and self._place_calls.pop(lease.request_id, None) is not None:
-            self._waiting.resume(lease.request_id)
+            self._waiting.resume(lease.request_id, ROUTER_ERROR)
 
-    def _lease_by_local_fallback(self, lease: Lease) -> None:
-        self._fallback.lease(lease, "router-unreachable" if self.router_unreachable else "no-worker")
+    def _lease_by_local_fallback(self, lease: Lease, reason: str) -> None:
+        self._fallback.lease(lease, reason)
         self._counters.count(IngressEvent.PLACED_BY_LOCAL_FALLBACK)
         self._discard_unread_counts(lease)
         self.send_leases([lease])
 
     def _discard_unread_counts(self, lease: Lease) -> None:
-        """Discard counts that the live policy does not read; a lease keeps those that it reads."""
+        """Remove the lease's expert counts unless the live policy reads them."""
         counts = self.scorer.counts_for_policy(lease.request.expert_counts)
         lease.request = replace(lease.request, expert_counts=counts)
 
@@ -316,7 +324,7 @@ class RouterClient:
 
     def on_router_unreachable(self) -> None:
         for lease in self._waiting:
-            self._waiting.resume(lease.request_id)
+            self._waiting.resume(lease.request_id, ROUTER_UNREACHABLE)
 
     # -- reports -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class LocalFallback:
         self._ledger = LoadLedger()
 
     def add(self, lease: Lease) -> None:
-        """Count a lease on its worker instead of an earlier one."""
+        """Count a lease on its worker; it replaces an earlier lease of the request."""
         self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
         self._ledger.set_generated_tokens(lease.request_id, lease.generated_tokens)
 
@@ -40,6 +40,9 @@ class LocalFallback:
     def lease(self, lease: Lease, reason: str) -> None:
         """Lease the least loaded worker that is not excluded, and break ties randomly.
 
+        Args:
+            reason: why the router did not place the request: NO_WORKER, ROUTER_ERROR or ROUTER_UNREACHABLE.
+
         Raises:
             OverloadedError: no decode replica is known.
         """
@@ -47,7 +50,8 @@ class LocalFallback:
         candidates = [name for name in workers if name not in lease.request.exclude] or list(workers)
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)
-        in_flight = self._ledger.loads(self._ledger.rows(candidates)).in_flight
+        self._ledger.name_workers(candidates)
+        in_flight = self._ledger.loads(self._ledger.rows_of(candidates)).in_flight
         lease.become(LeaseState.GRANTED)
         least_loaded = np.flatnonzero(in_flight == in_flight.min())
         lease.worker, lease.position = candidates[int(random.choice(least_loaded))], -1

@@ -76,7 +76,7 @@ class Scorer:
         return OnlinePredictor(artifact)
 
     def set_tokenizer(self, fingerprint: str) -> None:
-        """Set the fingerprint of the served tokenizer; a predictor for another one is discarded."""
+        """Set the fingerprint of the served tokenizer; a predictor for another tokenizer is discarded."""
         self.tokenizer = fingerprint
         if self.predictor is not None and self.predictor.predictor.tokenizer != fingerprint:
             self.predictor = self._load_predictor(self.settings.predictor if self.settings else None)
@@ -94,7 +94,7 @@ class Scorer:
         try:
             self.predictor.observe(token_ids, counts * (len(token_ids) / prompt_tokens))
         except ValueError as error:
-            logger.error("the signature predictor cannot be used, nothing is predicted: %s", error)
+            logger.error("the signature predictor cannot be used, so nothing is predicted: %s", error)
             self.predictor = None
 
     def counts_for_policy(self, counts: NDArray[Any] | None) -> NDArray[Any] | None:
@@ -103,8 +103,8 @@ class Scorer:
             return None
         return _pack(counts)
 
-    def take_counts_to_report(self, counts: NDArray[Any]) -> NDArray[Any] | None:
-        """Return the measured counts to report next: those that the policy reads, or else a sample."""
+    def sample_counts(self, counts: NDArray[Any]) -> NDArray[Any] | None:
+        """Return a measured prompt's packed counts if the policy reads counts or the prompt is sampled."""
         sampled = next(self._numbers) % _SAMPLE_EVERY == 0
         return _pack(counts) if sampled else self.counts_for_policy(counts)
 
@@ -113,7 +113,7 @@ class Scorer:
         counts, settings = request.expert_counts, self.settings
         if counts is None:
             return replace(request, counts_missing=True)
-        choose_counts = self.counts_for_policy if request.predicted else self.take_counts_to_report
+        choose_counts = self.counts_for_policy if request.predicted else self.sample_counts
         fields: dict[str, Any] = {"expert_counts": choose_counts(counts)}
         if self._table is not None and settings is not None:
             try:

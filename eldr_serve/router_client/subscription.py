@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from eldr_serve.channel import Channel, OpenCall
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
+from eldr_serve.monitoring.supervision import start_supervised
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.scorer import Scorer
 from eldr_serve.router_protocol import methods
@@ -20,6 +22,7 @@ from eldr_serve.router_protocol.messages import (
     LiveSettings,
     Place,
     Restore,
+    WorkerPositions,
     Workers,
     decoder,
     encode,
@@ -31,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S, _MAX_RETRY_S = 0.1, 2.0
 _FAST_RETRIES = 30  # retries that are enough for the restart of an actor
-_decode_settings = decoder(LiveSettings)
+_decode_answer = decoder(LiveSettings | WorkerPositions)
 
 
 class _UnreadableSettingsError(Exception):
@@ -108,7 +111,8 @@ class RouterSubscription:
         self._channel: Channel | None = None
         self._subscription: OpenCall | None = None
         self._first_settings: asyncio.Future[None] | None = None
-        self._reported_workers: tuple[str, ...] = ()
+        self._reported_workers: tuple[str, ...] | None = None  # None until a worker is known
+        self._positions: tuple[str | None, ...] = ()  # newest positions that the router has sent
         self._task: asyncio.Task[None] | None = None
         self._delays = _retry_delays()  # the delays start again after each success
         self._logged_reason = ""
@@ -117,7 +121,7 @@ class RouterSubscription:
     def start(self) -> None:
         """Connect, and connect again after each loss; further calls have no effect."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task = start_supervised("the connection to the router", self._run)
 
     async def stop(self) -> None:
         """Close the connection."""
@@ -150,9 +154,17 @@ class RouterSubscription:
 
     def report_workers(self) -> None:
         """Report the live decode workers if they have changed."""
-        if self._subscription is not None and self._reported_workers != (workers := self._workers()):
+        if self._subscription is None:
+            return
+        workers = self._known_workers()
+        if workers is not None and workers != self._reported_workers:
             self._reported_workers = workers
-            self._subscription.note(encode(Workers(self._reported_workers)))
+            self._subscription.note(encode(Workers(workers)))
+
+    def _known_workers(self) -> tuple[str, ...] | None:
+        """Return the live decode workers; None if this ingress has not known any yet."""
+        workers = self._workers()
+        return None if not workers and self._reported_workers is None else workers
 
     def report(self, report: IngressReport) -> None:
         """Send the counts of the ingress."""
@@ -161,10 +173,10 @@ class RouterSubscription:
 
     def give_up(self, error: Exception) -> None:
         """Close the channel of a router that cannot be used; place by local fallback until it can."""
-        is_unreadable = isinstance(error, _UnreadableSettingsError)
-        reason = str(error) if is_unreadable else f"DecodeRouter does not answer ({type(error).__name__})"
-        if not self.unreachable or (is_unreadable and reason != self._logged_reason):
-            logger.warning("%s; placing locally", reason)
+        is_unusable = isinstance(error, _UnreadableSettingsError | SwapRefusedError)
+        reason = str(error) if is_unusable else f"DecodeRouter does not answer ({type(error).__name__})"
+        if not self.unreachable or (is_unusable and reason != self._logged_reason):
+            logger.warning("%s; local fallback places the requests", reason)
             self._logged_reason = reason
         if not self.unreachable:
             self._counters.count(IngressEvent.ROUTER_LOST)
@@ -178,25 +190,27 @@ class RouterSubscription:
         try:
             while True:
                 try:
-                    await self._serve()
+                    await self._connect_until_lost()
                 except Exception as error:  # any error: no request may wait for a broken router
                     self.give_up(error)
                 await asyncio.sleep(next(self._delays))
         finally:
             self._close_channel("the ingress stops")
 
-    async def _serve(self) -> None:
+    async def _connect_until_lost(self) -> None:
         """Connect and subscribe, then wait until the channel is lost."""
         first_settings = self._first_settings = asyncio.get_running_loop().create_future()
         async with asyncio.timeout(self._timeout_s):
             channel = await self._router_calls.get_channel()
+        async with asyncio.timeout(10 * self._timeout_s):  # the router may have to build a new state
+            await self._router_calls.configure(self._owner.scorer.settings)
         self._subscribe(channel)
         async with asyncio.timeout(self._timeout_s):
             await first_settings
         self._close_channel(await asyncio.shield(channel.closed))
 
     def _subscribe(self, channel: Channel) -> None:
-        self._reported_workers = self._workers()
+        self._reported_workers = self._known_workers()
         leases = self._owner.held_leases()
         message = Restore(
             self._name,
@@ -204,17 +218,20 @@ class RouterSubscription:
             tuple(lease.request_id for lease in leases),
             self._owner.scorer.settings,
             self._owner.scorer.shape,
+            self._positions,
         )
-        self._subscription = channel.open_call(
-            "subscribe", encode(message), self._on_settings, self._on_failed
-        )
+        self._subscription = channel.open_call("subscribe", encode(message), self._on_answer, self._on_failed)
         self._channel = channel
         self._owner.send_leases(leases)
 
-    def _on_settings(self, payload: bytes) -> None:
-        """Apply new settings; the first ones answer the subscription."""
+    def _on_answer(self, payload: bytes) -> None:
+        """Keep new positions, or apply new settings; the first settings answer the subscription."""
         try:
-            self._owner.on_settings(_decode_settings(payload))
+            answer = _decode_answer(payload)
+            if isinstance(answer, WorkerPositions):
+                self._positions = answer.workers
+                return
+            self._owner.on_settings(answer)
         except Exception as error:
             unreadable = _UnreadableSettingsError(f"the settings of DecodeRouter cannot be used: {error!r}")
             self._fail_first_settings(unreadable)

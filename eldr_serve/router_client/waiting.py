@@ -17,14 +17,15 @@ class _WaitingRequest:
 
     Attributes:
         deadline_s: latest end of the wait in the decode queue, on the event loop's clock.
-        outcome: done when the wait is over; fails if the request is refused.
+        outcome: done when the wait is over; its result is that of `WaitingRequests.wait`, and it fails if the
+            request is refused.
         unanswered_since_s: time at which the wait for an answer last began, on the event loop's clock.
         expiry: end of the wait in the decode queue, once it has begun.
     """
 
     lease: Lease
     deadline_s: float
-    outcome: asyncio.Future[None]
+    outcome: asyncio.Future[str]
     unanswered_since_s: float
     expiry: asyncio.TimerHandle | None = None
 
@@ -34,7 +35,7 @@ class WaitingRequests:
 
     Args:
         timeout_s: maximum time for an answer, s.
-        on_late: called when the router has not answered for longer than that.
+        on_late: called when the router has not answered for longer than `timeout_s`.
         on_expired: called when a request is refused since no worker is free in time.
     """
 
@@ -57,11 +58,14 @@ class WaitingRequests:
         """Estimate the wait of a new request in the decode queue, s; 0 if none waits there."""
         return self._estimator.estimate_wait_s(self._in_queue + 1) if self._in_queue else 0.0
 
-    async def wait(self, lease: Lease, wait_s: float) -> None:
-        """Return when `resume` is called for the request.
+    async def wait(self, lease: Lease, wait_s: float) -> str:
+        """Wait until `resume` is called for the request.
 
         Args:
             wait_s: maximum time from now until a wait in the decode queue ends, s.
+
+        Returns:
+            Why the router did not place the request; "" if it did.
 
         Raises:
             OverloadedError: no worker was free in time, or none would be.
@@ -75,7 +79,7 @@ class WaitingRequests:
         try:
             # wait_for of Python 3.11 would swallow a cancellation that meets a finished answer, and the
             # request of a disconnected client would keep running.
-            await entry.outcome
+            return await entry.outcome
         finally:
             if self._waiting.get(request_id) is entry:
                 del self._waiting[request_id]
@@ -84,11 +88,15 @@ class WaitingRequests:
                 self._in_queue -= 1
                 self._estimator.record_departure(empty=not self._in_queue)
 
-    def resume(self, request_id: str) -> None:
-        """End the wait of a request that waits."""
+    def resume(self, request_id: str, unplaced_reason: str = "") -> None:
+        """End the wait of a request that waits.
+
+        Args:
+            unplaced_reason: why the router did not place the request; "" if it did.
+        """
         entry = self._waiting.get(request_id)
         if entry is not None and not entry.outcome.done():
-            entry.outcome.set_result(None)
+            entry.outcome.set_result(unplaced_reason)
 
     def cancel(self, request_id: str) -> None:
         """Cancel the wait of a request that waits."""

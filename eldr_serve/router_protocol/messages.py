@@ -1,8 +1,9 @@
 """Messages between the DecodeRouter actor and its ingresses, and their encoding.
 
-An ingress's `subscribe` call opens with Restore. The router answers with LiveSettings, at once and after each
-change; the ingress's notes are Workers and IngressReport. A `place` call opens with Place. The router answers
-with Queued, Granted or Unplaced; the notes are a further Place, Counted, or the number of generated tokens.
+An ingress's `subscribe` call opens with Restore. The router answers with LiveSettings and WorkerPositions, at
+once and after each change; the ingress's notes are Workers and IngressReport. A `place` call opens with
+Place. The router answers with Queued, Granted or Unplaced; the notes are a further Place, Counted, or the
+number of generated tokens.
 
 All messages are MessagePack, encoded from msgspec structs and dataclasses. An array consists of its dtype,
 shape and bytes.
@@ -26,6 +27,11 @@ from eldr_serve.scheduling.types import Lease, LeaseState
 
 LOCAL_FALLBACK = "local-fallback"  # `Granted.policy` of a lease that its ingress has made
 
+# `Granted.reason` of such a lease: why the router did not place the request
+NO_WORKER = "no-worker"  # the router knows no decode worker
+ROUTER_ERROR = "router-error"  # an exception in the router
+ROUTER_UNREACHABLE = "router-unreachable"  # no answer in time, or settings that the ingress cannot use
+
 
 @pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class NamedPolicy:
@@ -46,7 +52,7 @@ class LiveSettings:
     table_version: int
     predictor: bytes | None = None  # a SignaturePredictor file
     predictor_version: int = 0
-    deployed_fingerprint: str = ""  # fingerprint of the deployment settings that these are based on
+    deployed_fingerprint: str = ""  # of the deployed settings that an operator may have changed
     shadow: NamedPolicy | None = None  # policy to compare the live one with
 
     @property
@@ -55,25 +61,35 @@ class LiveSettings:
         return self.shadow is not None or reads_counts(self.policy)
 
 
-class Restore(msgspec.Struct, tag=True, frozen=True):
+class Restore(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """The state that an ingress sends after it has connected; a `place` call for each lease follows.
 
     Attributes:
         ingress: id of the ingress.
+        workers: decode workers that the ingress can reach; None: it has not known any yet.
         leases: ids of the requests that hold a lease; all other requests of the ingress have ended or wait.
         settings: newest settings that the ingress knows, which a restarted router adopts.
         counts_shape: (MoE layers, experts) as engines report it, if known.
+        positions: newest WorkerPositions.workers that the ingress knows, which a restarted router adopts;
+            None: an ingress of an older version, which cannot read WorkerPositions.
     """
 
     ingress: str
-    workers: tuple[str, ...] = ()
+    workers: tuple[str, ...] | None = None
     leases: tuple[str, ...] = ()
     settings: LiveSettings | None = None
     counts_shape: tuple[int, int] | None = None
+    positions: tuple[str | None, ...] | None = None
+
+
+class WorkerPositions(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """The decode worker in each position; None: the position is vacant."""
+
+    workers: tuple[str | None, ...]
 
 
 class Workers(msgspec.Struct, tag=True, frozen=True):
-    """The live decode workers, as the ingress knows them."""
+    """The decode workers that the ingress can reach; a later list replaces this one."""
 
     workers: tuple[str, ...]
 
@@ -83,7 +99,7 @@ class StreamLatencies(msgspec.Struct, frozen=True):
 
     Attributes:
         ttft_s: time to the first chunk, s.
-        tpot_s: mean time between tokens, s; None with fewer than two, or with several answers.
+        tpot_s: mean time between tokens, s; None with fewer than two tokens, or with several answers.
     """
 
     ttft_s: float
@@ -94,7 +110,7 @@ class IngressReport(msgspec.Struct, tag=True, frozen=True):
     """Counts of an ingress since its last report.
 
     Attributes:
-        events: increments of the status' counters.
+        events: increments of the status's counters.
         streams: streams that have ended.
         prediction: OnlinePredictor.status of an ingress that has a predictor.
     """
@@ -135,7 +151,13 @@ class Queued(msgspec.Struct, tag=True, frozen=True, array_like=True):
 
 
 class Unplaced(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """The answer that the router knows no decode replica, so the ingress decides."""
+    """The answer that the router cannot place the request, so the ingress places it.
+
+    Attributes:
+        reason: NO_WORKER or ROUTER_ERROR.
+    """
+
+    reason: str = NO_WORKER
 
 
 class Place(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -169,7 +191,7 @@ def _array(kind: Any, encoded: Any) -> NDArray[Any]:
     name, shape, content = encoded
     dtype = np.dtype(name)
     if dtype.kind not in "biuf":
-        raise ValueError(f"an array of {name}")
+        raise ValueError(f"an array of type {name} cannot be received")
     return np.frombuffer(content, dtype).reshape(shape)
 
 

@@ -1,6 +1,6 @@
 """Expected activation of experts in a decode step of each worker.
 
-A request's activation is stored in one byte per expert and layer, its levels, so that thousands of running
+A request's activation is stored as levels, one byte per expert and layer, so that thousands of running
 requests need little memory.
 """
 
@@ -47,9 +47,9 @@ def extend_rows(rows: NDArray[Any], num_workers: int, *cells: int, fill: float =
 class ExpectedActivation:
     """The activation of experts that is expected from the requests of each worker.
 
-    A request activates expert e of layer l in a step with probability p[l,e], estimated as the prompt's
-    counts divided by its tokens. A worker's batch leaves the expert idle with probability prod(1 - p). The
-    arrays have a row for each worker, with all cells (l, e); those of every eighth layer come first.
+    A request activates expert e of layer l in a step with probability p[l,e], estimated as its counts divided
+    by the number of counted tokens. A worker's batch leaves the expert idle with probability prod(1 - p). The
+    arrays have a row for each worker, with all cells (l, e). The cells of every eighth layer come first.
 
     Attributes:
         running: for each running request, the position of its worker and its levels.
@@ -97,7 +97,7 @@ class ExpectedActivation:
             if not self._shape:
                 self._set_shape(counts.shape)
             frequencies = counts[self.layers].reshape(-1).astype(np.float32)
-            frequencies /= request.prompt_tokens
+            frequencies /= request.counted_tokens
             return levels_of(frequencies)
         if self._mean_levels is None and self.mean is not None:
             self._mean_levels = levels_of(self.mean)
@@ -116,7 +116,7 @@ class ExpectedActivation:
     def _is_running(self, request: PlacementRequest) -> bool:
         """Return whether the request is running with the same counts."""
         counts, tokens = self._measured.get(request.request_id, (None, 0))
-        return counts is request.expert_counts and tokens == request.prompt_tokens
+        return counts is request.expert_counts and tokens == request.counted_tokens
 
     def has_usable_counts(self, request: PlacementRequest) -> bool:
         """Return whether the request has counts of the right shape."""
@@ -124,7 +124,7 @@ class ExpectedActivation:
         return (
             counts is not None
             and counts.ndim == 2
-            and request.prompt_tokens > 0
+            and request.counted_tokens > 0
             and self._shape in ((), counts.shape)
         )
 
@@ -143,7 +143,7 @@ class ExpectedActivation:
         self._changed.add(position)
         if self.has_usable_counts(request):
             assert request.expert_counts is not None
-            self._measured[request.request_id] = (request.expert_counts, request.prompt_tokens)
+            self._measured[request.request_id] = (request.expert_counts, request.counted_tokens)
             self._learn(request.request_id, activation_of(levels), before)
 
     def on_finished(self, request_id: str) -> None:

@@ -22,12 +22,12 @@ class LoadedAdapters:
         self._first, self._slots = tuple(names[-slots:]), slots
         self._loaded: dict[Hashable, tuple[str, ...]] = {}  # adapters, least recently used first
 
-    def keep(self, workers: Iterable[Hashable]) -> None:
-        """Remove all other workers."""
+    def keep_only(self, workers: Iterable[Hashable]) -> None:
+        """Remove all workers but these."""
         names = set(workers)
         self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in names}
 
-    def use(self, worker: Hashable, adapter: str) -> None:
+    def record_request(self, worker: Hashable, adapter: str) -> None:
         """Record that a request for an adapter was sent to the worker; "" is the base model."""
         if adapter:
             others = (name for name in self._loaded.get(worker, self._first) if name != adapter)

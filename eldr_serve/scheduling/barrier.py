@@ -79,7 +79,7 @@ class StepBarrier:
     def least_loaded_ranks(
         self, positions: NDArray[np.int64], loads: Loads, cost: StepCost, added_s: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Return one position per replica: the one with the least `added_s`, or of several the least loaded.
+        """Return one position per replica: the one with the least `added_s`; load breaks ties.
 
         Args:
             added_s: float64[n], time that a request would add at each of `positions`.

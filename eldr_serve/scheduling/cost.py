@@ -23,8 +23,8 @@ class StepAnswer(NamedTuple):
 
     Attributes:
         queued: the replica's share of the requests in the decode queue, by its number of workers.
-        has_all_blocks: whether the router has all blocks of their prefix caches; otherwise the next report
-            should have all of them.
+        has_all_blocks: whether the router knows all blocks in the prefix caches of the replica's workers;
+            otherwise the next report should list all of them.
     """
 
     queued: float
@@ -220,7 +220,7 @@ class StepSums:
         if self.steps < 10 * len(_TERMS):
             return None
         terms = solve_non_negative(self.gram, self.moment)
-        if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MAX_S):  # nan fails this check, too
+        if not (terms[_PER_EXPERT] > 0 and terms.max() <= _MAX_S):  # nan fails this check too
             return None
         decode = StepCost(*terms.tolist())
         return replace(decode, per_prompt_token_s=self.prompt_token_s(decode, self.prompts))

@@ -17,8 +17,8 @@ class DecodeQueue:
 
     Attributes:
         leases: leases of the waiting requests, by id, in order of arrival.
-        patience_s: a request without an objective takes its turn as if its first token were due after this
-            time, s; set it to half of the longest wait.
+        patience_s: assumed time to the first-token deadline of a request without an objective, s; the router
+            sets half of the longest wait.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,9 +54,9 @@ class DecodeQueue:
     def in_turn(self, running: Iterable[Lease]) -> list[Lease]:
         """Return the queue in the order of the tenants' fair shares, each tenant's requests by deadline.
 
-        Every request has a deadline. Without an objective, or if its first token is late already, its
-        deadline is `patience_s` after its arrival. So every request has its turn, and without objectives the
-        order is that of arrival.
+        Every request has a deadline, so every request has its turn. Without an objective, or if the first
+        token is late already, the deadline is `patience_s` after the arrival. Requests without objectives are
+        therefore in the order of arrival.
 
         Args:
             running: leases of the requests that hold a worker; they count towards their tenants' shares.

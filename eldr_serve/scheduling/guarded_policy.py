@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class GuardedPolicy:
     """A policy with a fallback: if it fails, the worker with the fewest requests is chosen ("policy-error").
 
-    If a notification fails, the policy misses that event; others are not affected.
+    If a notification fails, the policy misses that event; other events are not affected.
 
     Args:
         on_policy_error: callback for each exception; may raise it again.
@@ -37,7 +37,11 @@ class GuardedPolicy:
     @property
     def has_queue(self) -> bool:
         """Return whether requests wait for `dispatch`."""
-        return isinstance(self.policy, QueuedPolicy) and self.policy.has_queue
+        try:
+            return isinstance(self.policy, QueuedPolicy) and self.policy.has_queue
+        except Exception as error:
+            self._log(error)
+            return False
 
     def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
         """Return the policy's decision, or the least loaded worker if the policy fails."""
@@ -64,7 +68,15 @@ class GuardedPolicy:
             return [(index, _check_decision(decision, loads)) for index, decision in assigned]
         except Exception as error:
             self._log(error)
-            return list(enumerate(_choose_by_load(len(waiting), loads, self.policy.slots_per_worker())))
+            return list(enumerate(_choose_by_load(len(waiting), loads, self._slots_per_worker())))
+
+    def _slots_per_worker(self) -> int | None:
+        assert isinstance(self.policy, QueuedPolicy)
+        try:
+            return self.policy.slots_per_worker()
+        except Exception as error:
+            self._log(error)
+            return None
 
     def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
         """Notify the policy that a request has a worker."""

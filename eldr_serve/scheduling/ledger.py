@@ -14,7 +14,7 @@ class LoadLedger:
     """Requests in flight, KV tokens (prompt + generated) and pending prefill tokens of each worker.
 
     A worker is any hashable name. Loads are never negative, and zero for an idle or unknown worker. A worker
-    has a row while it has requests or if the last call of `rows` named it.
+    has a row while it has requests or if the last call of `name_workers` named it.
 
     Args:
         tokens_by_step: whether the caller adds generated tokens with `add_tokens`, since a simulator knows
@@ -89,13 +89,17 @@ class LoadLedger:
         assert self._kv_tokens[row] >= 0
         self._free_if_idle(self._workers[row])
 
-    def rows(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
-        """Return the row numbers of these workers, int64[W], for `loads`; the next call may change them."""
-        names = list(workers)
-        before, self._named_workers = self._named_workers, set(names)
+    def name_workers(self, workers: Iterable[Hashable]) -> None:
+        """Give each of these workers a row, and free the rows of idle workers that are not among them."""
+        before, self._named_workers = self._named_workers, set(workers)
         for worker in before - self._named_workers:
             self._free_if_idle(worker)
-        return np.array([self._row_of(worker) for worker in names], np.int64)
+        for worker in self._named_workers - before:
+            self._row_of(worker)
+
+    def rows_of(self, workers: Iterable[Hashable]) -> NDArray[np.int64]:
+        """Return the rows of named workers for `loads`, int64[W]; `name_workers` may change them."""
+        return np.array([self._rows[worker] for worker in workers], np.int64)
 
     def loads(self, rows: NDArray[np.int64], available: NDArray[np.bool_] | None = None) -> Loads:
         """Return a copy of the loads of the workers in these rows; without `available`, all are available."""

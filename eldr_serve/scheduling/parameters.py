@@ -50,8 +50,10 @@ def validate(declared: type[Declared], policy: str, values: Mapping[str, Any]) -
         kind = kind_of(declared.model_fields[name])
         if name not in values:
             raise PolicyError(f"{name} is missing: policy {policy!r} needs {kind}") from error
-        is_own_check = first["type"] == "value_error"
-        problem = str(first["ctx"]["error"]) if is_own_check else f"must be {kind}"
+        cause = first["ctx"]["error"] if first["type"] == "value_error" else None
+        if isinstance(cause, PolicyError):  # its sentence names the parameter and the value
+            raise cause from error
+        problem = f"must be {kind}" if cause is None else str(cause)
         raise PolicyError(invalid_value(name, shortened(values[name]), problem)) from error
 
 

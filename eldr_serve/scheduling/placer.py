@@ -30,7 +30,7 @@ from eldr_serve.scheduling.worker_set import WorkerSet
 class Placer:
     """Assigns decode workers to prefilled requests by a policy, and notifies it of their progress.
 
-    Under a policy with a decode queue, requests that may wait do so until the policy assigns them a worker.
+    Under a policy with a decode queue, requests that may wait are queued until the policy assigns workers.
     Only `submit` and `dispatch` ask the policy, so call one of them after any change of loads or workers.
     WorkerSet defines positions, and which workers are available.
 
@@ -80,7 +80,7 @@ class Placer:
 
         Args:
             draining: workers that get no more requests.
-            unreachable: workers that an ingress cannot reach, by ingress; all others reach all workers.
+            unreachable: workers that an ingress cannot reach, by ingress; the other ingresses reach all.
         """
         changed = self.workers.update(workers, draining, unreachable)
         if changed:
@@ -131,7 +131,7 @@ class Placer:
         """Set the size of a worker's prefix cache, and apply an engine's report of its blocks.
 
         Args:
-            size: None without a cache.
+            size: None if the worker has no prefix cache.
             changes: changes since the last report; None: there are none, or the engine reports none.
 
         Returns:
@@ -175,7 +175,7 @@ class Placer:
             for excluded, successive in groupby(waiting, self.workers.excluded_for):
                 if excluded in full:
                     continue
-                group, loads = list(successive), self.workers.loads_without(*excluded)
+                group, loads = list(successive), self.workers.loads_avoiding(*excluded)
                 decisions = self._policy.dispatch([lease.request for lease in group], loads, self._rng)
                 new_leases += [self._assign(group[index], decision, loads) for index, decision in decisions]
                 if len(decisions) < len(group):
@@ -191,7 +191,7 @@ class Placer:
         """Add a lease that is granted already, for example by its ingress."""
         self.finish(lease.request_id, is_complete=False)
         self._register_running(lease)
-        self.workers.record_use(lease)
+        self._record_prompt(lease)
 
     def set_measured_counts(self, request: PlacementRequest) -> None:
         """Replace a request by one with its measured counts and length; ignored unless it is running."""
@@ -244,11 +244,15 @@ class Placer:
         lease.is_most_similar = is_most_similar(decision.position, lease.request, loads)
         lease.reason, lease.policy = decision.reason or self._policy.name, self._policy.name
         self._register_running(lease, decision)
-        self.workers.record_use(lease)
-        if lease.request.blocks is not None:
+        self._record_prompt(lease)
+        return lease
+
+    def _record_prompt(self, lease: Lease) -> None:
+        """Record the prompt at its worker, and the part that a whole replica has still to compute."""
+        self.workers.record_placement(lease)
+        if lease.request.blocks is not None and not lease.generated_tokens:
             missing = max(0, lease.request.prompt_tokens - lease.cached_tokens)
             self._ledger.add_prefill(lease.request_id, missing)
-        return lease
 
     def _register_running(self, lease: Lease, decision: Decision | None = None) -> None:
         self.running[lease.request_id] = lease

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _DEFAULT_BLOCKS = 4096  # capacity of a worker that has not reported it
-_MAX_BLOCKS = 2**16  # limit per worker, some 8 MB
+_MAX_EXPECTED_BLOCKS = 2**16  # limit of a worker's blocks that no engine has reported, about 8 MB
 _HASH_BYTES = 8
-_UNCONFIRMED_REPORTS = 60  # a prompt leaves the map if the engine has not computed it within so many reports
+_UNCONFIRMED_REPORTS = 60  # a prompt is forgotten after so many reports without its blocks
 
 
 def first_parent(salt: str) -> bytes:
@@ -44,9 +44,9 @@ class PromptBlocks:
     Attributes:
         hashes: uint64[n], their ids in the prompt's order.
         block_tokens: tokens per block.
-        exact: whether the token ids are those that the engine computes. Otherwise (a chat without its
-            template) the ids can be compared with those of other prompts, but not with those that an engine
-            reports.
+        exact: whether the engine computes the same token ids. It computes other ids for a chat, which is
+            hashed without its template. The blocks of a chat can be compared with other prompts' blocks, but
+            not with the blocks that an engine reports.
     """
 
     hashes: NDArray[np.uint64]
@@ -61,7 +61,7 @@ def prompt_blocks(
 
     Args:
         token_ids: uint32[T].
-        block_tokens: block size of the engines' KV cache; 0 without prefix caching gives no blocks.
+        block_tokens: block size of the engines' KV cache; 0 without prefix caching, which gives no blocks.
         salt: the request's `cache_salt`; prompts with different salts share no blocks.
         exact: see PromptBlocks.
     """
@@ -89,7 +89,8 @@ class BlockChanges:
 
     Attributes:
         added: ids of blocks that are cached now.
-        removed: ids of blocks that are not cached now, including some that were added and removed since.
+        removed: ids of blocks that are not cached now, including some that were added and removed
+            since the last report.
         full: `added` has all cached blocks, and earlier reports do not count.
     """
 
@@ -99,7 +100,7 @@ class BlockChanges:
 
 
 class TrackedBlocks:
-    """A set of block ids that keeps its changes until `take` returns them."""
+    """A set of block ids that keeps its changes until `take_changes` returns them."""
 
     def __init__(self) -> None:
         self._blocks: set[bytes] = set()
@@ -124,13 +125,15 @@ class TrackedBlocks:
             self.remove(block)
 
     def apply(self, changes: BlockChanges) -> None:
-        """Apply another set's changes; a full report is not supported."""
+        """Apply another set's changes; raise ValueError for a full report."""
+        if changes.full:
+            raise ValueError("changes is a full report; report only the blocks that were added and removed")
         for block in _split(changes.removed):
             self.remove(block)
         for block in _split(changes.added):
             self.add(block)
 
-    def take(self, *, full: bool = False) -> BlockChanges | None:
+    def take_changes(self, *, full: bool = False) -> BlockChanges | None:
         """Return the changes since the last call; None if there are none.
 
         Args:
@@ -147,18 +150,25 @@ def _split(blocks: bytes) -> list[bytes]:
     return [blocks[start : start + _HASH_BYTES] for start in range(0, len(blocks), _HASH_BYTES)]
 
 
+def _count_first_blocks(hashes: Sequence[int], is_cached: Callable[[int], bool]) -> int:
+    """Return the number of a prompt's cached blocks, which are its first ones."""
+    if not hashes or not is_cached(hashes[0]):
+        return 0
+    return bisect_left(hashes, True, key=lambda block: not is_cached(block))
+
+
 class PrefixCache:
     """LRU set of the blocks that one worker has computed.
 
-    Since the later blocks of a prompt are touched first, no block is evicted before those that follow it. So
-    the cached blocks of a prompt are always its first ones.
+    Since the later blocks of a prompt are touched first, each block is evicted after the blocks that follow
+    it. So the cached blocks of a prompt are always its first ones.
 
     Args:
-        blocks: capacity.
+        capacity: maximum number of blocks.
     """
 
-    def __init__(self, blocks: int = _DEFAULT_BLOCKS) -> None:
-        self.capacity = blocks
+    def __init__(self, capacity: int = _DEFAULT_BLOCKS) -> None:
+        self.capacity = capacity
         self._used: OrderedDict[int, None] = OrderedDict()  # blocks, oldest first
 
     def __len__(self) -> int:
@@ -166,11 +176,9 @@ class PrefixCache:
 
     def count_hits(self, hashes: Sequence[int]) -> int:
         """Return the number of a prompt's blocks in the cache."""
-        if not hashes or hashes[0] not in self._used:
-            return 0
-        return bisect_left(hashes, True, key=lambda block: block not in self._used)
+        return _count_first_blocks(hashes, self._used.__contains__)
 
-    def use(self, hashes: Sequence[int]) -> None:
+    def record_prompt(self, hashes: Sequence[int]) -> None:
         """Add the blocks of a prompt, or its first blocks if it exceeds the capacity."""
         used = self._used
         for block in reversed(hashes[: self.capacity]):
@@ -178,27 +186,28 @@ class PrefixCache:
             used.move_to_end(block)
         self.resize(self.capacity)
 
-    def resize(self, blocks: int) -> None:
+    def resize(self, capacity: int) -> None:
         """Change the capacity; evict the oldest blocks beyond it."""
-        self.capacity = blocks
-        while len(self._used) > blocks:
+        self.capacity = capacity
+        while len(self._used) > capacity:
             self._used.popitem(last=False)
 
 
 class ReportedCache:
-    """The blocks that a worker's engine has reported, and the blocks of prompts that it has yet to compute.
+    """The blocks that a worker's engine has reported, and the blocks that it has yet to compute.
 
-    A block of a prompt counts as cached as soon as the prompt is placed. It is removed if the engine does not
-    report it, because the request was cancelled or refused.
+    A block of a prompt counts as cached as soon as the prompt is placed. If the engine does not report the
+    block, because the request was cancelled or refused, the block is removed.
 
     Args:
-        blocks: maximum number of blocks yet to be computed; the oldest are removed.
+        max_awaited: maximum number of blocks that are yet to be computed; the oldest are removed.
     """
 
-    def __init__(self, blocks: int = _DEFAULT_BLOCKS) -> None:
-        self.capacity = blocks
+    def __init__(self, max_awaited: int = _DEFAULT_BLOCKS) -> None:
+        self._max_awaited = max_awaited
         self._cached: set[int] = set()
         self._awaited: OrderedDict[int, int] = OrderedDict()  # number of the last report; oldest first
+        self._placed: set[int] = set()  # blocks of the prompts since the last report
         self._reports = 0
 
     def __len__(self) -> int:
@@ -214,34 +223,53 @@ class ReportedCache:
 
         The cached blocks of a prompt are its first ones, since engines evict the last ones first.
         """
-        if not hashes or not self._has(hashes[0]):
-            return 0
-        return bisect_left(hashes, True, key=lambda block: not self._has(block))
+        return _count_first_blocks(hashes, lambda block: block in self._cached or block in self._awaited)
 
-    def _has(self, block: int) -> bool:
-        return block in self._cached or block in self._awaited
-
-    def use(self, hashes: Sequence[int]) -> None:
-        """Record that the engine will compute the blocks of a prompt."""
+    def record_prompt(self, hashes: Sequence[int]) -> None:
+        """Record that the engine will have the blocks of a prompt."""
+        self._placed.update(hashes)
         for block in reversed(hashes):
             if block not in self._cached:
                 self._awaited[block] = self._reports
                 self._awaited.move_to_end(block)
-        while len(self._awaited) > self.capacity:
-            self._awaited.popitem(last=False)
+        self._trim()
+
+    def set_max_awaited(self, max_awaited: int) -> None:
+        """Change the maximum number of blocks that are yet to be computed."""
+        self._max_awaited = max_awaited
+        self._trim()
 
     def apply(self, changes: BlockChanges) -> None:
-        """Apply a report of the engine."""
-        added, removed = (np.frombuffer(ids, np.uint64).tolist() for ids in (changes.added, changes.removed))
+        """Apply a report of the engine.
+
+        If a prompt was placed since the last report, the engine will compute the prompt's removed blocks
+        again. It evicted them before it got the prompt, because it evicts no block of a running request.
+        """
+        added, removed = (
+            set(np.frombuffer(ids, np.uint64).tolist()) for ids in (changes.added, changes.removed)
+        )
         if changes.full:
-            self._cached = set(added)
-        else:
-            self._cached.difference_update(removed)
-            self._cached.update(added)
-        for block in (*added, *removed):
+            removed |= self._cached - added
+        self._cached.difference_update(removed)
+        self._cached.update(added)
+        for block in added:
             self._awaited.pop(block, None)
+        for block in removed:
+            if block in self._placed:
+                self._awaited[block] = self._reports
+                self._awaited.move_to_end(block)
+            else:
+                self._awaited.pop(block, None)
+        self._placed.clear()
         self._reports += 1
-        while self._awaited and next(iter(self._awaited.values())) < self._reports - _UNCONFIRMED_REPORTS:
+        self._trim()
+
+    def _trim(self) -> None:
+        """Remove awaited blocks that exceed the maximum, or that too many reports did not contain."""
+        while len(self._awaited) > self._max_awaited:
+            self._awaited.popitem(last=False)
+        newest_expired = self._reports - _UNCONFIRMED_REPORTS
+        while self._awaited and next(iter(self._awaited.values())) <= newest_expired:
             self._awaited.popitem(last=False)
 
 
@@ -262,8 +290,8 @@ class PrefixMap:
         """Return the number of blocks of all workers."""
         return sum(map(len, self._caches.values())) + sum(map(len, self._reported.values()))
 
-    def keep(self, workers: Iterable[Hashable]) -> None:
-        """Remove all other workers; a restarted worker has another name, or is absent in between."""
+    def keep_only(self, workers: Iterable[Hashable]) -> None:
+        """Remove all workers but these; a restarted worker has another name, or is absent in between."""
         names = set(workers)
         for by_worker in (self._caches, self._reported, self._capacity):
             for worker in by_worker.keys() - names:
@@ -271,10 +299,12 @@ class PrefixMap:
 
     def set_capacity(self, worker: Hashable, kv_tokens: int, block_tokens: int) -> None:
         """Set the capacity of a worker's KV cache, in tokens, and its block size."""
-        capacity = min(max(kv_tokens // block_tokens, 1), _MAX_BLOCKS)
+        capacity = min(max(kv_tokens // block_tokens, 1), _MAX_EXPECTED_BLOCKS)
         self._capacity[worker] = capacity
         if worker in self._caches:
             self._caches[worker].resize(capacity)
+        if worker in self._reported:
+            self._reported[worker].set_max_awaited(capacity)
 
     def report(self, worker: Hashable, changes: BlockChanges | None) -> bool:
         """Apply a report of a worker's engine; return whether all of its blocks are known.
@@ -286,13 +316,11 @@ class PrefixMap:
             changes: None: no changes, or the engine reports none.
         """
         cache = self._reported.get(worker)
-        if changes is None:
-            return cache is not None
         if cache is None:
-            if not changes.full:
+            if changes is None or not changes.full:
                 return False
             cache = self._reported[worker] = ReportedCache(self._capacity.get(worker, _DEFAULT_BLOCKS))
-        cache.apply(changes)
+        cache.apply(changes or BlockChanges())  # without changes, prompts come closer to being forgotten
         return True
 
     def reported_blocks(self, worker: Hashable) -> int | None:
@@ -307,7 +335,7 @@ class PrefixMap:
         cache = self._cache(worker, blocks)
         if cache is None:
             cache = self._caches[worker] = PrefixCache(self._capacity.get(worker, _DEFAULT_BLOCKS))
-        cache.use(blocks.hashes.tolist())
+        cache.record_prompt(blocks.hashes.tolist())
 
     def _cache(self, worker: Hashable, blocks: PromptBlocks) -> PrefixCache | ReportedCache | None:
         reported = self._reported.get(worker) if blocks.exact else None

@@ -30,7 +30,7 @@ class PolicyComparison:
         tokens: number of priced tokens.
         live_ms, shadow_ms: time per token by the fitted step cost.
         measured_ms: time per token under the live policy, measured by engines; None if none has reported.
-        change_pct: relative change, live policy against shadow; below 0 the live one is faster.
+        change_pct: relative change, live policy against shadow; below 0 if the live one is faster.
         low_pct, high_pct: 95 % interval of `change_pct`, from the means of 10 s blocks; None below 3 blocks.
     """
 
@@ -46,11 +46,11 @@ class PolicyComparison:
 class Shadow:
     """A second policy that places every request of the live policy too; both placements are priced.
 
-    At any time both policies have the same requests, each in its own ledger. The price of a token is the
-    expected step time of the worker that holds its request (`StepCost` of the worker's requests, KV tokens
-    and expected active experts), so the two prices differ only by placement. A request ends
-    here when it ends in the service. Since a policy with a decode queue is called by `select`, no request
-    waits here.
+    At any time both policies have the same requests, each policy in its own ledger. The price of a token is
+    the expected step time of the worker that holds its request: the `StepCost` of the worker's requests, KV
+    tokens and expected active experts. So the two prices differ only by placement. A request ends here when
+    it ends in the service. No request waits here, because `select` places it even if the policy has a decode
+    queue.
 
     The placer's notifications are only queued; `catch_up` processes them between placements, and raises the
     exceptions of the policy.
@@ -161,13 +161,20 @@ class Shadow:
     def _set_workers(self, workers: tuple[str | None, ...], available: NDArray[np.bool_]) -> None:
         pairs = enumerate(zip(self._workers, workers, strict=False))
         unchanged_positions = {position for position, (before, now) in pairs if before == now}
-        if workers != self._workers:
-            self.policy.on_workers_changed(workers)
+        changed = workers != self._workers
         self._workers, self._available = workers, available
+        if changed:
+            self.policy.on_workers_changed(workers)
+        without_worker = []
         for request in self._requests.values():
-            if self._shadow.positions.get(request.request_id) not in unchanged_positions:
+            position = self._shadow.positions.get(request.request_id)
+            if position is None or position not in unchanged_positions:
                 self._shadow.finish(request.request_id)
-                self._place(request)
+                without_worker.append(request)
+            elif changed:
+                self.policy.on_assigned(request, position)
+        for request in without_worker:
+            self._place(request)
 
     def _assign(self, request: PlacementRequest, live_position: int, generated_tokens: int) -> None:
         name = request.request_id
@@ -256,7 +263,9 @@ class _PlacedRequests:
         self._activation.on_finished(request_id)
 
     def loads(self, available: NDArray[np.bool_]) -> Loads:
-        return self._ledger.loads(self._ledger.rows(range(len(available))), available)
+        positions = range(len(available))
+        self._ledger.name_workers(positions)
+        return self._ledger.loads(self._ledger.rows_of(positions), available)
 
     def seconds(self, cost: StepCost, num_workers: int) -> NDArray[np.float64]:
         """Return the expected step time of each worker, s, float64[W]."""

@@ -20,13 +20,14 @@ _MAX_TOKENS = 2**31 - 1
 class PlacementRequest:
     """A prefilled request that needs a decode worker. It is never changed; `replace` makes another one.
 
-    Token counts are clipped to [0, 2**31 - 1], since policies add them up in int64.
+    `prompt_tokens` and `max_new_tokens` are clipped to [0, 2**31 - 1], since policies add them up in int64.
 
     Attributes:
         expert_counts: the prompt's counts, unsigned[L,E], or floating[L,E] if predicted; None if unknown.
+        resumed_tokens: number of an answer's tokens that the counts include, because it is resumed.
         domain: kind of request, as the client named it in x-eldr-domain; None if it named none.
         similarity: float32[K], the cosine to each centroid of the table of `table_version`; None unless the
-            caller has scored the counts. It may then omit the counts.
+            caller has scored the counts, which it may then omit.
         labels: values of the `x-eldr-label-NAME` headers, by name, for policies outside this project.
         adapter: LoRA adapter of the request; "" for the base model.
         prompt_key: key that is equal for equal prompts; None if unknown.
@@ -47,6 +48,7 @@ class PlacementRequest:
     max_new_tokens: int
     _: KW_ONLY
     expert_counts: NDArray[Any] | None = None
+    resumed_tokens: int = 0
     domain: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     adapter: str = ""
@@ -69,9 +71,14 @@ class PlacementRequest:
         for name in ("prompt_tokens", "max_new_tokens"):
             setattr(self, name, min(max(getattr(self, name), 0), _MAX_TOKENS))
 
+    @property
+    def counted_tokens(self) -> int:
+        """Return the number of tokens whose experts `expert_counts` counts."""
+        return self.prompt_tokens + self.resumed_tokens
+
 
 class LeaseState(Enum):
-    """The states of a lease. In the first two it is requested."""
+    """The states of a lease. UNSENT and SENT: the lease is requested but not answered."""
 
     UNSENT = "unsent"  # the ingress sends the request when it has a channel
     SENT = "sent"  # the router has not answered yet
@@ -93,8 +100,8 @@ _NEXT = {
 class Lease:
     """A request's lease of a decode worker: requested, perhaps queued, granted, ended.
 
-    The router and its ingress each have a copy. The ingress uses it for its call to the decode engine. The
-    router fills three more fields, which it does not send: `ingress`, `queued_at_s` and
+    The router and its ingress each have a copy. The ingress uses its copy for the call to the decode engine.
+    The router fills three more fields, which it does not send: `ingress`, `queued_at_s` and
     `first_token_deadline_s`.
 
     Attributes:
@@ -104,7 +111,8 @@ class Lease:
         num_candidates: number of candidate workers.
         similarity: cosine to the worker's centroid, if known.
         is_most_similar: whether no available worker is more similar to the signature.
-        reason: rule that chose the worker, as in Decision; "" while there is none.
+        reason: rule that chose the worker, as in Decision; if the ingress chose it, why the router did not;
+            "" while there is none.
         policy: name of the policy that chose the worker; "" while there is none.
         queued_at_s: time of entry into the decode queue, by the router's clock.
         first_token_deadline_s: time at which the objective requires the first token, by the router's clock;

@@ -18,8 +18,8 @@ class WorkerSet:
     """The decode workers by position, with their loads, prefix caches and adapters.
 
     The position of a worker is its index in the loads that policies see. A worker is available if it may get
-    requests: its position is not vacant and it does not drain. A request also avoids its excluded workers and
-    those that its ingress cannot reach, as long as others are available.
+    requests: its position is not vacant and it does not drain. As long as other workers are available, a
+    request also avoids its excluded workers and the workers that its ingress cannot reach.
 
     Args:
         ledger: load of the workers.
@@ -54,16 +54,17 @@ class WorkerSet:
         if changed:
             self.names = list(names)
             self.positions = {name: position for position, name in enumerate(names) if name is not None}
-            self._ledger_rows = self._ledger.rows(names)
-            self.prefixes.keep(self.positions)
-            self._adapters.keep(self.positions)
+            self._ledger.name_workers(names)
+            self._ledger_rows = self._ledger.rows_of(names)
+            self.prefixes.keep_only(self.positions)
+            self._adapters.keep_only(self.positions)
         self.available = np.array([name is not None and name not in draining for name in names], bool)
         return changed
 
-    def record_use(self, lease: Lease) -> None:
-        """Record the adapter; set the prompt's cached tokens, then add its blocks to the prefix cache."""
+    def record_placement(self, lease: Lease) -> None:
+        """Set `lease.cached_tokens`; record the lease's adapter and blocks at its worker."""
         if lease.worker in self.positions:
-            self._adapters.use(lease.worker, lease.request.adapter)
+            self._adapters.record_request(lease.worker, lease.request.adapter)
             if (blocks := lease.request.blocks) is not None:
                 lease.cached_tokens = int(self.prefixes.cached_tokens([lease.worker], blocks)[0])
                 self.prefixes.record_prompt(lease.worker, blocks)
@@ -84,15 +85,15 @@ class WorkerSet:
     def loads_for(self, lease: Lease) -> Loads:
         """Return the loads for a request, and its prompt's cached tokens."""
         request = lease.request
-        loads = self.loads_without(*self.excluded_for(lease))
+        loads = self.loads_avoiding(*self.excluded_for(lease))
         if request.adapter:
             loads = replace(loads, lacks_adapter=self._adapters.lacks_adapter(self.names, request.adapter))
         if request.blocks is None:
             return loads
         return replace(loads, cached_tokens=self.prefixes.cached_tokens(self.names, request.blocks))
 
-    def loads_without(self, *groups: Collection[str]) -> Loads:
-        """Return the loads without the first group whose exclusion leaves a worker, or else all loads."""
+    def loads_avoiding(self, *groups: Collection[str]) -> Loads:
+        """Return the loads without the first of these groups that leaves a worker; all loads if none does."""
         for workers in groups:
             loads = self.loads(workers)
             if loads.available.any():

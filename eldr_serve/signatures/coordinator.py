@@ -29,7 +29,7 @@ class RouterView:
     Attributes:
         epoch: identifies the router's state; a table is only swapped in within the same epoch.
         workers: number of live decode workers.
-        ingresses: number of connected ingresses. Without any, a restarted router may lack its settings.
+        ingresses: number of connected ingresses. Without one, a restarted router may lack its settings.
         pool: current settings of the pool.
     """
 
@@ -52,7 +52,7 @@ class TableTarget(Protocol):
         """Return the live table."""
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        """Swap in a table and return its version; return None if the live table differs from the view's."""
+        """Swap in a table and return its version; None if its table or state is no longer the view's."""
 
 
 class Coordinator:
@@ -138,7 +138,8 @@ class Coordinator:
         self._next_fit_at_s = self._clock() + self.settings.options.every_s
         self._samples_at_last_fit = self.samples
         try:
-            await self._fit_and_swap(view, requested=False)
+            async with self._fit_lock:
+                await self._fit_and_swap(view, requested=False)
         except SwapRefusedError as error:
             logger.warning("no table was swapped in: %s", error)
         return view
@@ -147,53 +148,58 @@ class Coordinator:
         has_grown = not view.has_table and self.samples >= _GROWTH * self._samples_at_last_fit
         return self.samples >= self.needed_samples and (has_grown or self._clock() >= self._next_fit_at_s)
 
-    async def refit(self, status: dict[str, Any]) -> dict[str, Any]:
+    async def refit(self, read_status: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Fit IDF, mask and centroids to the pool's samples now; return the new table's entry in the status.
 
+        An automatic fit that is running ends first.
+
         Args:
-            status: the pool's status, to report to the router.
+            read_status: returns the pool's status, to report to the router.
 
         Raises:
             SwapRefusedError: there are too few samples, or the table was refused.
         """
-        view = self.view = await self._router.report_status(status)
-        if view.workers < 2:
-            raise SwapRefusedError(
-                f"{view.workers} decode replica(s) serve: a table needs 2 or more, so start another one"
-            )
-        required = MIN_REQUESTS_PER_WORKER * view.workers
-        if self.samples < required:
-            raise SwapRefusedError(
-                f"the signature pool holds {self.samples} samples and a table of {view.workers} decode "
-                f"replicas needs {required}: send more requests"
-            )
-        await self._fit_and_swap(view, requested=True)
-        assert self._table_entry is not None
-        return self._table_entry
+        async with self._fit_lock:
+            view = self.view = await self._router.report_status(read_status())
+            if view.workers < 2:
+                raise SwapRefusedError(
+                    f"{view.workers} decode replica(s) serve: a table needs 2 or more, so start another one"
+                )
+            required = MIN_REQUESTS_PER_WORKER * view.workers
+            if self.samples < required:
+                raise SwapRefusedError(
+                    f"the signature pool holds {self.samples} samples and a table of {view.workers} decode "
+                    f"replicas needs {required}: send more requests"
+                )
+            await self._fit_and_swap(view, requested=True)
+            assert self._table_entry is not None
+            return self._table_entry
 
     async def _fit_and_swap(self, view: RouterView, *, requested: bool) -> None:
-        async with self._fit_lock:
-            live = await self._router.table() if view.has_table else None
+        """Fit and swap in a table; the caller holds the lock, and the view is not older than the lock."""
+        live = await self._router.table() if view.has_table else None
+        try:
             trace = await self._read_trace()
-            try:
-                # Fit in a thread: the actor stays responsive, also while scikit-learn is imported.
-                fitted = await asyncio.to_thread(
-                    _fit, live, trace, view.workers, self.settings.options.min_gain, requested
-                )
-            except ValueError as error:
-                self._record_refusal(str(error))
-                raise SwapRefusedError(str(error)) from error
-            if fitted is None:
-                return
-            try:
-                version = await self._router.swap(fitted.file, view, refit=live is not None)
-            except SwapRefusedError as error:
-                why = f"the router refuses the table: {getattr(error, 'cause', None) or error}"
-                self._record_refusal(why)
-                raise SwapRefusedError(why) from None
-            if version is None:
-                raise SwapRefusedError("the live table was changed while a new one was fitted")
-            self._record_table(fitted, version, len(trace.ids), view.workers, refit=live is not None)
+            # Fit in a thread, so that the actor stays responsive even while scikit-learn is imported.
+            fitted = await asyncio.to_thread(
+                _fit, live, trace, view.workers, self.settings.options.min_gain, requested
+            )
+        except ValueError as error:
+            self._record_refusal(str(error))
+            raise SwapRefusedError(str(error)) from error
+        if fitted is None:
+            return
+        try:
+            version = await self._router.swap(fitted.file, view, refit=live is not None)
+        except SwapRefusedError as error:
+            why = f"the router refuses the table: {getattr(error, 'cause', None) or error}"
+            self._record_refusal(why)
+            raise SwapRefusedError(why) from None
+        if version is None:
+            raise SwapRefusedError(
+                "the router has another table, or was restarted or redeployed, since this table was fitted"
+            )
+        self._record_table(fitted, version, len(trace.ids), view.workers, refit=live is not None)
 
     def _record_table(
         self, fitted: FittedTable, version: int, samples: int, workers: int, *, refit: bool
@@ -211,6 +217,7 @@ class Coordinator:
                 "experts_by_load": round(fitted.comparison.random_mean, 3),
             },
         }
+        # A warning, because Ray's actors do not show the level INFO of this package.
         logger.warning("%s: table version %d is live", fitted.why, version)
 
     def _record_refusal(self, why: str) -> None:

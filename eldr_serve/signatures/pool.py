@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from eldr_serve.channel.actors import find_actor, start_actor
+from eldr_serve.actors import find_actor, start_actor
 from eldr_serve.errors import SwapRefusedError, one_line_message
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.sample import ExpertSample
@@ -27,6 +28,10 @@ POLL_S = 2.0  # interval at which actor 0 polls the router and the other actors
 _EXIT_S = 900.0  # time without a router before an actor exits; a router that exits stops its pool
 
 
+class _RouterUnavailableError(Exception):
+    """There is no router."""
+
+
 class SignaturePool:
     """One actor of an application's pool.
 
@@ -38,13 +43,14 @@ class SignaturePool:
         self._window = SampleWindow(1)
         self._share = SampleShare(1.0)
         self._configure(settings)
-        self._last_contact_at_s = time.monotonic()  # last contact with the router
+        self._last_contact_at_s = time.monotonic()  # last contact of actor 0 with the router
         self._others: dict[int, Any] = {}  # index -> handle
         self._num_alive = 1
         self._refused: dict[str, int] = {}  # refused samples by reason, over all actors
         self._tasks = [start_supervised("the exit of an actor without a router", self._exit_without_router)]
         if index == 0:
-            self._coordinator = Coordinator(settings, _RemoteRouter(settings.router), self._trace)
+            router = _RemoteRouter(settings.router, self._record_contact)
+            self._coordinator = Coordinator(settings, router, self._trace)
             self._tasks.append(start_supervised("the coordination of the pool", self._coordinate))
 
     def _configure(self, settings: PoolSettings) -> None:
@@ -56,15 +62,26 @@ class SignaturePool:
         )
         self._share.rate = options.rate / actors
 
+    def _record_contact(self, age_s: float = 0.0) -> None:
+        """Record that actor 0 had an answer of the router `age_s` seconds ago."""
+        self._last_contact_at_s = max(self._last_contact_at_s, time.monotonic() - age_s)
+
     async def add(self, samples: list[ExpertSample]) -> float:
         """Add samples; return the share of requests to sample next."""
         self._window.add(samples)
         self._share.count(len(samples))
         return self._share.current
 
-    async def apply_settings(self, settings: PoolSettings, has_table: bool) -> dict[str, Any]:
-        """Apply the coordinator's settings; return this actor's status."""
-        self._last_contact_at_s = time.monotonic()
+    async def apply_settings(
+        self, settings: PoolSettings, has_table: bool, contact_age_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Apply the coordinator's settings; return this actor's status.
+
+        Args:
+            has_table: whether the router has a table.
+            contact_age_s: time since the router's last answer to actor 0, s.
+        """
+        self._record_contact(contact_age_s)
         if settings != self._settings:
             self._configure(settings)
         self._share.sample_all = not has_table
@@ -93,7 +110,7 @@ class SignaturePool:
     async def refit(self) -> dict[str, Any]:
         """Fit a table now and return its entry in the status; see Coordinator.refit."""
         await self._poll_actors()
-        return await self._coordinator.refit(self._status())
+        return await self._coordinator.refit(self._status)
 
     async def _trace(self, tokenizer: str = "", vocabulary: int = 0) -> CalibrationTrace:
         shards = await self._call_others("samples")
@@ -107,7 +124,7 @@ class SignaturePool:
         while True:
             try:
                 await self._poll()
-            except (RayError, ValueError) as error:
+            except (RayError, _RouterUnavailableError) as error:
                 logger.info("the router or an actor cannot be reached: %s", one_line_message(error))
             await asyncio.sleep(POLL_S)
 
@@ -132,8 +149,9 @@ class SignaturePool:
         """Send the current settings to all actors, and count their samples."""
         view = self._coordinator.view
         has_table = view is not None and view.has_table
-        others = await self._call_others("apply_settings", self._settings, has_table)
-        statuses = [await self.apply_settings(self._settings, has_table), *others.values()]
+        arguments = (self._settings, has_table, time.monotonic() - self._last_contact_at_s)
+        others = await self._call_others("apply_settings", *arguments)
+        statuses = [await self.apply_settings(*arguments), *others.values()]
         self._coordinator.samples = sum(status["samples"] for status in statuses)
         self._num_alive = len(statuses)
         self._refused = {}
@@ -153,7 +171,8 @@ class SignaturePool:
                 name = pool_actor_name(self._settings.application, index)
                 self._others[index] = await asyncio.to_thread(find_actor, name)
             return await asyncio.wait_for(getattr(self._others[index], method).remote(*args), 30)
-        except (RayError, ValueError, TimeoutError) as error:  # later requests replace its samples
+        except (RayError, ValueError, TimeoutError, TypeError) as error:  # later requests replace its samples
+            # TypeError: an actor of an older version lacks an argument.
             self._others.pop(index, None)
             logger.info("signature pool: actor %d cannot be reached: %s", index, one_line_message(error))
             return None
@@ -165,15 +184,22 @@ class SignaturePool:
 
 
 class _RemoteRouter:
-    """Client of the DecodeRouter actor, which is found by its name."""
+    """Client of the DecodeRouter actor, which is found by its name.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Args:
+        on_contact: called when the router has answered a report.
+    """
+
+    def __init__(self, name: str, on_contact: Callable[[], None]) -> None:
+        self._name, self._on_contact = name, on_contact
         self._handle: Any = None
 
     async def _call(self, method: str, *args: Any) -> Any:
         if self._handle is None:
-            self._handle = await asyncio.to_thread(find_actor, self._name)
+            try:
+                self._handle = await asyncio.to_thread(find_actor, self._name)
+            except ValueError as error:
+                raise _RouterUnavailableError(str(error)) from error
         try:
             return await getattr(self._handle, method).remote(*args)
         except SwapRefusedError:
@@ -185,6 +211,7 @@ class _RemoteRouter:
     async def report_status(self, status: dict[str, Any]) -> RouterView:
         """Send the pool's status to the router; return the router's state."""
         view: RouterView = await self._call("report_pool", status)
+        self._on_contact()
         return view
 
     async def table(self) -> bytes | None:
@@ -193,7 +220,7 @@ class _RemoteRouter:
         return table
 
     async def swap(self, table: bytes, view: RouterView, *, refit: bool) -> int | None:
-        """Swap in a table and return its version; None if the live table differs from the view's."""
+        """Swap in a table and return its version; None if its table or state is no longer the view's."""
         version: int | None = await self._call(
             "swap_fitted_table", table, view.epoch, view.table_version, refit
         )

@@ -63,8 +63,8 @@ def refit_if_due(live: bytes, trace: CalibrationTrace, workers: int, min_gain: f
     table, counts = RoutingTable.from_bytes(live), trace.prefill_counts
     if table.spec.weights.shape != counts.shape[1:]:
         raise RefusedTableError(
-            f"the live table is for {table.num_layers} layers x {table.num_experts} experts, the samples "
-            f"have {counts.shape[1]} x {counts.shape[2]}"
+            f"the live table is for {table.num_layers} layers x {table.num_experts} experts, but the "
+            f"samples have {counts.shape[1]} x {counts.shape[2]}"
         )
     why = refit_reason(table, counts, workers, min_gain)
     if why is None:

@@ -131,8 +131,8 @@ class SampleWindow:
             assert self.shape is not None
             raise SampleError(
                 "other_model",
-                f"counts have {prefill.shape[0]} layers x {prefill.shape[1]} experts, but those in the pool "
-                f"have {self.shape[0]} x {self.shape[1]}: all engines must serve one model",
+                f"counts have {prefill.shape[0]} layers x {prefill.shape[1]} experts, but the samples in the "
+                f"pool have {self.shape[0]} x {self.shape[1]}: all engines must serve one model",
             )
         routed, generated = _sum_of_each_layer(prefill, "prefill"), _sum_of_each_layer(decode, "decode")
         if sample.decode_steps or generated:
@@ -162,7 +162,7 @@ def trace_of_samples(
     """Return the samples as a calibration trace, in their order and without routes.
 
     Args:
-        samples: the samples; if a request has several, the last one replaces the first.
+        samples: the samples; if a request has several, the last one is used.
         tokenizer: fingerprint of the tokenizer of the token ids; if empty, token ids are left out.
         vocabulary: size of the vocabulary.
 

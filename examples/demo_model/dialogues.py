@@ -2,8 +2,8 @@
 
 With them, chat prompts as well as running text reach their domain's experts. Each generator yields (prompt,
 answer). Facts and names come from the packages of `examples.demo_model.sources`. The sentence patterns
-(`patterns.json`, `questions.json`) were written for this. The answers are meant to be *in the domain*, not to
-be right about medicine or law (medicine_and_law.py).
+(`patterns.json`, `questions.json`) were written for these generators. The answers are meant to be *in the
+domain*, not to be right about medicine or law (medicine_and_law.py).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def held_prompts(tokenizer: Any, corpus: Path, number: int, length: int) -> list
 
 
 def shared_prompts(tokenizer: Any, directory: Path, number: int) -> list[tuple[str, list[int]]]:
-    """Return (domain, token ids) of chat prompts from files, the first `number` a domain up to 512 tokens."""
+    """Return (domain, token ids) of chat prompts: per domain the first `number` of at most 512 tokens."""
     prompts_by_domain: dict[str, list[list[int]]] = defaultdict(list)
     for prompt in read_prompts([directory]):
         if prompt.domain in GROUPS["all"] and len(prompts_by_domain[prompt.domain]) < number:

@@ -26,7 +26,7 @@ def prompts(
     limit: Annotated[int, typer.Option(min=1, help="Maximum questions per domain.")] = 80,
     longest: Annotated[int, typer.Option(min=20, help="Maximum characters of a question.")] = 700,
 ) -> None:
-    """Write questions of another seed than training used. Some are equal by chance (model card)."""
+    """Write questions of a seed that training did not use. Some recur in training by chance (model card)."""
     from transformers import AutoTokenizer
 
     if not (corpus / "tokenizer").is_dir():

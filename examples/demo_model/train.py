@@ -34,7 +34,7 @@ SEQUENCES = dict(code=4, math=4, medical=4, legal=4, en=2, zh=2, ru=2, fr=2, es=
 RARE = 2
 # (tokens of a sequence, sequences of a batch) of each step in a cycle: most prompts are short
 SHAPES = ((256, 16), (256, 16), (256, 16), (512, 8))
-BLOCK = 32  # an expert's rows are padded to a multiple: the matrix library compiles for each new row count
+BLOCK = 32  # rows of an expert are padded to a multiple, since the library compiles for each row count
 CHUNK = 128  # queries of a chunk of the attention
 
 
@@ -71,16 +71,16 @@ class FromExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         y, weights, slot_of, choice_of, used = ctx.saved_tensors
-        scale = weights.flatten()[choice_of] * used  # no token, no gradient
+        scale = weights.flatten()[choice_of] * used  # a slot without a token has no gradient
         rows = (grad[choice_of // weights.shape[1]] * scale[:, None]).to(y.dtype)
         return rows, (grad[:, None] * y[slot_of].float()).sum(-1), None, None, None
 
 
 def dispatch(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Assign slots to expert ids [T, k], sorted by expert, each expert's padded to whole blocks.
+    """Assign slots to expert ids [T, k], sorted by expert; each expert's slots are padded to whole blocks.
 
     Returns choice of slot, slot of choice [T, k], used (float, per slot), the slot where each expert ends
-    (int32) and each expert's count. The number of slots depends on the shape alone, so it can be compiled.
+    (int32) and each expert's count. The number of slots depends only on the shape, so this can be compiled.
     """
     flat = experts.flatten()
     chosen, order = torch.sort(flat, stable=True)
@@ -104,8 +104,8 @@ def experts_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output of the mixture layer on h [B, T, D] and its two loss terms [2].
 
-    The first is balance over the whole batch (E * sum f*p, 1 when even), the second the mean entropy in nats
-    of one sequence's average router probabilities: low if a sequence uses few experts.
+    The first term is the balance over the whole batch (E * sum f*p, 1 when even). The second is the mean
+    entropy, in nats, of a sequence's average router probabilities: low if the sequence uses few experts.
     """
     x = h.flatten(0, 1)
     probabilities = F.linear(x, gate).softmax(-1)
@@ -172,7 +172,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def weights_of(layer: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of `block`: tensors, since a compiled function is recompiled for each module."""
+    """Return the weights of `block` as tensors: modules would recompile it for each layer."""
     a, moe = layer.self_attn, layer.mlp
     projections = (a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.o_proj.weight)
     norms = (a.q_norm.weight, a.k_norm.weight, layer.post_attention_layernorm.weight)
@@ -183,7 +183,7 @@ def weights_of(layer: Any) -> tuple[Tensor, ...]:
 def loss_of(model: Qwen3MoeForCausalLM, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (cross entropy in nats per token, router's terms [2], means over layers) of int64 [B, T + 1].
 
-    `dtype` is that of the matrix products, except the router's. All else is in float32.
+    `dtype` is the type of the matrix products, except the router's. All else is in float32.
     """
     body: Any = model.model
     x = body.embed_tokens(tokens[:, :-1])

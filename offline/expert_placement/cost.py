@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 
 from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.files import write_atomically
 from eldr_serve.validation import first_problem
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.packing import (
@@ -84,7 +84,7 @@ def director_placement(
     """Return the placement for a pending batch; replicas of an expert share its tokens evenly.
 
     Args:
-        workload: tokens by source rank and expert, [L, G, E]; or [L, E] if all ranks have the same.
+        workload: tokens by source rank and expert, [L, G, E]; or [L, E] if all ranks have the same tokens.
         slots: slots of each rank, C (the paper's C_max); ranks * slots = P.
         token_bytes: bytes that a token sends to a rank which serves it.
         start: int[L, P], a placement to improve with the swaps that the tolerance requires; None: make a

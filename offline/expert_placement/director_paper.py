@@ -25,7 +25,7 @@ from scipy.optimize import linprog
 from scipy.sparse import block_diag, csr_array, eye_array, hstack, kron, vstack
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.packing import fill_empty_ranks, repeat_in_empty_slots
 from offline.expert_placement.workload import check_slots, placed_work, price_experts, split_by_source
@@ -243,7 +243,7 @@ def _solve_feasible(
 ) -> Floats | None:
     """Solve the LP with a budget; return x[L, E, G], or None if it is infeasible.
 
-    Each expert's shares sum to 1: the paper's 1 or more costs more and places no better.
+    Each expert's shares sum to 1. The paper permits more than 1, which costs more and places no better.
     """
     layers, experts, ranks = shape
     upper = np.tile(np.append(np.ones(experts * ranks), [np.inf, np.inf]), layers)

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.arrays import Ints
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import Topology
 from offline.expert_placement.cost import LayerCost, LayerWork
 
 Bools = NDArray[np.bool_]
@@ -43,7 +43,10 @@ def sample_batches(trace: CalibrationTrace, requests: Ints, tokens: int, batches
 
 
 def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
-    """Serve as vLLM's EPLB does: the tokens of an expert use its replicas in turn."""
+    """Let the replicas of an expert take turns by the position of the token in the batch.
+
+    vLLM's EPLB hashes the position first (see EvenSpread). With 2, 4 or 8 replicas the turns are the same.
+    """
     replicas = hosts.sum(axis=1)
     ordered = np.argsort(~hosts, axis=1, kind="stable")  # hosts first
     turn = np.arange(len(experts))[:, None] % replicas[experts]
@@ -54,8 +57,8 @@ def serve_even(layer: int, experts: Ints, source: Ints, hosts: Bools) -> Ints:
 def metro_rule(hosts: ArrayLike) -> ReplicaRule:
     """Return METRO's rule for hosts bool[L, E, G]: in each batch all tokens of an expert use one replica."""
     plans = [MetroPlan.from_hosts(layer) for layer in np.asarray(hosts, bool)]
-    return lambda layer, experts, source, hosts: plans[layer].route(
-        np.bincount(experts.reshape(-1), minlength=len(hosts))
+    return lambda layer, experts, source, layer_hosts: plans[layer].route(
+        np.bincount(experts.reshape(-1), minlength=len(layer_hosts))
     )[experts]
 
 
@@ -145,7 +148,7 @@ def evaluate(
     - load_std_pct: standard deviation over ranks of all batches' pairs, relative to their mean.
     - near_copies, far_copies: hidden states sent to other ranks of the node and to other nodes, per token
       and layer.
-    - near_forwarded, far_forwarded: the same under the dispatch of `forwarded_copies`.
+    - near_forwarded, far_forwarded: these numbers under the dispatch of `forwarded_copies`.
     - layer_us: time of a layer, if there is a cost.
     """
     hosted = np.asarray(hosts, bool)

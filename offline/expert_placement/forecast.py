@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.evaluate import home_ranks
 
 

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.grouping import (
     OUR_GROUPING,
     RATIOS,
@@ -107,7 +107,8 @@ def slots_per_rank(num_experts: int, num_physical: int, ranks: int) -> int:
     """Return the number of slots of each rank, P / G.
 
     Raises:
-        UserInputError: slots cannot be split evenly over the ranks, are fewer than experts, or more per rank.
+        UserInputError: the slots cannot be split evenly over the ranks, there are fewer slots than experts,
+            or a rank would have more slots than there are experts.
     """
     if num_physical % ranks:
         raise UserInputError(f"{num_physical} slots cannot be split evenly over {ranks} ranks")

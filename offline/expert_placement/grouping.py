@@ -15,7 +15,7 @@ from sklearn.cluster import SpectralClustering
 
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 
 RATIOS = tuple(tenths / 10 for tenths in range(11))
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.evaluate import ReplicaRule
 
 Bools = NDArray[np.bool_]

@@ -12,16 +12,20 @@ from numpy.typing import NDArray
 
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement
 from offline.expert_placement.director_paper import director_paper_placement
-from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.evaluate import home_ranks
 from offline.expert_placement.grace import grace_placement
 from offline.expert_placement.grace_paper import PAPER_GROUPING
 from offline.expert_placement.grouping import OUR_GROUPING, Grouping
+from offline.expert_placement.packed_placements import (
+    activation_placement,
+    activation_probability,
+    eplb_placement,
+)
 
 Report = dict[str, Any]
 
@@ -69,8 +73,7 @@ class Problem:
     @property
     def activation(self) -> NDArray[np.float64]:
         """Return [L, E] the probability that a step of `batch` tokens activates the expert."""
-        activation: NDArray[np.float64] = 1 - (1 - self.load / len(self.routes)) ** self.batch
-        return activation
+        return activation_probability(self.load, len(self.routes), self.batch)
 
 
 def _place_by_eplb(problem: Problem) -> tuple[Ints, Report]:

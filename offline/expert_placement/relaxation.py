@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from eldr_serve.arrays import Floats, Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 
 # Maximum variables of a layer's LP. Beyond it the LP has fewer columns: one per node, or two for one node.
 _SMALL_LP = 512

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.arrays import Floats
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement.cost import LayerCost, LayerWork
 
 
@@ -79,7 +79,7 @@ def placed_work(
     The replicas of an expert get equal shares of the tokens that each source rank has for it.
 
     Args:
-        workload: [..., G, E] tokens by source rank and expert, or [..., E], if all ranks have the same.
+        workload: [..., G, E] tokens by source rank and expert, or [..., E] if all ranks have the same tokens.
         hosts: bool[..., E, G], by `hosts_of`.
     """
     tokens = np.asarray(workload, np.float64)

@@ -34,8 +34,8 @@ class Prefill(ScenarioPart):
     kv_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="KV tokens that fit on a worker, where a prompt's stay until the end of its hand-over; "
-        "null: any number",
+        description="KV tokens that fit on a worker; a prompt's tokens stay there until the end of its "
+        "hand-over; null: any number",
     )
     max_kv_usage: float = Field(
         default=0.95,

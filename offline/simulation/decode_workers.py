@@ -225,8 +225,8 @@ class DecodeWorkers:
     def _active_ahead(self, replica: int, workers: list[_SimulatedWorker]) -> list[float]:
         """Return the active experts of the next steps with the current requests, the last step first.
 
-        They are those of the rank with most, or without a placement those of all ranks divided by the number
-        of ranks.
+        They are the active experts of the rank with most. Without a placement they are those of all ranks,
+        divided by the number of ranks.
         """
         experts = self._experts
         assert experts is not None

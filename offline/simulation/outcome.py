@@ -31,7 +31,7 @@ class Outcome:
         sample_s: time of each sample.
         shadow_comparison: the shadow's estimate, if there was a shadow.
         held_back: number of requests that waited for a prefill worker which takes them.
-        refused: number of those that waited too long.
+        refused: number of held-back requests that waited too long.
         largest_kv_tokens, largest_prefill_kv_tokens: the most KV tokens of a decode worker in a sample, and
             of a prefill worker.
     """

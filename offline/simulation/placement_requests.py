@@ -33,8 +33,9 @@ class PlacementRequestFactory:
     ) -> None:
         self._requests, self._experts, self._policy, self._whole = requests, experts, policy, whole
         self._reads_counts = reads_counts
-        self._prompt, self._output = requests.prompt_tokens.tolist(), requests.output_tokens.tolist()
-        self._kind = requests.kind.tolist()
+        self._prompt, self._kind = requests.prompt_tokens.tolist(), requests.kind.tolist()
+        # 0: no limit, as in the service. The true length of an answer must not reach the policy.
+        self._limits = requests.max_new_tokens.tolist() or [0] * len(requests)
         # Similarities of each kind, by predicted or by measured counts.
         self._similarity: dict[tuple[int, bool], NDArray[np.float32]] = {}
 
@@ -57,7 +58,7 @@ class PlacementRequestFactory:
         if self._whole is not None:
             prefix = PromptBlocks(np.array(blocks, np.uint64), self._whole.block_tokens)
         request = PlacementRequest(
-            str(index), prompt, self._output[index], prompt_key=key, blocks=prefix, may_wait=True
+            str(index), prompt, self._limits[index], prompt_key=key, blocks=prefix, may_wait=True
         )
         if self._experts is None:
             return request

@@ -91,7 +91,7 @@ class PrefillEngines:
         recorder.largest_prefill_kv_tokens = max(recorder.largest_prefill_kv_tokens, self._kv_tokens[engine])
         cached_tokens = min(self._caches[engine].count_hits(blocks) * config.block_tokens, tokens - 1)
         recorder.cached_tokens[j] = cached_tokens
-        self._caches[engine].use(blocks)
+        self._caches[engine].record_prompt(blocks)
         seconds = config.fixed_s + config.per_token_s * (tokens - cached_tokens)
         self._free_at_s[engine] = max(now, self._free_at_s[engine]) + seconds
         return self._free_at_s[engine]

@@ -21,7 +21,7 @@ class Recorder:
         cached_tokens: int64[N], cached prompt tokens.
         preempted: number of preemptions.
         held_back: number of requests that waited for a prefill worker which takes them.
-        refused: number of those that waited too long.
+        refused: number of held-back requests that waited too long.
         largest_prefill_kv_tokens: the most KV tokens that a prefill worker has held.
     """
 

@@ -29,6 +29,8 @@ class Requests:
             Empty if prompts share nothing.
         keys: equal for prompts that a prompt-keyed predictor treats as one. Empty: equal for
             prompts with equal blocks.
+        max_new_tokens: int64[N], each client's limit of an answer, which policies see. Empty: no request has
+            a limit, so that no policy knows the length of an answer in advance.
     """
 
     arrival_s: NDArray[np.float64]
@@ -37,6 +39,7 @@ class Requests:
     kind: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     blocks: tuple[tuple[int, ...], ...] = ()
     keys: tuple[str, ...] = ()
+    max_new_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
@@ -48,9 +51,16 @@ class Requests:
                 raise SimulationError(f"request {int(values.argmin())} has {int(values.min())} {name}")
         if n and not (np.isfinite(self.arrival_s).all() and (np.diff(self.arrival_s) >= 0).all()):
             raise SimulationError("arrival times are not in order")
-        for name in ("kind", "blocks", "keys"):
+        for name in ("kind", "blocks", "keys", "max_new_tokens"):
             if len(getattr(self, name)) not in (0, n):
                 raise SimulationError(f"{n} requests have {len(getattr(self, name))} entries of {name}")
+        limits, lengths = self.max_new_tokens, self.output_tokens
+        if len(limits) and (lengths > limits).any():
+            first = int((lengths > limits).argmax())
+            raise SimulationError(
+                f"request {first} has {int(lengths[first])} output_tokens, above its limit of "
+                f"{int(limits[first])}: raise its max_new_tokens"
+            )
 
     def __len__(self) -> int:
         return len(self.arrival_s)

@@ -61,7 +61,7 @@ def simulate(
     Args:
         policy: a new policy, which has its table if it needs one.
         experts: the experts that `requests.kind` refers to; None for a dense model.
-        ranks: int[L,E], the EP rank of each expert on every replica, or int[K,L,E] with those of each one.
+        ranks: int[L,E], the EP rank of each expert on every replica, or int[K,L,E], those on each replica.
             In each layer, a step takes the time of the rank with most active experts. None: a replica's
             data-parallel ranks have equal shares of the active experts.
         changes: in any order.
@@ -206,7 +206,7 @@ class _Simulation:
         self._begin_prefills(now)
 
     def _begin_prefills(self, now: float) -> None:
-        """Refuse requests that have waited too long for a prefill worker; begin those that one takes."""
+        """Refuse requests that have waited too long for a prefill worker; begin those that a worker takes."""
         if self._prefill is None:
             return
         for _ in range(self._prefill.refuse(now)):

@@ -25,7 +25,7 @@ class SimulatedPrefill:
     def accept(self, request: int, tokens: int, blocks: Sequence[int]) -> int:
         """Add a prompt of that length with these full blocks. Return its cached tokens."""
         cached_tokens = self._cache.count_hits(blocks) * self._config.block_tokens
-        self._cache.use(blocks)
+        self._cache.record_prompt(blocks)
         self._prompts.append((request, tokens - cached_tokens))
         return cached_tokens
 

@@ -185,7 +185,7 @@ class Service:
     def whole(self) -> bool:
         """Return whether Serve has replaced all dead replicas and every pair of engines is warm."""
         status = self.status()
-        return len(status.get("workers", [])) == 2 and status["ingress"]["ready"]
+        return len(status.get("workers", [])) == 2 and status["ingress"]["all_warm"]
 
     def admin(self, method: str, path: str, key: str | None = ADMIN_KEY, **kwargs: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}

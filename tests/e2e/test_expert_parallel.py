@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from eldr_serve.cli import app
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from examples.demo_model import WEIGHTS
 from loadgen.processes import is_alive
 from loadgen.results import RESULTS
@@ -145,7 +145,7 @@ def test_moving_experts_during_answers_does_not_change_them(
         assert experts["experts_moved"] - before[replica]["experts_moved"] == moved
     rows = newest.physical_to_logical[1:]
     wrong = ExpertPlacement(rows, 2, 64, model="eldr-demo", method="drawn")
-    assert "5 layers of 80 slots, the model 6 of 80" in command(expert_parallel, wrong, tmp_path).output
+    assert "5 layers of 80 slots, but the model has 6" in command(expert_parallel, wrong, tmp_path).output
     assert have_placement(expert_parallel, newest.id)
 
 

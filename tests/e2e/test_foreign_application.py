@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eldr_serve.channel.actors import find_actor
+from eldr_serve.actors import find_actor
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.router.actor import actor_name
 from tests.e2e.service import STOP_WAIT_S, wait_for

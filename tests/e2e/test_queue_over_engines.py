@@ -123,7 +123,7 @@ async def test_a_change_to_a_policy_without_queue_starts_all_queued_requests(ser
 async def test_queued_requests_survive_the_death_of_the_router(service: Service) -> None:
     import ray
 
-    from eldr_serve.channel.actors import find_actor
+    from eldr_serve.actors import find_actor
     from eldr_serve.router.actor import actor_name
 
     async with crowd(service, 5) as clients:

@@ -54,7 +54,7 @@ class Rolling:
         """Return whether two warm decode engines, none of them old, run under the new policy."""
         status = self.status()
         now = {worker["worker"] for worker in status.get("workers", [])}
-        return len(now) == 2 and not now & old and status["policy"] == NEW and status["ingress"]["ready"]
+        return len(now) == 2 and not now & old and status["policy"] == NEW and status["ingress"]["all_warm"]
 
     def decodes(self) -> set[str]:
         """Return the ids of the replicas that get requests."""

@@ -37,7 +37,7 @@ async def test_traffic_survives_the_death_of_the_router(
 ) -> None:
     import ray
 
-    from eldr_serve.channel.actors import find_actor
+    from eldr_serve.actors import find_actor
     from eldr_serve.router.actor import actor_name
 
     service.set_policy("locality-band", band=0.05)

@@ -112,7 +112,7 @@ async def test_a_killed_rank_ends_its_engine_but_no_answer(
     wait_for(lambda: not any(map(is_alive, ranks)), "no process of the engine is left", 30)
     assert replica(wide) != lost
     wait_for(lambda: wide.counter("resumed") == len(streams), "the resumed answers are counted", 10)
-    wait_for(lambda: wide.status()["ingress"]["ready"], "the new engine is warm", 60)
+    wait_for(lambda: wide.status()["ingress"]["all_warm"], "the new engine is warm", 60)
     answers = [complete(wide, prompt) for prompt in prompts[:4]]
     assert [text for _, text in answers] == single_engine["completions"][:4]
     assert {worker for worker, _ in answers} == wide.decodes()

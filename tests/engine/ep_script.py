@@ -84,7 +84,7 @@ class Session:
     def swap(self, rows: Any, ranks: int = RANKS) -> Any:
         """Swap the placement like the client of a running engine."""
         from eldr_serve.engine.vllm.ep.swap import swap_placement
-        from eldr_serve.experts.parallel.placement import ExpertPlacement
+        from eldr_serve.experts.expert_placement import ExpertPlacement
 
         async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
             answers: list[Any] = self._engine.collective_rpc(method, args=args)
@@ -165,7 +165,7 @@ def main(model: str, expected: Path) -> None:
 
 def started_with(model: str, expected: Path, first: str, *others: str) -> None:
     """Start 4 ranks with a placement, and migrate to others while they serve."""
-    from eldr_serve.experts.parallel.placement import ExpertPlacement
+    from eldr_serve.experts.expert_placement import ExpertPlacement
 
     alone = json.loads(expected.read_text())
     choices = {"replica_choice": "metro", "prefill_replica_choice": "even"}
@@ -192,7 +192,7 @@ def started_with(model: str, expected: Path, first: str, *others: str) -> None:
 
 def check_held(session: Session, placement: Any) -> None:
     """Check that all ranks know the experts that each should hold."""
-    from eldr_serve.experts.parallel.placement import placement_id
+    from eldr_serve.experts.expert_placement import placement_id
 
     for status in session.ask("status"):
         assert placement_id(status["placement"], placement.ranks) == placement.id
@@ -234,11 +234,11 @@ def check_refusals(session: Session) -> None:
     before = session.ask("status")
     good = [[*range(EXPERTS), *range(REDUNDANT)]] * LAYERS
     for rows, ranks, sentence in (
-        (good[1:], RANKS, "2 layers of 24 slots, the model 3 of 24"),
-        ([[*range(EXPERTS)]] * LAYERS, RANKS, "3 layers of 16 slots, the model 3 of 24"),
+        (good[1:], RANKS, "2 layers of 24 slots, but the model has 3 of 24"),
+        ([[*range(EXPERTS)]] * LAYERS, RANKS, "3 layers of 16 slots, but the model has 3 of 24"),
         ([[*range(EXPERTS - 1), *range(REDUNDANT + 1)]] * LAYERS, RANKS, "expert 15 of layer 0 has no slot"),
         ([[*range(SLOTS)]] * LAYERS, RANKS, "outside 0 to 15"),
-        (good, 4, "for 4 ranks, the engine has 2"),
+        (good, 4, "for 4 ranks, but the engine has 2"),
     ):
         with pytest.raises(ExpertPlacementError, match=sentence):
             session.swap(rows, ranks)

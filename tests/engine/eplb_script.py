@@ -33,11 +33,16 @@ from vllm.v1.worker.gpu_worker import Worker
 from eldr_serve.engine.vllm import eplb
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
-from eldr_serve.experts.parallel.metro import route_metro
-from eldr_serve.experts.parallel.placement import ExpertPlacement, hosts_of
+from eldr_serve.experts.expert_placement import ExpertPlacement, hosts_of
+from eldr_serve.experts.parallel.metro import MetroPlan
+from eldr_serve.experts.parallel.replica_choice import slots_by_rank
 
 RANKS, LAYERS, EXPERTS, SLOTS, TOP_K = 2, 2, 6, 8, 2
-PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 3, 0, 1, 5, 4, 2]]
+# In the second layer the two forms of METRO choose different replicas of expert 0.
+PLACEMENT = [[0, 1, 2, 4, 5, 3, 0, 1], [3, 2, 4, 0, 1, 5, 1, 0]]
+# Unequal, so that the ranks have different weights under `weighted`.
+EXPECTED_TOKENS = [[10.0, 10.0, 100.0, 5.0, 100.0, 5.0], [10.0, 10.0, 100.0, 100.0, 100.0, 5.0]]
+METRO_PLANS = {"metro": MetroPlan.from_hosts, "metro-paper": MetroPlan.as_written}
 
 
 def reload_router_with_kernel() -> Any:
@@ -151,7 +156,10 @@ def run(rank: int, port: int, path: Path) -> None:
 
     placement = np.array(PLACEMENT)
     hosts = hosts_of(placement, EXPERTS, RANKS)
-    for choice, own_tokens in (("even", True), ("metro", True), ("metro", False), ("local", True)):
+    ours, papers = (plan(hosts).route(np.ones((LAYERS, EXPERTS), int)) for plan in METRO_PLANS.values())
+    assert not np.array_equal(ours, papers), "the placement does not tell the two forms apart"
+    choices = [("even", True), *((metro, own) for metro in METRO_PLANS for own in (True, False))]
+    for choice, own_tokens in (*choices, ("local", True), ("weighted", True), ("weighted", False)):
         _, state, layers = worker(rank, path, kernel_router, choice, own_tokens)
         check_weights(rank, layers, placement)
         for _ in range(3):
@@ -166,17 +174,19 @@ def run(rank: int, port: int, path: Path) -> None:
                 load = np.bincount(slots.ravel(), minlength=SLOTS)
                 assert np.array_equal(layer.eplb_state.expert_load_view.numpy(), load)
                 ranks = slots // (SLOTS // RANKS)
-                if choice == "metro":
+                if choice in METRO_PLANS:
                     count = np.bincount(ids.ravel(), minlength=EXPERTS)
-                    assert np.array_equal(ranks, route_metro(count, hosts[index])[own_ids])
+                    assert np.array_equal(ranks, METRO_PLANS[choice](hosts[index]).route(count)[own_ids])
                 elif choice == "local":
                     assert (ranks == rank)[hosts[index, own_ids, rank]].all()
+                elif choice == "weighted":
+                    assert np.array_equal(slots, polled(own_ids, index))
                 else:
                     maps = state.model_states["tiny"]
                     assert np.array_equal(slots, evenly(own_ids, maps, index)), "vLLM chooses otherwise"
         state.rearrange()  # vLLM does so after step_interval
         check_weights(rank, layers, placement)
-    check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose equally")
+    check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose the same")
     other = path.with_name(f"other{rank}.json")
     save([PLACEMENT[0]], other)
     check_refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
@@ -197,8 +207,27 @@ def evenly(ids: np.ndarray, maps: Any, layer: int) -> np.ndarray:
     return maps.logical_to_physical_map[layer].numpy()[ids, hashed[:, None] % replicas]
 
 
+def polled(ids: np.ndarray, layer: int) -> np.ndarray:
+    """Return slots by GRACE-MoE's weights (Equation 3), drawn in 64 steps by vLLM's hash of the position."""
+    slots = slots_by_rank(PLACEMENT[layer], EXPERTS, RANKS)
+    load = np.array(EXPECTED_TOKENS[layer]) / (slots >= 0).sum(axis=1)  # of a replica
+    weight = 1 / (load[:, None] * (slots >= 0)).sum(axis=0)
+    draw = ((np.arange(len(ids)) * 2654435769 & 0xFFFFFFFF) % 64 + 0.5) / 64
+    chosen = np.empty_like(ids)
+    for token, column in np.ndindex(ids.shape):
+        hosts = np.flatnonzero(slots[ids[token, column]] >= 0)
+        shares = np.cumsum(weight[hosts])
+        host = hosts[np.searchsorted(shares / shares[-1], draw[token], side="right")]
+        chosen[token, column] = slots[ids[token, column], host]
+    return chosen
+
+
 def save(slots: list[list[int]], path: Path, experts: int = EXPERTS) -> None:
-    ExpertPlacement(np.array(slots), RANKS, experts, model="tiny", method="by hand").save(path)
+    load = np.array(EXPECTED_TOKENS) if slots is PLACEMENT else None
+    placement = ExpertPlacement(
+        np.array(slots), RANKS, experts, model="tiny", method="by hand", expected_tokens=load
+    )
+    placement.save(path)
 
 
 def check_refused(call: Any, word: str) -> None:

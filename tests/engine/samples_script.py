@@ -29,7 +29,7 @@ CHUNK = 48  # tokens per step: longer prompts are prefilled in pieces
 BLOCKS = 24  # blocks of 32 tokens, too few for the concurrent requests, so that some are preempted
 AT_ONCE = 8
 TOKENS = 40  # length of an answer
-LEFT_AFTER = 3  # tokens after which a client disconnects
+DISCONNECTS_AFTER = 3  # tokens after which a client disconnects
 
 
 def prompts(num_prompts: int) -> list[list[int]]:
@@ -77,7 +77,7 @@ class Client:
 
         def on_chunk(payload: bytes, tokens: int, made: bytes = b"") -> None:
             ids.extend(made)
-            if len(ids) >= 4 * LEFT_AFTER:
+            if len(ids) >= 4 * DISCONNECTS_AFTER:
                 enough.set()
 
         call = asyncio.create_task(self._engine.generate(self._request(name, prompt, **more), on_chunk))

@@ -24,13 +24,13 @@ from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse_experts_config
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology
 from examples.demo_model import WEIGHTS
 from offline.expert_placement.co_activation import co_activation
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement
-from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.packed_placements import eplb_placement
 from offline.widen import widen
 from tests.engine.scripts import ROOT, run_script
 
@@ -135,9 +135,9 @@ def test_without_the_switch_expert_parallelism_is_refused(use_ep: bool, refused:
     ("placement", "config", "sentence"),
     [
         (None, {"redundant_experts": 3}, "19 expert slots cannot be split evenly over 2 ranks"),
-        (([[*range(16)]] * 2, 2), {}, "2 layers of 16 slots, the model 3 of 16"),
-        (([[*range(16)]] * 3, 2), {"redundant_experts": 2}, "3 layers of 16 slots, the model 3 of 18"),
-        (([[*range(16)]] * 3, 4), {}, "for 4 ranks, the engine has 2"),
+        (([[*range(16)]] * 2, 2), {}, "2 layers of 16 slots, but the model has 3 of 16"),
+        (([[*range(16)]] * 3, 2), {"redundant_experts": 2}, "16 slots, but the model has 3 of 18"),
+        (([[*range(16)]] * 3, 4), {}, "for 4 ranks, but the engine has 2"),
         (([[*range(18)]] * 3, 2), {"redundant_experts": 2}, "outside 0 to 15"),
     ],
 )

@@ -242,7 +242,7 @@ def test_choices_made_in_the_kernel_are_counted() -> None:
 
 
 def test_a_kernel_that_hides_its_choices_is_refused() -> None:
-    with pytest.raises(UnsupportedEngineError, match=r"MoE layer 0 runs Hidden, which routes internally"):
+    with pytest.raises(UnsupportedEngineError, match=r"MoE layer 0 runs Hidden, whose router runs inside"):
         moe_routers(layers(Hidden)[0])
 
 

@@ -9,10 +9,10 @@ import torch
 from vllm.distributed.eplb.eplb_state import _commit_eplb_maps, compute_logical_maps
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology
 from offline.expert_placement.co_activation import co_activation, expert_load
-from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.grace import grace_placement
+from offline.expert_placement.packed_placements import activation_placement, eplb_placement
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 12
 

@@ -268,7 +268,7 @@ def test_an_engine_that_frees_blocks_within_a_prompt_is_refused(specs: tuple[Any
 
 
 def test_prefix_hits_that_end_within_a_counted_block_are_refused() -> None:
-    with pytest.raises(UnsupportedEngineError, match=r"16 tokens .*32\): set no prefix_match_unit"):
+    with pytest.raises(UnsupportedEngineError, match=r"16 tokens .*32\): leave prefix_match_unit out"):
         group_of(FULL, STATE, unit=16)
     with pytest.raises(UnsupportedEngineError, match="enable_prefix_caching to false"):
         group_of(FULL, STATE, WINDOW)
@@ -321,14 +321,14 @@ def test_the_drafters_experts_are_not_counted(drafter: str) -> None:
     [
         (
             {f"model.layers.{n}.mlp.experts": layer(Router(2, 8 * n)) for n in (1, 2)},
-            "layer 2 chooses 2 of 16 experts and layer 1 2 of 8.*without locality",
+            "layer 2 chooses 2 of 16 experts, and layer 1 chooses 2 of 8.*without locality",
         ),
         (
             {"model.layers.0.mlp.experts": layer(CPURouter(2, 8, scoring_func="sigmoid"))},
             "scores experts by sigmoid .*on GPUs",
         ),
         ({"model.layers.0.mlp.experts": layer(Router(2, 8), monolithic=True)}, "layer 0 .*moe_backend"),
-        ({"model.layers.0.mlp.experts": layer(object())}, "shows no choices"),
+        ({"model.layers.0.mlp.experts": layer(object())}, "does not show its choices"),
         (
             {"model.layers.0.mlp.experts": layer(Router(2, 8), gathers=True)},
             "MoE layer 0 routes the tokens of all data-parallel ranks.*moe_backend",

@@ -135,7 +135,7 @@ def test_the_engine_reproduces_the_captured_text(
     assert fit_step_cost(steps).steps == len(steps.read_text().splitlines()) > 100
 
 
-def test_composed_steps_of_a_random_model_activate_the_given_experts(tmp_path: Path) -> None:
+def test_steps_of_a_random_model_activate_the_prescribed_experts(tmp_path: Path) -> None:
     out = tmp_path / "step_cost.json"
     narrow = "--layers 2 --vocabulary 1024 --hidden 64 --intermediate 32 --context 40"
     small = "--batches 2,4 --active 8,16,32 --rounds 5"

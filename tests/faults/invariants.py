@@ -116,7 +116,7 @@ def find_leftovers(world: World) -> list[str]:
         "router queue": dict(state.placer.queue.leases),
         "router calls": dict(ingress_calls.place_calls),
         "router progress": ingress_calls._generated_tokens,
-        "router clients too many": len(ingress_calls.by_ingress) - world.target_numbers["ingress"],
+        "router clients too many": len(ingress_calls.subscriptions) - world.target_numbers["ingress"],
         "router ledger": len(state.placer._ledger),
         "router prompt tokens to compute": int(abs(state.placer._ledger._prefill_tokens).sum()),
         "prefixes of workers that have gone": cached - set(state.positions.workers),

@@ -55,9 +55,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a cancel is lost on its way to the decode engine",
-        "eldr_serve.pipeline.decode.decode_call",
-        "        if self.channel_call is not None and not self.has_ended:\n"
-        "            self.channel_call.cancel()\n",
+        "eldr_serve.pipeline.decode.leased_decode",
+        "        if self.call is not None and not self.has_ended:\n            self.call.cancel()\n",
         "",
     ),
     Mutation(
@@ -85,20 +84,20 @@ MUTATIONS = (
         "yield b'data: [DONE]\\n\\n'",
     ),
     Mutation(
-        "an answer that moves ends where it was",
+        "an answer that moves to another engine ends instead",
         "eldr_serve.pipeline.path",
         "if not moves.is_moving(context.request_id):",
         "if True:",
     ),
     Mutation(
-        "what was generated is not prefilled again",
+        "the prefill of a resumed answer lacks the generated tokens",
         "eldr_serve.pipeline.prefill.split_prefill",
         "request.cache_salt,\n                generated=bytes(context.answer.encoded_ids),",
         "request.cache_salt,",
     ),
     Mutation(
-        "an answer that goes on elsewhere begins anew",
-        "eldr_serve.pipeline.decode.decode_call",
+        "an answer that continues on another engine begins again",
+        "eldr_serve.pipeline.decode.leased_decode",
         "            generated=bytes(context.answer.encoded_ids),\n            created",
         "            created",
     ),
@@ -109,12 +108,12 @@ MUTATIONS = (
         "self.num_tokens += max(chunk.num_tokens - 1, 0)",
     ),
     Mutation(
-        "a turn of the retries is not given back",
+        "the permit of a retry is not released",
         "eldr_serve.pipeline.admission.retry_limiter",
         "self._permits.release()",
     ),
     Mutation(
-        "an answer that prefill does not take again is lost",
+        "an answer that prefill refuses to continue is lost",
         "eldr_serve.pipeline.prefill.split_prefill",
         "if not context.answer.num_tokens:\n                    raise",
         "raise",
@@ -138,36 +137,38 @@ MUTATIONS = (
     ),
     # -- the router's client
     Mutation(
-        "a release is not told",
+        "the end of a lease is not sent to the router",
         "eldr_serve.router_client.client",
         "call.close(lease.generated_tokens if is_complete else 0)",
     ),
     Mutation(
-        "a request that is given up before its lease comes is not released",
+        "a request that is cancelled before its lease comes is not released",
         "eldr_serve.router_client.client",
         "self.release(request.request_id, is_complete=False)  # it may be queued or hold a lease by now",
         "self.leases.pop(request.request_id, None)",
     ),
     Mutation(
-        "a request whose router is away waits for it",
+        "a request waits for a router that cannot be reached",
         "eldr_serve.router_client.subscription",
         "self._owner.on_router_unreachable()",
     ),
     Mutation(
-        "a router that does not answer is not given up",
+        "an ingress waits for a router that does not answer",
         "eldr_serve.router_client.waiting",
         'self._on_late(TimeoutError(f"no answer for {self._timeout_s:g} s"))',
     ),
     Mutation(
-        "own load is never released", "eldr_serve.router_client.client", "self._fallback.release(request_id)"
+        "the load of a local fallback is never released",
+        "eldr_serve.router_client.client",
+        "self._fallback.release(request_id)",
     ),
     Mutation(
-        "leases are not told over the next channel",
+        "an ingress that connects again does not send its leases",
         "eldr_serve.router_client.subscription",
         "self._owner.send_leases(leases)",
     ),
     Mutation(
-        "leases by own load are told only over the next channel",
+        "the router gets leases by local fallback only when their ingress connects again",
         "eldr_serve.router_client.client",
         "self.send_leases([lease])",
     ),
@@ -185,27 +186,27 @@ MUTATIONS = (
         "for request_id in queued_ids:",
     ),
     Mutation(
-        "leases that clients made are not taken",
+        "the router ignores leases that ingresses made by local fallback",
         "eldr_serve.router.leases",
         "self._placer.adopt_lease(lease)",
     ),
     Mutation(
-        "leases that a client no longer has are kept when it restores the others",
+        "leases that an ingress no longer has are kept when it restores the others",
         "eldr_serve.router.state",
         "self.leases.finish_requests_of(message.ingress, keep=set(message.leases))",
     ),
     Mutation(
-        "a client that is lost for good is not dropped",
+        "an ingress that is lost for good is not dropped",
         "eldr_serve.router.ingress_calls",
-        "asyncio.get_running_loop().call_later(self._grace_s, self._drop, subscription)",
+        "asyncio.get_running_loop().call_later(self._grace_s, self._drop_ingress, subscription)",
     ),
     Mutation(
-        "a connection that its client has left is still served",
+        "the router still reads a connection that its ingress has left",
         "eldr_serve.router.ingress_calls",
         'previous.reply.peer.close("its ingress has connected again")',
     ),
     Mutation(
-        "a request that is given up stays in the decode queue",
+        "a cancelled request stays in the decode queue",
         "eldr_serve.scheduling.decode_queue",
         "lease = self.leases.pop(request_id, None)",
         "lease = None",
@@ -213,7 +214,7 @@ MUTATIONS = (
     Mutation(
         "prefixes of workers that have gone are remembered",
         "eldr_serve.scheduling.worker_set",
-        "self.prefixes.keep(self.positions)",
+        "self.prefixes.keep_only(self.positions)",
     ),
     Mutation(
         "prompt tokens of a request that has gone are still to be computed",
@@ -231,20 +232,18 @@ MUTATIONS = (
     Mutation("an engine that leaves cuts streams", "eldr_serve.replicas.servers", "await channel.drain()"),
     # -- the channel
     Mutation(
-        "calls of a lost channel are not told",
+        "calls of a lost channel do not end",
         "eldr_serve.channel.client",
         "call.on_ended(ChannelLostError(reason, silent=self._silent))",
     ),
-    Mutation("an engine does not hear a cancel", "eldr_serve.channel.server", "self._calls[call].cancel()"),
+    Mutation("an engine ignores a cancel", "eldr_serve.channel.server", "self._calls[call].cancel()"),
     Mutation(
-        "a router does not hear that a call is closed",
+        "the router ignores that a call is closed",
         "eldr_serve.channel.server",
         "self._open_calls.pop(call).on_close(tokens)",
         "self._open_calls.pop(call)",
     ),
-    Mutation(
-        "a router does not hear that a channel is lost", "eldr_serve.channel.server", "handler.on_lost()"
-    ),
+    Mutation("the router ignores that a channel is lost", "eldr_serve.channel.server", "handler.on_lost()"),
     Mutation(
         "calls of a dead ingress run on",
         "eldr_serve.channel.server",
@@ -253,25 +252,29 @@ MUTATIONS = (
     ),
     Mutation("a silent channel stays open", "eldr_serve.channel.peer", "if now_s >= lost_at_s:", "if False:"),
     # -- admission and tenants
-    Mutation("a tenant keeps a place", "eldr_serve.limits.concurrency", "self._permits[tenant.name] -= 1"),
     Mutation(
-        "whoever came first is served first, whatever his tenant holds",
+        "a place of a tenant is not released",
+        "eldr_serve.limits.concurrency",
+        "self._permits[tenant.name] -= 1",
+    ),
+    Mutation(
+        "the first request goes first, however many places its tenant has",
         "eldr_serve.limits.concurrency",
         "min(self._waiting, key=lambda t: next_share(self._permits[t.name], t.priority))",
         "next(iter(self._waiting))",
     ),
     Mutation(
-        "what tenants take at other ingresses does not count",
+        "the usage of tenants at other ingresses does not count",
         "eldr_serve.limits.tenants",
         "tenant.requests.add_usage(charged[0] - last_charged[0])",
     ),
     Mutation(
-        "ingresses are not told what tenants take elsewhere",
-        "eldr_serve.limits.shared_limits",
+        "the usage of tenants is not sent to other ingresses",
+        "eldr_serve.limits.tenants",
         "return {name: item[1] for name, item in self._usage.items() if name != ingress}",
         "return {}",
     ),
-    Mutation("a place is not given back", "eldr_serve.limits.concurrency", "self.in_flight -= 1"),
+    Mutation("a place is not released", "eldr_serve.limits.concurrency", "self.in_flight -= 1"),
     Mutation(
         "a client that leaves is not noticed",
         "eldr_serve.ingress.admission",

@@ -293,8 +293,8 @@ class FaultInjector:
             by_proxy = httpx.get(f"{self._proxy_url}/v1/models", timeout=3.0).status_code
         except (ServiceError, httpx.TransportError):
             return False
-        ready = status["ingress"]["ready"] and not status["ingress"]["router_unreachable"]
-        served = ready and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
+        warm = status["ingress"]["all_warm"] and not status["ingress"]["router_unreachable"]
+        served = warm and by_proxy == 200 and len(status.get("workers", ())) == self._decodes
         try:
             if not (served and application.all_replicas_running()):
                 return False

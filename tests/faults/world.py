@@ -37,7 +37,6 @@ from eldr_serve.ingress import deployment as ingress
 from eldr_serve.ingress import http_application
 from eldr_serve.ingress.options import IngressOptions
 from eldr_serve.limits import tenants
-from eldr_serve.limits.shared_limits import SharedLimits
 from eldr_serve.monitoring import loop_watch
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.replicas import decode_reporter, engine_watch, servers
@@ -45,6 +44,7 @@ from eldr_serve.router import actor as decode_router
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
+from eldr_serve.router_protocol.messages import LiveSettings
 from tests.faults.fake_engines import BlockEngine, DecodeEngine, PrefillEngine
 from tests.faults.fake_ray import (
     FakePromptTokenizer,
@@ -302,8 +302,8 @@ async def _router_address(process: Process) -> Any:
     return await process.servable_object.address()
 
 
-async def _configure(process: Process, settings: RouterSettings) -> None:
-    await process.servable_object.configure(settings)
+async def _configure(process: Process, settings: RouterSettings, live: LiveSettings | None) -> None:
+    await process.servable_object.configure(settings, live)
 
 
 async def _observe_steps(process: Process, *args: Any) -> Any:
@@ -362,7 +362,7 @@ def patch_serving_code(loop: VirtualLoop, world: World, rng: random.Random) -> I
         patches.enter_context(patch("time.time_ns", lambda: int(1e9 * loop.time())))
         for init in (RouterState.__init__, OutlierDetector.__init__):
             patches.enter_context(patch.dict(init.__kwdefaults__, clock=loop.time))
-        for function in (tenants.Tenants.__init__, SharedLimits.__init__):
+        for function in (tenants.Tenants.__init__, tenants.SharedLimits.__init__):
             patches.enter_context(patch.object(function, "__defaults__", (loop.time,)))
         try:
             yield

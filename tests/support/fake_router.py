@@ -130,6 +130,7 @@ class FakeActor(RouterCalls):
     Attributes:
         delay_s: travel time of a message.
         messages: received requests and notes.
+        restored: received Restore messages, as dicts.
     """
 
     def __init__(self, *, grace_s: float = 6.0, **options: Any) -> None:
@@ -150,6 +151,7 @@ class FakeActor(RouterCalls):
         self._alive = True
         self.delay_s = 0.0
         self.messages: list[Any] = []
+        self.restored: list[dict[str, Any]] = []
 
     @property
     def running(self) -> dict[str, Lease]:
@@ -184,6 +186,7 @@ class FakeActor(RouterCalls):
 
     def _subscribe(self, body: bytes, reply: Reply) -> Any:
         handler = self.ingress_calls.open_methods["subscribe"](body, reply)
+        self.restored.append(decoder(Any)(body))
         return self._record_notes(handler, decoder(Any))
 
     def _place(self, body: bytes, reply: Reply) -> Any:
@@ -227,9 +230,6 @@ class FakeActor(RouterCalls):
                 bind(methods.DECODE_LOADS, lambda call: state.decode_loads(call.blocks)),
             ]
         )
-
-    async def configure(self, settings: Any) -> None:
-        """Ignore a redeployment."""
 
     def calls(self) -> RouterCalls:
         """Return the calls of another router client."""

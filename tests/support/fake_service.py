@@ -24,7 +24,7 @@ class FakeService:
 
     Attributes:
         first_s, gap_s: delays of the first token and of each further one, in seconds.
-        fail_every: one in so many requests gets a 503; 0: none.
+        fail_every: every such request gets a 503 (3: each third one); 0: none.
         reports_steps: whether the status includes the engines' steps.
         more_status: additional or replaced fields of the status.
         says: returns the answer to a request without streaming, given policy and prompt.

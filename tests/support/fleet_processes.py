@@ -99,7 +99,7 @@ async def running_ingress(prefill: Fleet, decode: Fleet) -> AsyncIterator[Any]:
     actor = FakeActor(policy="round-robin")
     holder = SimpleNamespace(servable_object=None, actor=actor)
     with (
-        patch.object(ingress, "RouterCalls", lambda find: actor),
+        patch.object(ingress, "RouterCalls", lambda find, settings: actor),
         patch.object(serve, "get_replica_context", lambda: holder),
     ):
         holder.servable_object = deployment = _Ingress(

@@ -133,7 +133,7 @@ async def running_app(
         return app.router_client
 
     with (
-        patch.object(ingress, "RouterCalls", lambda find: actor),
+        patch.object(ingress, "RouterCalls", lambda find, settings: actor),
         patch.object(ingress, "RouterClient", create_router_client),
         patch.object(ingress, "Fleet", lambda directory, **options: next(fleets)),
         patch.object(serve, "get_replica_context", lambda: SimpleNamespace(servable_object=app.ingress)),

@@ -10,10 +10,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_triton import TritonMetro, _metro, num_warps
-from eldr_serve.experts.parallel.placement import hosts_of
-from offline.expert_placement.eplb import eplb_placement
+from offline.expert_placement.packed_placements import eplb_placement
 from tests.support.tables import random_hosts
 
 

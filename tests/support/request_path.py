@@ -54,7 +54,7 @@ def request_context(method: str = "completions", **fields: Any) -> RequestContex
 
 
 def on(replica: str, answer: Any, others: Any = good_decode) -> Any:
-    """Return engines of which the replica gives `answer`, and all others give `others`."""
+    """Return engines of which this replica answers by `answer`, and every other replica by `others`."""
     return lambda sent: (answer if sent.replica == replica else others)(sent)
 
 
@@ -151,7 +151,7 @@ class Pipeline:
         path_options = PathOptions(**{"retry_backoff_s": 0.0, **options})
         tokenizer: Any = PromptTokenizer("") if whole or path_options.local_prefill_tokens else None
         self.services = Services(
-            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+            fleets=Fleets(*fleets, PrefillRouterOptions(), decode_engines_prefill=whole),
             router_client=self.router,
             counters=self.counters,
             options=path_options,

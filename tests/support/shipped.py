@@ -17,7 +17,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, also in functions. `from a import b` gives a.b."""
+    """Yield the dotted names that a file imports, even in functions. `from a import b` gives a.b."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

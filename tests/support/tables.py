@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.experts.signature import SignatureSpec
 from eldr_serve.scheduling import PlacementRequest

@@ -65,7 +65,7 @@ def _tokens(domain: np.ndarray, lengths: np.ndarray, seed: int) -> dict[str, Any
 def favourites_trace(
     domains: Sequence[str], *, each: int, num_layers: int, num_experts: int, steps: int, others: float
 ) -> CalibrationTrace:
-    """Return a trace whose domains have four favourite experts. Others are less likely by `others`."""
+    """Return a trace whose domains have four favourite experts. The rest have the weight `others`, not 1."""
     rng = np.random.default_rng(0)
     names = np.repeat(domains, each)
     weight = np.full((len(names), num_experts), others)

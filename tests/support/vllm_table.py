@@ -25,7 +25,7 @@ NOTES = column_notes(
     {
         "unstreamed, streamed": "`equal` if all answers of the field equal those of a plain vLLM server with "
         "the same model; `refused` if both servers refuse all requests with the same status and field; "
-        "`equal or refused` if some.",
+        "`equal or refused` if they refuse only some.",
         "note": "What the service does otherwise, or why the field was not tried.",
     },
 )

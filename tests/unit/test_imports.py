@@ -31,6 +31,7 @@ def _is_within(name: str, *parts: str) -> bool:
 PARTS = (
     "eldr_serve.arrays",
     "eldr_serve.errors",
+    "eldr_serve.import_path",
     "eldr_serve.objective",
     "eldr_serve.files",
     "eldr_serve.data_root",
@@ -46,6 +47,7 @@ PARTS = (
     "eldr_serve.engine",
     "eldr_serve.queues",
     "eldr_serve.limits",
+    "eldr_serve.actors",
     "eldr_serve.signatures",
     "eldr_serve.replicas",
     "eldr_serve.dashboard",
@@ -106,6 +108,25 @@ def test_a_part_imports_only_earlier_parts(part: str) -> None:
     }
 
 
+# -- experimental parts: of the product, only the vLLM engine uses them -------------------------------
+
+EXPERIMENTAL = ("eldr_serve.experts.parallel", "eldr_serve.engine.vllm.ep", "offline.expert_placement")
+USERS_OF_EXPERIMENTAL_PARTS = {
+    f"eldr_serve.engine.vllm.{name}"
+    for name in ("compat.ep", "compat.ep_ranks", "engine", "eplb", "experts_config", "spec", "worker")
+}
+
+
+def test_only_the_vllm_engine_imports_experimental_parts() -> None:
+    users = {
+        module
+        for module, imported in GRAPH.items()
+        if _is_within(module, "eldr_serve") and not _is_within(module, *EXPERIMENTAL)
+        if any(_is_within(name, *EXPERIMENTAL) for name in imported)
+    }
+    assert users == USERS_OF_EXPERIMENTAL_PARTS
+
+
 # -- imports are declared for the installation in which a module runs ---------------------------------
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -115,12 +136,11 @@ RUNS_UNDER: dict[str, tuple[str, ...]] = {
     "eldr_serve": (BASE,),
     "eldr_serve.experts.parallel.metro_triton": ("gpu",),
     "eldr_serve.gpu_cost.kernel_times": ("cost",),
-    "benchmarks.lib.channel_transports": ("dev",),
-    "benchmarks.lib.frames_in_grpc": ("dev",),
     "benchmarks.lib.screenshots": ("dev",),
     "benchmarks.lib.triton_cpu.interpreted": ("dev",),
     **dict.fromkeys(
         (
+            "eldr_serve.actors",
             "eldr_serve.app",
             "eldr_serve.channel",
             "eldr_serve.config",
@@ -293,7 +313,7 @@ def test_only_one_module_uses_internal_names_of_uvicorn() -> None:
 
 ENGINES = "eldr_serve.engine"
 # The public method that writes a file for vLLM, and the name of a part of NVIDIA's tables.
-FORMATS = {("eldr_serve.experts.parallel.placement", "to_vllm"), ("eldr_serve.gpu_cost.kernel_times", "vllm")}
+FORMATS = {("eldr_serve.experts.expert_placement", "to_vllm"), ("eldr_serve.gpu_cost.kernel_times", "vllm")}
 
 
 def _names_in(path: Path) -> Iterator[str]:

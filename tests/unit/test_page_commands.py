@@ -1,5 +1,6 @@
 """Each command on a page is run here or by a test named here, or is left out for a stated reason."""
 
+import ast
 import asyncio
 import json
 import os
@@ -41,6 +42,8 @@ _PROGRAMS = (
     "pip",
     "git",
     "chrt",
+    "pytest",
+    "pre-commit",
 )
 
 # Beginning of a command line -> the test that runs the command.
@@ -103,9 +106,6 @@ TEST_BY_COMMAND = {
     "python -m benchmarks.papers.at_scale": (
         "tests/unit/papers/test_at_scale.py::test_a_run_has_rows_by_workers_and_policy_and_resumes"
     ),
-    "python -m benchmarks.serving.channel_or_grpc": (
-        "tests/unit/benchmarks/test_channel_or_grpc.py::test_the_command_writes_a_row_for_each_way"
-    ),
     "python -m benchmarks.gpu": (
         "tests/unit/benchmarks/test_gpu.py::test_the_command_writes_states_and_fails_with_a_step"
     ),
@@ -124,10 +124,12 @@ TEST_BY_COMMAND = {
     "python -m benchmarks.lib.screenshots": (
         "tests/unit/router/test_live_page.py::test_screenshots_are_small_and_fit_each_width"
     ),
+    "pytest": "tests/unit/test_page_commands.py::test_the_example_of_one_test_selects_a_test",
     "serve run": "tests/e2e/test_own_model.py::test_the_served_model_is_compared_watched_and_stopped",
     "ray job submit": "tests/e2e/test_serving.py::test_trace_from_a_ray_job_is_complete",
 }
 REASON_WITHOUT_TEST = {
+    "pre-commit install": "it changes the clone's git hooks",
     "make setup": "it installs the environment of the tests",
     "make demo": "it calls `eldr demo`, which is tested",
     "make test": "it is this test suite",
@@ -153,7 +155,9 @@ REASON_WITHOUT_TEST = {
     "python -m benchmarks.serving.scaling": "six engines and minutes; its results are committed",
     "python -m benchmarks.serving.lost_nodes": "three Ray nodes and Redis; its results are committed",
     "python -m offline.live_placement": "a job without an end; its decisions are in test_live_placement.py",
+    "python -m offline.position_placement": "a job without an end; tested by test_position_placement.py",
 }
+_INLINE = re.compile(r"`\.venv/bin/([^`]+)`")
 RUN_WITHOUT_SERVICE = ("eldr deployments", "eldr keys", "eldr fit ", "eldr place", "eldr simulate")
 FIT = "eldr fit --trace trace.safetensors --workers 2 --out table.safetensors"
 TOKEN_COMMAND = "ray get-auth-token"
@@ -162,9 +166,9 @@ ALL_ENTRIES = (*TEST_BY_COMMAND, *REASON_WITHOUT_TEST, *RUN_WITHOUT_SERVICE, *RU
 
 
 def shown_lines() -> Iterator[str]:
-    """Yield each command line in code blocks of the pages."""
+    """Yield each command line in code blocks of the pages, and in their text if it is in .venv/bin."""
     for page in PAGES:
-        for line in code_lines(page):
+        for line in (*code_lines(page), *_INLINE.findall(page.read_text())):
             for part in re.split(r"&&|\s--\s|^\$ |(?<=\s)#\s", line.removeprefix("$ ")):
                 words = part.split()
                 if words and words[0] in _PROGRAMS and (words[0] != "python" or "-m" in words[:2]):
@@ -199,6 +203,37 @@ def test_every_test_in_the_registry_exists(address: str) -> None:
     """A file alone, or the beginning of a test's name, is not enough."""
     file, _, test = address.partition("::")
     assert re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text(), re.MULTILINE)
+
+
+def test_the_example_of_one_test_selects_a_test() -> None:
+    for line in lines_of("pytest"):
+        _, file, _, word = line.split()
+        assert re.search(rf"^(async )?def test_\w*{word}", (ROOT / file).read_text(), re.MULTILINE)
+
+
+def docstring_commands() -> Iterator[tuple[str, str, set[str]]]:
+    """Yield module, command and required options, for the commands in the docstrings of benchmarks."""
+    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
+        text = file.read_text()
+        tree, ends = ast.parse(text), re.search(r"^    run\((\w+)\)$", text, re.MULTILINE)
+        required: set[str] = set()
+        for function in tree.body:
+            if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+                continue  # a settings class has the options of a decorated command
+            if ends and function.name == ends[1]:
+                arguments = function.args.args[: len(function.args.args) - len(function.args.defaults)]
+                required = {f"--{argument.arg.replace('_', '-')}" for argument in arguments}
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for line in (ast.get_docstring(tree) or "").replace("\\\n", "").splitlines():
+            if line.startswith("    python -m benchmarks."):
+                yield name, line.strip(), required
+
+
+def test_commands_in_docstrings_name_their_module_and_have_its_required_options() -> None:
+    commands = list(docstring_commands())
+    assert any(required for *_, required in commands)
+    assert not [line for name, line, _ in commands if line.split()[2] != name]
+    assert not [(line, left) for _, line, options in commands if (left := options - set(line.split()))]
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_pages_are_narrow_and_their_links_are_valid(page: Path) -> None:
 def test_the_readme_its_table_and_the_glossary_are_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
     tables = re.findall(r"<!-- claims .*? -->(.*?)<!-- end -->", README.read_text(), re.DOTALL)
-    assert [table.count("\n|") <= 2 + 4 for table in tables] == [True, True]
+    assert [table.count("\n|") <= 2 + 9 for table in tables] == [True]
     assert not [cell for table in tables for cell in table.split("|") if ";" in cell]  # one value per cell
     assert (ROOT / "docs/glossary.md").read_text().count("\n|") <= 2 + 10
 

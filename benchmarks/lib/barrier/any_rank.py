@@ -1,6 +1,6 @@
-"""A kind of engine in which vLLM's own balancer chooses the data-parallel rank of some requests.
+"""An engine backend that lets vLLM choose the data-parallel rank of some requests.
 
-Decode engines are of this kind if ELDR_ENGINE_BACKEND names it in their environment. Router and ingress still
+Decode engines use it if ELDR_ENGINE_BACKEND names it in their environment. Router and ingress still
 count such a request on the rank that the router chose. The rank that vLLM chose reads the prompt's KV blocks,
 whose location does not depend on it.
 """

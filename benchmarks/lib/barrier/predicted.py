@@ -83,7 +83,8 @@ def predict(
     prompt, output = np.resize(lengths, (requests, 2)).T
     policy = make()
     policy.update_cost_model(cluster.decode.cost)
-    sent = Requests(np.zeros(requests), prompt, output)
+    # Clients send the length of an answer as max_tokens.
+    sent = Requests(np.zeros(requests), prompt, output, max_new_tokens=output)
     outcome = simulate(sent, policy, cluster, in_flight=load.in_flight, seed=seed)
     sampled, ended = (
         (times >= load.warm_up_s) & (times < load.warm_up_s + load.seconds)

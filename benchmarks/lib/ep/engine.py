@@ -25,6 +25,8 @@ from benchmarks.lib.replay.engine import ENGINE_ENV
 from eldr_serve.arrays import Floats, Ints
 from eldr_serve.errors import UserInputError
 
+_AFTER_ALL_STEPS = 1 << 40  # a step number that no log reaches
+
 
 @dataclass(frozen=True)
 class DecodedBatch:
@@ -201,6 +203,12 @@ def _ask(method: str, *arguments: Any) -> list[Any]:
     return answers
 
 
+def _next_step_number() -> int:
+    """Return the number that the layers' logs will give the next step."""
+    number, _ = _ask("batches", _AFTER_ALL_STEPS)[0]
+    return int(number)
+
+
 def _place(placement: Ints, rule: str, load: Floats) -> None:
     _ask("choose", rule)
     slices_left = _ask("begin", placement.tolist(), _ranks, load.tolist())[0]
@@ -227,7 +235,7 @@ def _decode(
     for prompt in prompts:
         _num_requests += 1
         _engine.add_request(str(_num_requests), {"prompt_token_ids": prompt, "cache_salt": name}, params)
-    first_step = _ask("batches", 2**40)[0][0]
+    first_step = _next_step_number()
     routed_before, states_before = np.array(_ask("routed")[0]), _ask("status")
     seconds, decoding = [], 0
     move_s = 0.0
@@ -256,7 +264,7 @@ def _decode(
     received = (state["bytes_received"] for state in states)
     received_before = (state["bytes_received"] for state in states_before)
     return DecodedBatch(
-        np.array([answers[number] for number in range(len(prompts))]),
+        np.reshape([answers[number] for number in range(len(prompts))], (-1, tokens)).astype(np.int64),
         np.array(seconds)[is_decode],
         move_s,
         states[0]["experts_moved"] - states_before[0]["experts_moved"],

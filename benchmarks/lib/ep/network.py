@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 
 TRAFFIC = ("near_messages", "near_bytes", "far_messages", "far_bytes")  # near: within a node
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.lib.ep.replica_choice import route_even
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 
 Bools = NDArray[np.bool_]
 Gate = Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens [T, H] -> weights [T, k], experts int64[T, k]
@@ -45,7 +45,7 @@ class ParallelLayer:
 
     Args:
         products: computes this rank's slots.
-        placement: int[P], the logical expert in each slot, rank-major; ValueError as `slots_of`.
+        placement: int[P], the logical expert in each slot, rank-major; `slots_of` checks it.
         route: the serving rank of each (token, expert) pair; the same function on every rank.
         on_exchange: called after each exchange of `run_exchanged`, whose parts it counts as one message.
     """
@@ -104,9 +104,8 @@ class ParallelLayer:
     ) -> Tensor:
         """Compute the layer with all-to-all dispatch and combine. A token is sent to a rank at most once.
 
-        The arguments are those of `run_gathered`; the stages are gate, route, dispatch, experts, combine.
-
         Args:
+            on_stage: as in `run_gathered`; the stages are gate, route, dispatch, experts, combine.
             nodes: nodes of the ranks. With several, a token is sent to each node at most once, to its entry:
                 the first rank there that serves it. The entry forwards it to the others, and adds their
                 results before one sum returns.
@@ -242,12 +241,14 @@ def one_replica(choose: Callable[[Ints], Ints], num_experts: int) -> Routing:
 def all_replicas(hosts: NDArray[np.bool_]) -> Routing:
     """Return a routing that spreads an expert's tokens evenly over its replicas, as `route_even` does.
 
-    The first tokens go to the first replica.
+    The remainder begins at another replica for each lowest home rank, so that ranks which choose for their
+    own tokens do not all add it to the same replica.
     """
 
     def route(experts: Ints, home: Ints) -> Ints:
         pairs = experts.reshape(-1)
-        served = route_even(np.bincount(pairs, minlength=len(hosts)), hosts)
+        first = int(home.min(initial=hosts.shape[1]))
+        served = route_even(np.bincount(pairs, minlength=len(hosts)), hosts, first)
         ranks = np.empty_like(pairs)
         ranks[np.argsort(pairs, kind="stable")] = np.repeat(
             np.tile(np.arange(hosts.shape[1]), len(hosts)), served.reshape(-1)

@@ -1,6 +1,6 @@
 """Baselines for METRO's greedy choice of the replica that serves an expert's tokens.
 
-Arguments and errors are those of `eldr_serve.experts.parallel.metro.route_metro`.
+Arguments `tokens` and `hosts`, and errors, are those of `eldr_serve.experts.parallel.metro.route_metro`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ def route_optimal(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
     return rank.reshape(np.shape(tokens))
 
 
-def route_even(tokens: ArrayLike, hosts: ArrayLike) -> Ints:
-    """Spread tokens evenly over replicas, like EPLB: int[..., E, G]. The first hosts get the remainder."""
+def route_even(tokens: ArrayLike, hosts: ArrayLike, first: int = 0) -> Ints:
+    """Spread tokens evenly over replicas, like EPLB: int[..., E, G].
+
+    The hosts of an expert get the remainder in turn, from number `first` (modulo their number) on.
+    """
     count, is_host = parse_batch(tokens, hosts)
     replicas = is_host.sum(axis=2)
     share, rest = np.divmod(count, np.maximum(replicas, 1))
-    place = np.cumsum(is_host, axis=2) - 1  # 0 for the first host, 1 for the second, ...
+    number = np.cumsum(is_host, axis=2) - 1  # 0 for the first host, 1 for the second, ...
+    place = (number - first) % np.maximum(replicas, 1)[..., None]
     spread = np.where(is_host, share[..., None] + (place < rest[..., None]), 0)
     return spread.reshape((*np.shape(tokens), is_host.shape[2]))
 

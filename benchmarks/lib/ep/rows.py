@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib.ep.turns import SKIPPED_STEPS
+from benchmarks.lib.ep.batches import SKIPPED_STEPS
 from loadgen.statistics import median_ci, paired_change_percent
 
 PHASES = ("before", "first after", "after")  # windows, seen from the shift of domains
@@ -103,6 +103,7 @@ def shift_rows(
                     (
                         "worst_rank_experts",
                         "worst_rank_pairs",
+                        "other_ranks_per_token",
                         "plan_ms",
                         "migration_ms",
                         "experts_moved",
@@ -111,7 +112,7 @@ def shift_rows(
                     ),
                 ),
                 "requests_equal_pct": _equal_pct(trials, base),
-                "paper_pct": _PAPER_PROACTIVE if name == "proactive" else None,
+                "paper_pct": _PAPER_PROACTIVE if name.startswith("proactive") else None,
             }
 
 
@@ -142,7 +143,7 @@ def start_rows(
 def _split_steps(trial: dict[str, Any], slices: int) -> dict[str, Any]:
     """Return the trial with its medians over the steps during and after a migration of so many slices.
 
-    The first slice follows the first step, so as many steps end before the placement holds.
+    The first slice follows the first step, so as many steps as slices end before the placement holds.
     """
     steps_ms, first = np.array(trial["steps_ms"]), max(slices, SKIPPED_STEPS + 1)
     during_ms = float(np.median(steps_ms[SKIPPED_STEPS:first]))

@@ -25,8 +25,8 @@ from benchmarks.lib.ep.parallel_layer import (
     vllm_products,
 )
 from benchmarks.lib.ep.ranks import device, read_experts, read_gate
+from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import hosts_of
 
 STAGES = ("dispatch", "gate", "route", "experts", "combine")
 ACTIVATED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -49,6 +49,7 @@ class RankJob:
 
     model: Path
     ranks: int
+    num_experts: int  # E, routed experts of a layer
     placements: dict[float, NDArray[np.int64]]  # int[L, P]
     routes: NDArray[np.int64]  # int[B, L, T, k], B batches
     arms: tuple[LayerArm, ...]
@@ -63,11 +64,6 @@ class RankJob:
             return one_replica(MetroPlan.from_hosts(hosts).route, len(hosts))
         return all_replicas(hosts)
 
-    @property
-    def num_experts(self) -> int:
-        """Return the number of routed experts of a layer, E."""
-        return int(self.placements[1.0].max()) + 1
-
     def tokens_by_rank(self, arm: LayerArm) -> NDArray[np.int64]:
         """Return int[B, L, E, G]: tokens of each expert on each rank."""
         batches, layers = self.routes.shape[:2]
@@ -78,8 +74,8 @@ class RankJob:
                 experts = self.routes[b, layer]
                 # All-to-all: each rank chooses for its own tokens.
                 parts = 1 if arm.dispatch == "all-gather" else self.ranks
-                for chunk in np.split(experts, parts):
-                    np.add.at(tokens[b, layer], (chunk, route(chunk, np.zeros(len(chunk), np.int64))), 1)
+                for home, chunk in enumerate(np.split(experts, parts)):
+                    np.add.at(tokens[b, layer], (chunk, route(chunk, np.full(len(chunk), home))), 1)
         return tokens
 
 
@@ -132,7 +128,7 @@ def time_layers_together(rank: int, job: RankJob) -> LayerRun:
     start = rank * rank_tokens
     times = {arm: np.zeros((batches, layers, job.rounds, len(STAGES))) for arm in job.arms}
     counts = {arm: np.zeros((batches, layers, len(TRAFFIC)), np.int64) for arm in job.arms}
-    for b, layer, turn, arm in _schedule(job):
+    for b, layer, round_number, arm in _schedule(job):
         traffic = RankTraffic(rank, job.ranks, job.network)
         placement = job.placements[arm.replication][layer]
         gathers_all = arm.dispatch == "all-gather"
@@ -154,7 +150,7 @@ def time_layers_together(rank: int, job: RankJob) -> LayerRun:
         else:
             nodes = job.network.nodes if arm.dispatch == ONCE_A_NODE else 1
             layer_of_rank.run_exchanged(x, clock, nodes=nodes)
-        times[arm][b, layer, turn] = [clock.seconds[stage] for stage in STAGES]
+        times[arm][b, layer, round_number] = [clock.seconds[stage] for stage in STAGES]
         counts[arm][b, layer] = traffic.counts
     return LayerRun(times, counts)
 
@@ -165,14 +161,14 @@ def time_shares_alone(rank: int, job: RankJob) -> dict[LayerArm, NDArray[np.floa
     batches, layers, tokens, _ = job.routes.shape
     times = {arm: np.zeros((batches, layers, job.rounds, job.ranks)) for arm in job.arms}
     x = experts_of_rank.draw_tokens(tokens)
-    for b, layer, turn, arm in _schedule(job):
+    for b, layer, round_number, arm in _schedule(job):
         experts = job.routes[b, layer]
         ranks = job.routing(arm, layer)(experts, np.zeros(tokens, np.int64))
         for g in range(job.ranks):
             token, choice = np.nonzero(ranks == g)
             rows = x[torch.as_tensor(token, device=device())]
             slot = torch.as_tensor(experts[token, choice], device=device())
-            times[arm][b, layer, turn, g] = experts_of_rank.time_products(layer, rows, slot)
+            times[arm][b, layer, round_number, g] = experts_of_rank.time_products(layer, rows, slot)
     return times
 
 
@@ -256,8 +252,8 @@ def _schedule(job: RankJob) -> list[tuple[int, int, int, LayerArm]]:
     """Return (batch, layer, round, arm) in a random order that is the same on every rank."""
     batches, layers = job.routes.shape[:2]
     cases = [
-        (b, layer, turn, arm)
-        for turn in range(job.rounds)
+        (b, layer, round_number, arm)
+        for round_number in range(job.rounds)
         for b in range(batches)
         for layer in range(layers)
         for arm in job.arms

@@ -7,6 +7,8 @@ token, like the first decode step after a transfer.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +131,7 @@ class ReplayEngine:
     def step(self) -> tuple[list[Any], float, list[dict[str, Any]]]:
         """Run one step, and return outputs, seconds on the engine's clock, and the newly complete records.
 
-        On a GPU these are records of previous steps, too. A record has the number of its step in "step", and
+        On a GPU these include records of previous steps. A record has the number of its step in "step", and
         that step's time, s, in "took".
         """
         self._records.clear()
@@ -144,8 +146,9 @@ class ReplayEngine:
         """Store in each record the number of its step."""
         from eldr_serve.engine.vllm.step_timer import StepTimer
 
-        finish = StepTimer.finish
+        finish = inspect.unwrap(StepTimer.finish)  # without the numbers of an earlier engine
 
+        @functools.wraps(finish)
         def finish_with_number(timer: StepTimer, record: dict[str, int], active: Any) -> None:
             finish(timer, record | {"step": len(self._step_times_s)}, active)
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.lib import options
 from benchmarks.lib.active_experts import active_experts
-from benchmarks.lib.capture import CapturedRoutes, groups_of, load_or_capture
+from benchmarks.lib.captured_routes import CapturedRoutes, groups_of, load_or_capture
 from benchmarks.lib.engine_pool import ReplayEngines
 from benchmarks.lib.engines import weights_name
 from benchmarks.lib.replay.engine import ENGINE_ENV, ReplayArrival, StepRecords
@@ -54,7 +54,7 @@ _FIT_BATCHES = (2, 10, 24, 40)
 
 
 def fit_batches(requests: int) -> list[int]:
-    """Return batch sizes that sum to a quarter of the requests. Few requests give smaller and fewer ones."""
+    """Return batch sizes that sum to a quarter of the requests. Few requests give fewer, smaller batches."""
     ends = np.rint(np.cumsum(_FIT_BATCHES) / sum(_FIT_BATCHES) * (requests // 4))
     return [int(size) for size in np.diff(ends, prepend=0) if size]
 
@@ -227,7 +227,8 @@ class ReplayExperiment:
         for label, outcome in case.outcomes.items():
             evaluator = MarginalCost(affinity=0, tail_power=1, cost=self.cost.as_dict())
             ledger = LoadLedger()
-            workers = ledger.rows(range(case.load.workers))
+            ledger.name_workers(range(case.load.workers))
+            workers = ledger.rows_of(range(case.load.workers))
             ends: list[tuple[float, int]] = []
             regret = np.zeros(len(case.requests))
             for j in np.argsort(case.arrival_s):

@@ -3,8 +3,8 @@
 G decode workers with a step barrier serve a queue of prefilled requests under heavy load: more requests of
 the trace arrive than the slots can take. A step costs 40 ms, and 0.8 us per KV token of the heaviest worker:
 with 32 slots, balance can then save the same share of a step as in the paper's Table 1 (there, TPOT falls by
-11 of 89 ms as the imbalance falls by 70,000 tokens over 16 workers). The paper's traces (a proprietary one
-and Azure-2024) are not public or not available here. Azure-2023 stands in.
+12 of 89 ms as the imbalance falls by 69,000 tokens with 8 workers). The paper's traces (a proprietary one and
+Azure-2024) are not public or not available here. Azure-2023 stands in.
 """
 
 from __future__ import annotations
@@ -44,16 +44,48 @@ STEPS = 1000  # minimum decode steps; short answers (28 tokens in Azure's code t
 
 PAPER_WORKERS = 8
 TABLE_1_WORKERS = (4, PAPER_WORKERS, 16)
-# Imbalance, TPOT p95 in ms, tokens/s. The paper's imbalance is the largest less the least load: `spread`.
-PAPER_TABLE_1 = {
-    "random": (146_564, 90.3, 706),
-    "round-robin": (110_049, 89.1, 771),
-    "power-of-two": (109_033, 89.3, 794),
-    "shortest-queue": (104_737, 89.3, 785),
-    "balance-route": (54_051, 83.3, 854),
-    "balance-route-horizon, oracle": (35_301, 77.3, 957),
-    "balance-route-horizon, survival": (44_010, 82.1, 893),
-    "balance-route-horizon, prompt-keyed": (38_496, 82.3, 909),
+TABLE_2_WORKERS = (*TABLE_1_WORKERS, 32)
+PANEL_WORKERS = (PAPER_WORKERS, 16)
+# By workers and method: imbalance, TPOT p95 in ms, tokens/s. The paper's imbalance is the largest less the
+# least load: `spread`. Table 1 is of Azure-2024, Table 2 of the proprietary trace.
+PaperTable = dict[int, dict[str, tuple[int, float, float]]]
+PAPER_TABLE_1: PaperTable = {
+    PAPER_WORKERS: {
+        "random": (146_564, 90.3, 706),
+        "round-robin": (110_049, 89.1, 771),
+        "power-of-two": (109_033, 89.3, 794),
+        "shortest-queue": (104_737, 89.3, 785),
+        "balance-route": (54_051, 83.3, 854),
+        "balance-route-horizon, oracle": (35_301, 77.3, 957),
+        "balance-route-horizon, survival": (44_010, 82.1, 893),
+        "balance-route-horizon, prompt-keyed": (38_496, 82.3, 909),
+    }
+}
+PAPER_TABLE_2: PaperTable = {
+    4: {
+        "random": (80_118, 66.3, 365),
+        "round-robin": (68_108, 65.3, 366),
+        "power-of-two": (64_012, 65.4, 366),
+        "shortest-queue": (75_326, 66.5, 365),
+        "balance-route": (9_711, 63.2, 407),
+        "balance-route-horizon, oracle": (6_576, 62.5, 415),
+    },
+    8: {
+        "random": (438_225, 85.2, 811),
+        "round-robin": (254_798, 83.2, 847),
+        "power-of-two": (262_940, 84.0, 836),
+        "shortest-queue": (215_110, 83.2, 843),
+        "balance-route": (51_927, 79.3, 943),
+        "balance-route-horizon, oracle": (23_577, 78.0, 1029),
+    },
+    16: {
+        "random": (638_062, 77.8, 924),
+        "round-robin": (616_089, 77.9, 925),
+        "power-of-two": (688_283, 77.5, 927),
+        "shortest-queue": (675_607, 77.4, 927),
+        "balance-route": (215_170, 74.9, 1118),
+        "balance-route-horizon, oracle": (117_067, 72.0, 1247),
+    },
 }
 SURVIVAL = "balance-route-horizon, survival"
 BASELINES = ("random", "round-robin", "power-of-two", "shortest-queue", "least-tokens")
@@ -90,8 +122,13 @@ def table1(options: Options) -> Rows:
 
 
 def table2(options: Options) -> Rows:
-    """Compare all methods at G = 8, 16, 32 and 144."""
-    return _compare(options, [8, 16, 32, 144], arms())
+    """Compare all methods at G = 4, 8, 16 (the paper's) and 32."""
+    return _compare(options, TABLE_2_WORKERS, arms(), PAPER_TABLE_2)
+
+
+def large(options: Options) -> Rows:
+    """Compare all methods, and alpha and gamma, at G = 144, which takes hours."""
+    return _compare(options, [144], [*arms(), *_varied_arms()])
 
 
 def table3(options: Options) -> Rows:
@@ -128,15 +165,20 @@ def table3(options: Options) -> Rows:
 
 
 def sensitivity(options: Options) -> Rows:
-    """Vary alpha and gamma around (48, 0.9), with the oracle, at G = 16 and 144."""
+    """Vary alpha and gamma around (48, 0.9), with the oracle, at G = 8 and 16 as in the paper."""
+    queue = PolicyArm("shortest-queue", "shortest-queue", {})
+    return _compare(options, [PAPER_WORKERS, 16], [queue, *_varied_arms()])
+
+
+def _varied_arms() -> list[PolicyArm]:
+    """Return BR-H with the oracle, with alpha and gamma around (48, 0.9)."""
     cross = [(a, 0.9) for a in (1, 24, 48, 96)] + [(48, g) for g in (0.5, 0.7, 1.0)]
-    varied = [
+    return [
         PolicyArm(
             f"alpha {a}, gamma {g}", "balance-route-horizon", {"slots": SLOTS, "alpha": a, "gamma": g}, True
         )
         for a, g in cross
     ]
-    return _compare(options, [16, 144], [PolicyArm("shortest-queue", "shortest-queue", {}), *varied])
 
 
 def forms(options: Options) -> Rows:
@@ -160,22 +202,27 @@ def forms(options: Options) -> Rows:
 
 
 def panels(options: Options) -> Rows:
-    """Record the imbalance over time at G = 16, first trace."""
+    """Record the imbalance over time at G = 8 (the paper's) and 16, first trace."""
     traffic = Traffic(_traces(options)[0])
-    requests = _requests(traffic, 16, options, 0)
     arms_by_label = {a.label: a for a in arms() if a.label in ("shortest-queue", "balance-route", SURVIVAL)}
     rows: Rows = []
-    for label in with_progress(arms_by_label):
-        outcome = simulate(requests, _policy(arms_by_label[label], requests, traffic), _cluster(16, options))
+    for g, label in with_progress(product(PANEL_WORKERS, arms_by_label)):
+        requests = _requests(traffic, g, options, 0)
+        outcome = simulate(requests, _policy(arms_by_label[label], requests, traffic), _cluster(g, options))
         middle = len(outcome.sample_s) // 2
         columns = (outcome.sample_s, outcome.imbalance, outcome.spread)
         for sample in np.stack([column[middle : middle + 600] for column in columns], axis=1).tolist():
-            names = ("method", "time_s", "imbalance_tokens", "spread_tokens")
-            rows.append(dict(zip(names, (label, *sample), strict=True)))
+            names = ("workers", "method", "time_s", "imbalance_tokens", "spread_tokens")
+            rows.append(dict(zip(names, (g, label, *sample), strict=True)))
     return rows
 
 
-def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[PolicyArm]) -> Rows:
+def _compare(
+    options: Options,
+    sizes: Sequence[int],
+    arms_to_compare: Sequence[PolicyArm],
+    paper: PaperTable = PAPER_TABLE_1,
+) -> Rows:
     traffics = {path: Traffic(path) for path in _traces(options)}
 
     def run(case: tuple[Path, int], seed: int) -> dict[str, dict[str, Any]]:
@@ -189,13 +236,15 @@ def _compare(options: Options, sizes: Sequence[int], arms_to_compare: Sequence[P
 
     rows: Rows = []
     for (path, g), runs in each_seed(options, product(traffics, sizes), run):
-        rows += _rows(
-            path.name, g, {arm.label: mean([run[arm.label] for run in runs]) for arm in arms_to_compare}
-        )
+        means = {arm.label: mean([run[arm.label] for run in runs]) for arm in arms_to_compare}
+        rows += _rows(path.name, g, means, paper.get(g, {}))
     return rows
 
 
-def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
+def _rows(
+    trace: str, g: int, means: dict[str, dict[str, Any]], paper: dict[str, tuple[int, float, float]]
+) -> Rows:
+    """Return a row per method, with the paper's result if `paper` has the method."""
     rows = []
     for label, figures in means.items():
         keys = ["imbalance_tokens", "spread_tokens", "tpot_p95_ms", "output_tokens_per_s"]
@@ -206,9 +255,9 @@ def _rows(trace: str, g: int, means: dict[str, dict[str, Any]]) -> Rows:
             key = f"{measure}_tokens"
             row[f"{measure}_below_jsq"] = means["shortest-queue"][key] / figures[key]
         columns = ("paper_imbalance", "paper_tpot_p95_ms", "paper_tokens_per_s")
-        paper = PAPER_TABLE_1.get(label) if g == PAPER_WORKERS else None
-        row |= zip(columns, paper or (None,) * 3, strict=True)
-        row["paper_below_jsq"] = paper and PAPER_TABLE_1["shortest-queue"][0] / paper[0]
+        published = paper.get(label)
+        row |= zip(columns, published or (None,) * 3, strict=True)
+        row["paper_below_jsq"] = published and paper["shortest-queue"][0] / published[0]
         rows.append(row)
     return rows
 
@@ -250,20 +299,22 @@ def _traces(options: Options) -> tuple[Path, ...]:
 
 
 def _draw_panels(rows: Rows, path: Path) -> None:
-    picture = Figure(figsize=(8, 4), layout="constrained")
-    axes = picture.subplots()
-    for method in dict.fromkeys(row["method"] for row in rows):
-        time_s, imbalance = np.array(
-            [(row["time_s"], row["imbalance_tokens"]) for row in rows if row["method"] == method]
-        ).T
-        axes.plot(time_s - time_s[0], imbalance, label=method, linewidth=1)
-    axes.set(xlabel="time, s", ylabel="imbalance, KV tokens", ylim=(0, None))
-    axes.legend()
+    sizes = dict.fromkeys(row["workers"] for row in rows)
+    picture = Figure(figsize=(8, 4 * len(sizes)), layout="constrained")
+    for axes, g in zip(picture.subplots(len(sizes), squeeze=False).flat, sizes, strict=True):
+        of_size = [row for row in rows if row["workers"] == g]
+        for method in dict.fromkeys(row["method"] for row in of_size):
+            time_s, spread = np.array(
+                [(row["time_s"], row["spread_tokens"]) for row in of_size if row["method"] == method]
+            ).T
+            axes.plot(time_s - time_s[0], spread, label=method, linewidth=1)
+        axes.set(title=f"{g} workers", xlabel="time, s", ylabel="spread, KV tokens", ylim=(0, None))
+        axes.legend()
     save(picture, path)
 
 
 def _draw_scaling(rows: Rows, path: Path) -> None:
-    draw = line_plot("G", "imbalance_below_jsq", by="method", panels=("trace",))
+    draw = line_plot("G", "spread_below_jsq", by="method", panels=("trace",))
     draw([row | {"G": row["workers"]} for row in rows if row["method"] != "random"], path)
 
 
@@ -271,11 +322,16 @@ _ORDER = "every BR row better than every baseline row on imbalance, TPOT p95 and
 FIGURES = {
     "table1": PaperFigure("Imbalance, TPOT p95 and throughput at G = 4, 8 and 16 (Table 1)", _ORDER, table1),
     "table2": PaperFigure(
-        "The same at G = 8, 16, 32 and 144 (Table 2, Figure 4)",
-        "imbalance below JSQ's: 7.8, 4.1 and 3.1 times (BR-0), 11.5, 9.1 and 5.8 times (BR-H oracle) on its "
-        "proprietary trace at its three sizes",
+        "The same at G = 4, 8, 16 and 32 (Table 2, Figure 4)",
+        "spread below JSQ's: 7.8, 4.1 and 3.1 times (BR-0), 11.5, 9.1 and 5.8 times (BR-H oracle) on its "
+        "proprietary trace at G = 4, 8 and 16",
         table2,
         _draw_scaling,
+    ),
+    "large": PaperFigure(
+        "All methods, and alpha and gamma, at G = 144",
+        "not in the paper, whose 144 NPUs are 16 decode workers and their prefill",
+        large,
     ),
     "table3": PaperFigure(
         "Predictors: AUC of ending within the horizon, error of the remaining length (Table 3)",
@@ -284,14 +340,14 @@ FIGURES = {
         table3,
     ),
     "panels": PaperFigure(
-        "Imbalance over time at G = 16 (Figure 3)",
+        "Imbalance over time at G = 8 and 16 (Figure 3)",
         "BR's bands are a small part of JSQ's",
         panels,
         _draw_panels,
     ),
     "sensitivity": PaperFigure(
         "alpha and gamma, oracle (Tables 6 and 7)",
-        "imbalance 24,706 to 32,304 tokens at G = 16 and 104,229 to 127,207 at its largest size: robust",
+        "spread 24,706 to 32,304 tokens at G = 8 and 104,229 to 127,207 at G = 16: robust",
         sensitivity,
     ),
     "forms": PaperFigure(

@@ -2,9 +2,9 @@
 
 In both, prefilled requests wait for a free slot in one queue, from which BR-H chooses, a prompt's KV stays on
 its prefill worker until the hand-over, and a prefill worker gets no new prompt while its KV usage is above a
-threshold. They differ in how long a request may wait for a prefill worker and then in the queue: in the
-paper without a bound (the TTL of its pool is not stated), here at most the defaults of `path`. Refused and
-expired requests are not sent again.
+threshold. They differ in how long a request may wait for a prefill worker and then in the queue. The paper's
+waits have no bound (the TTL of its pool is not stated). The waits here end after the defaults of `path`.
+Refused and expired requests are not sent again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.figures import balanceroute
-from benchmarks.papers.figures.common import Options, PaperFigure, Rows, each_seed, summarise_seeds
+from benchmarks.papers.figures.common import Options, PaperFigure, Rows, each_seed, summarise_runs
 from benchmarks.papers.figures.traffic import Traffic
 from eldr_serve.pipeline.path_options import PathOptions, PrefillRouterOptions
 from eldr_serve.scheduling import Policy, make_policy
@@ -55,8 +55,7 @@ def proxy(options: Options) -> Rows:
     for (path, load), runs in each_seed(options, product(traffics, LOADS), run):
         for name in (PAPER, OURS):
             row: dict[str, Any] = {"trace": path.name, "load": load, "proxy": name}
-            for key in runs[0][name]:
-                row |= summarise_seeds(key, [run[name][key] for run in runs])
+            row |= summarise_runs([run[name] for run in runs])
             for key in _COLUMNS:
                 values, base = ([run[side][key] for run in runs] for side in (name, PAPER))
                 names = (f"{key.removesuffix('_ms')}_change{end}_pct" for end in ("", "_low", "_high"))

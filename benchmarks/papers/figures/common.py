@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,6 +124,12 @@ def requests_at_batch(
 def summarise_seeds(key: str, values: Sequence[float]) -> dict[str, float]:
     """Return the mean, the lowest and the highest value."""
     return {key: float(np.mean(values)), f"{key}_lowest": min(values), f"{key}_highest": max(values)}
+
+
+def summarise_runs(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean, the lowest and the highest value of each measure; a run has all measures of a seed."""
+    summaries = (summarise_seeds(key, [run[key] for run in runs]) for key in runs[0])
+    return {name: value for summary in summaries for name, value in summary.items()}
 
 
 def change_pct(value: float, reference: float) -> float:

@@ -27,7 +27,7 @@ from benchmarks.papers.figures.common import (
     change_pct,
     each_seed,
     mean,
-    summarise_seeds,
+    summarise_runs,
 )
 from benchmarks.papers.figures.director import read_traces
 from benchmarks.papers.figures.director_forms import Measures, max_over_mean
@@ -56,9 +56,7 @@ def forecasts(options: Options) -> Rows:
     for (path, service), runs in each_seed(options, product(traces, SERVICES), run):
         for name in runs[0]:
             row: dict[str, Any] = {"trace": traces[path].model, "service": service, "forecast": name}
-            for key in runs[0][name]:
-                row |= summarise_seeds(key, [measures[name][key] for measures in runs])
-            rows.append(row)
+            rows.append(row | summarise_runs([measures[name] for measures in runs]))
     return rows
 
 

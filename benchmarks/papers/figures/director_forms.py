@@ -21,7 +21,7 @@ from benchmarks.papers.figures.common import (
     bar_plot,
     change_pct,
     each_seed,
-    summarise_seeds,
+    summarise_runs,
 )
 from benchmarks.papers.figures.director import RANKS, read_traces, solver_arguments, synthetic_case
 from benchmarks.papers.figures.shifting import TOKEN_BYTES, GpuCluster
@@ -128,9 +128,7 @@ def _rows_of_case(label: dict[str, Any], instances: list[dict[str, Measures]]) -
         of_form = [measures[form] for measures in instances]
         above = sum(1 for measures in of_form if measures["below_theorem_pct"] < -_TOLERANCE_PCT)
         row = label | {"form": form, "instances": len(of_form), "above_theorem": above}
-        for key in of_form[0]:
-            row |= summarise_seeds(key, [measures[key] for measures in of_form])
-        rows.append(row)
+        rows.append(row | summarise_runs(of_form))
     return rows
 
 

@@ -1,4 +1,8 @@
-"""ELDR on routes of real models: which domains gain and which lose, by mix of domains.
+"""ELDR on observed routes: which domains gain and which lose, by mix of domains.
+
+A trace with several of LANGUAGES has a workload of these, and one of its tasks; any other is one workload.
+Domains with fewer than FEW requests are left out; those with fewer than FEW_SIMULATED in a run are neither
+its worst nor its best.
 
 A run fits its table to one half of each domain's requests, and simulates requests drawn from the other half.
 `locality-band, even table` has a table fitted to as many requests of each domain, as `eldr calibrate
@@ -9,6 +13,7 @@ pool samples them.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ from benchmarks.papers.figures.common import (
     requests_at_batch,
     summarise_seeds,
 )
-from benchmarks.papers.figures.eldr import COST
+from benchmarks.papers.figures.eldr import COST, TASKS
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from eldr_serve.experts.fitting.table import fit_table
@@ -39,12 +44,17 @@ from offline.simulation.run import simulate
 Index = NDArray[np.int64]
 TRACES = "calibration traces with routes, or published routes"
 WORKERS = (8,)
+LANGUAGE_WORKERS = (16,)  # as in the paper; `domain` cannot divide 8 among 8 languages in proportion
 PER_WORKER = 150  # requests
-# Shares of the domains of chat traffic, the largest first; further domains get the last one's.
+FEW, FEW_SIMULATED = 4, 10
+# Shares in chat traffic: of LANGUAGES, then of other domains, those with the most requests first. Further
+# domains get the last share.
 CHAT = (58.2, 16.6, 8.1, 4.6, 3.2, 2.1, 1.5, 1.5, 0.4)
+LANGUAGES = ("en", "zh", "ru", "fr", "es", "de", "ar", "ja")
 MIXES = ("even", "as recorded", "chat")
+REFERENCE = "shortest-queue"
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "shortest-queue": ("shortest-queue", {}),
+    REFERENCE: ("shortest-queue", {}),
     "domain": ("domain", {}),
     "locality-band": ("locality-band", {}),
     "locality-band, even table": ("locality-band", {}),
@@ -80,7 +90,8 @@ def halves(trace: CalibrationTrace, seed: int) -> tuple[Index, Index]:
 def shares(trace: CalibrationTrace, mix: str) -> dict[str, float]:
     """Return the share of each domain's requests, summing to 1."""
     names, counts = np.unique(trace.domains, return_counts=True)
-    order = np.argsort(-counts, kind="stable")
+    place = np.array([[*LANGUAGES, name].index(name) for name in names.tolist()])
+    order = np.lexsort((-counts, place)) if mix == "chat" else np.argsort(-counts, kind="stable")
     weights = {
         "even": np.ones(len(names)),
         "as recorded": counts[order].astype(float),
@@ -106,34 +117,69 @@ def domains(options: Options) -> Rows:
     """Compare TPOT with shortest-queue's by policy and mix: of all, of the worst and of the best domain."""
     paths = options.all_traces(TRACES)
 
-    def run(case: tuple[Path, int, str], seed: int) -> dict[str, dict[str, Any]]:
-        path, workers, mix = case
-        trace = read_calibration_trace(path)
+    def run(case: tuple[Path, str, int, str], seed: int) -> dict[str, dict[str, Any]]:
+        path, workload, workers, mix = case
+        trace = select_workload(read_calibration_trace(path), workload)
         outcomes, names = simulate_policies(options, trace, workers, mix, seed)
         return {
             label: {
                 "all": _times(outcome.summary()) | {"active_experts": outcome.summary()["active_experts"]}
             }
-            | {row["domain"]: _times(row) for row in outcome.summarise_domains(names)}
+            | {
+                row["domain"]: _times(row)
+                for row in outcome.summarise_domains(names)
+                if row["requests"] >= FEW_SIMULATED
+            }
             for label, outcome in outcomes.items()
         }
 
+    cases = [
+        (path, *case)
+        for path in paths
+        for workload in split_workloads(read_calibration_trace(path))
+        for case in product([workload], LANGUAGE_WORKERS if workload == "language" else WORKERS, MIXES)
+    ]
     rows: Rows = []
-    for (path, workers, mix), runs in each_seed(options, product(paths, WORKERS, MIXES), run):
-        trace = read_calibration_trace(path)
+    for (path, workload, workers, mix), runs in each_seed(options, cases, run):
+        # A rare domain can lack requests in one of the runs.
+        parts = [part for part in runs[0][REFERENCE] if all(part in r[REFERENCE] for r in runs)]
         means = {
             label: {
                 part: {
                     key: float(np.mean([r[label][part][key] for r in runs])) for key in runs[0][label][part]
                 }
-                for part in runs[0][label]
+                for part in parts
             }
             for label in POLICIES
         }
+        model = read_calibration_trace(path).model
         for label in POLICIES:
-            row = {"model": trace.model, "workers": workers, "mix": mix, "policy": label}
-            rows.append(row | _row(means[label], means["shortest-queue"], runs, label))
+            row = {"model": model, "workload": workload, "workers": workers, "mix": mix, "policy": label}
+            rows.append(row | _row(means[label], means[REFERENCE], runs, label))
     return rows
+
+
+def split_workloads(trace: CalibrationTrace) -> dict[str, tuple[str, ...]]:
+    """Return the domains of each workload: languages, and tasks beside them, or all domains."""
+    languages, tasks = (
+        tuple(name for name in names if name in trace.domains) for names in (LANGUAGES, TASKS)
+    )
+    if len(languages) < 2:
+        return {"all": tuple(sorted(set(trace.domains)))}
+    return ({"task": tasks} if tasks else {}) | {"language": languages}
+
+
+def select_workload(trace: CalibrationTrace, workload: str) -> CalibrationTrace:
+    """Return the requests of the workload, with routes, without domains that have fewer than FEW requests."""
+    count = Counter(trace.domains)
+    chosen = [name for name in split_workloads(trace)[workload] if count[name] >= FEW]
+    index = np.flatnonzero(np.isin(trace.domains, chosen))
+    if not len(index):
+        raise UserInputError(f"no domain of the trace has {FEW} requests of the workload {workload!r}")
+    offsets = np.concatenate([[0], np.cumsum(trace.decode_steps[index], dtype=np.int64)])
+    return replace(
+        trace.subset_without_routes(index), routes=trace.decode_routes(index), route_offsets=offsets
+    )
 
 
 def simulate_policies(
@@ -177,12 +223,12 @@ def _row(
     row: dict[str, Any] = dict(figures["all"])
     for q in ("p50", "p99"):
         key = f"tpot_{q}_ms"
-        each = [change_pct(r[label]["all"][key], r["shortest-queue"]["all"][key]) for r in runs]
+        each = [change_pct(r[label]["all"][key], r[REFERENCE]["all"][key]) for r in runs]
         row |= summarise_seeds(f"{q}_change_pct", each)
         by_domain = {
             name: change_pct(figures[name][key], reference[name][key]) for name in reference if name != "all"
         }
-        for which, choose in (("worst", max), ("best", min)):
+        for which, choose in (("worst", max), ("best", min)) if by_domain else ():
             name = choose(by_domain, key=by_domain.__getitem__)
             row |= {f"{which}_{q}_domain": name, f"{which}_{q}_change_pct": by_domain[name]}
     return row

@@ -19,7 +19,7 @@ from benchmarks.papers.figures.eldr import BALANCERS, PREFILL, scenario_of, work
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
 from loadgen.plots import lines
-from offline.expert_placement.eplb import activation_placement
+from offline.expert_placement.packed_placements import activation_placement
 from offline.scenario import PolicyChoice, Scenario, ScenarioInputs, read_calibration_trace
 from offline.simulation.run import simulate
 

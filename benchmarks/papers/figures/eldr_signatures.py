@@ -22,6 +22,7 @@ from benchmarks.papers.figures.common import (
     change_pct,
     each_seed,
     requests_at_batch,
+    summarise_runs,
     summarise_seeds,
     with_progress,
 )
@@ -80,9 +81,7 @@ def signatures(options: Options) -> Rows:
     for (path, transform), runs in each_seed(options, product(options.all_traces(TRACES), TRANSFORMS), run):
         trace = read_calibration_trace(path)
         row: dict[str, Any] = {"model": trace.model, "transform": transform, "requests": len(trace.ids)}
-        for key in runs[0]:
-            row |= summarise_seeds(key, [rhos[key] for rhos in runs])
-        rows.append(row | {"layers": trace.prefill_counts.shape[1]})
+        rows.append(row | summarise_runs(runs) | {"layers": trace.prefill_counts.shape[1]})
     return rows
 
 

@@ -25,9 +25,8 @@ from benchmarks.papers.figures.common import (
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement.co_activation import co_activation, expert_load
-from offline.expert_placement.eplb import eplb_placement
 from offline.expert_placement.evaluate import ReplicaRule, evaluate, sample_batches, serve_even
 from offline.expert_placement.grace import grace_placement, knee_ratio
 from offline.expert_placement.grouping import (
@@ -38,6 +37,7 @@ from offline.expert_placement.grouping import (
     utilisation,
 )
 from offline.expert_placement.locality import local_rule, weighted_rule
+from offline.expert_placement.packed_placements import eplb_placement
 from offline.expert_placement.replication import add_replicas, hot_experts, load_skew, num_replicas
 from offline.scenario import read_calibration_trace
 

@@ -29,10 +29,10 @@ from benchmarks.papers.figures.common import (
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import hosts_of
 from offline.expert_placement.cost import LayerCost, LayerWork
-from offline.expert_placement.eplb import eplb_placement
+from offline.expert_placement.packed_placements import eplb_placement
 from offline.scenario import read_calibration_trace
 
 RANKS = 8

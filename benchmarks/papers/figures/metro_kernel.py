@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.papers.figures.common import Options, PaperFigure, Rows, summarise_seeds, with_progress
+from benchmarks.papers.figures.common import Options, PaperFigure, Rows, summarise_runs, with_progress
 from benchmarks.papers.figures.metro import BATCHES, HalvedTrace, read_halves
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
@@ -31,9 +31,7 @@ def kernel(options: Options) -> Rows:
             for seed, half in zip(options.seeds, halves, strict=True)
         ]
         row = {"model": halves[0].name, "batch_size": size, "replication": RATIO}
-        for key in runs[0]:
-            row |= summarise_seeds(key, [run[key] for run in runs])
-        rows.append(row)
+        rows.append(row | summarise_runs(runs))
     return rows
 
 
@@ -50,18 +48,45 @@ def lock_turns(hosts: NDArray[np.bool_], arrival: NDArray[np.int64]) -> int:
     return int(last_turn.max(initial=0))
 
 
+class CountingMetro(TorchMetro):
+    """A decision that counts its rounds.
+
+    Attributes:
+        num_rounds: rounds of the last decision.
+    """
+
+    num_rounds = 0
+
+    def route(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.num_rounds = 0
+        return super().route(tokens)
+
+    def is_final(self, best: torch.Tensor, last: torch.Tensor) -> bool:
+        self.num_rounds += 1
+        return super().is_final(best, last)
+
+
+def plan_of_layer(plan: MetroPlan, layer: int) -> MetroPlan:
+    """Return the plan of one layer, without the experts that pad its order in a plan of many layers."""
+    shares = plan.shares[layer]
+    num_choosing = int(((shares >= 0).sum(axis=1) > 1).sum())
+    order = plan.order[layer, plan.order.shape[1] - num_choosing :]
+    return MetroPlan(shares[None], order[None])
+
+
 def _count_turns(half: HalvedTrace, size: int, number: int, seed: int) -> dict[str, float]:
     """Return what the decision for one layer takes, means over `number` batches and their layers."""
-    hosts = half.plan(RATIO).shares >= 0
+    plan = half.plan(RATIO)
     batches = half.batches(size, number, seed)
     rng = np.random.default_rng([seed, size])
     counted = []
-    for layer, hosts_of_layer in enumerate(hosts):
-        metro = TorchMetro(MetroPlan.from_hosts(hosts_of_layer))
+    for layer, shares in enumerate(plan.shares):
+        hosts = shares >= 0
+        metro = CountingMetro(plan_of_layer(plan, layer))
         for tokens in batches[:, layer]:
             active = rng.permutation(np.flatnonzero(tokens))
             metro.route(torch.from_numpy(tokens[None]))
-            counted.append((len(active), lock_turns(hosts_of_layer, active), metro.num_rounds))
+            counted.append((len(active), lock_turns(hosts, active), metro.num_rounds))
     means = np.mean(counted, axis=0)
     return dict(zip(("active_experts", "lock_turns", "rounds"), means.tolist(), strict=True))
 

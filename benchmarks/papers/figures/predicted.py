@@ -22,6 +22,7 @@ from benchmarks.papers.figures.common import (
     each_seed,
     own_figure,
     requests_at_batch,
+    summarise_runs,
     summarise_seeds,
 )
 from benchmarks.papers.figures.eldr import BALANCERS, COST
@@ -84,9 +85,7 @@ def methods(options: Options) -> Rows:
     rows: Rows = []
     for (group, name, size), outcomes in each_seed(options, cases, run):
         row: dict[str, Any] = {"workload": group, "method": name, "prompts": size}
-        for key in outcomes[0]:
-            row |= summarise_seeds(key, [outcome[key] for outcome in outcomes])
-        rows.append(row)
+        rows.append(row | summarise_runs(outcomes))
     return rows
 
 

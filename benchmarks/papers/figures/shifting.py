@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.papers.migration import Links, plan_migration
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement.alignment import minimise_moves
 from offline.expert_placement.cost import LayerCost, LayerWork
 from offline.expert_placement.director import director_placement
@@ -214,41 +215,85 @@ def serve_with_one_placement(
 
 
 def serve_adaptively(
-    cluster: GpuCluster, batches: list[Batch], placement: NDArray[np.int64], forecast: Forecast
+    cluster: GpuCluster,
+    batches: list[Batch],
+    placement: NDArray[np.int64],
+    forecast: Forecast,
+    *,
+    overlapped: bool = True,
 ) -> ServedBatches:
-    """Before each batch, change to a placement for the forecast if it pays. Experts move while it runs.
+    """Before each batch, change to a placement for the forecast if it pays.
 
     The candidates are a new placement and a repair of the old one; the one with the larger forecast saving is
     chosen.
+
+    Args:
+        overlapped: whether experts move in compute windows of the batch; otherwise its first step waits
+            until they have moved.
     """
     latency_s, moves = [], []
     for batch in batches:
         expected = forecast(batch)
-        current_s = cluster.step_s(expected, placement)
-        windows = cluster.windows_s(expected, placement)
-        plans = []
-        for target in (cluster.place(expected), cluster.place(expected, placement)):
-            new = minimise_moves(placement, target, cluster.topology.ranks)
-            gain = current_s - cluster.step_s(expected, new)
-            plan = plan_migration(
-                placement,
-                new,
-                topology=cluster.topology,
-                links=cluster.links,
-                windows_s=windows,
-                gain_s=gain,
-                steps=STEPS,
-            )
-            gets_new = (plan.placement == new).all(axis=1)
-            saved_s = (gain * (STEPS - np.minimum(plan.ready_steps, STEPS)))[gets_new].sum() - plan.cost_s
-            plans.append((saved_s, plan))
-        _, plan = max(plans, key=lambda pair: pair[0])
-        before, after = (cluster.step_s(batch.tokens, p).mean(axis=0) for p in (placement, plan.placement))
-        waits = np.minimum(plan.ready_steps, STEPS)
-        latency_s.append((before * waits + after * (STEPS - waits)).sum() + plan.cost_s)
-        moves.append(len(plan.moves))
-        placement = plan.placement
+        changes = [
+            plan_change(cluster, expected, placement, target, overlapped=overlapped)
+            for target in (cluster.place(expected), cluster.place(expected, placement))
+        ]
+        change = max(changes, key=lambda change: change.saved_s)
+        before, after = (cluster.step_s(batch.tokens, p).mean(axis=0) for p in (placement, change.placement))
+        latency_s.append((before * change.waits + after * (STEPS - change.waits)).sum() + change.stopped_s)
+        moves.append(change.moves)
+        placement = change.placement
     return ServedBatches(1e3 * np.array(latency_s), np.array(moves))
+
+
+class PlannedChange(NamedTuple):
+    """A change of the placement before a batch. `saved_s` is the time that it saves by the forecast."""
+
+    saved_s: float
+    placement: NDArray[np.int64]  # [L, P]
+    waits: NDArray[np.int64]  # [L], steps that run before the layer has its new placement
+    stopped_s: float  # time in which no step runs
+    moves: int
+
+
+def plan_change(
+    cluster: GpuCluster,
+    expected: NDArray[np.float64],
+    placement: NDArray[np.int64],
+    target: NDArray[np.int64],
+    *,
+    overlapped: bool,
+) -> PlannedChange:
+    """Plan the change to the target of the layers for which it pays by the expected tokens [L, G, E]."""
+    new = minimise_moves(placement, target, cluster.topology.ranks)
+    gain = cluster.step_s(expected, placement) - cluster.step_s(expected, new)
+    plan = plan_migration(
+        placement,
+        new,
+        topology=cluster.topology,
+        links=cluster.links,
+        windows_s=cluster.windows_s(expected, placement),
+        gain_s=gain,
+        steps=STEPS,
+    )
+    gain = np.where((plan.placement == new).all(axis=1), gain, 0.0)
+    if overlapped:
+        waits = np.minimum(plan.ready_steps, STEPS)
+        saved_s = float((gain * (STEPS - waits)).sum()) - plan.cost_s
+        return PlannedChange(saved_s, plan.placement, waits, plan.cost_s, len(plan.moves))
+    # All steps wait for the last transfer, so the layers that are ready later may keep their placement.
+    number = np.bincount(np.array([move.layer for move in plan.moves], np.int64), minlength=len(gain))
+    order = np.argsort(plan.ready_s, kind="stable")
+    stopped_s = plan.ready_s[order] + cluster.links.commit_s * np.cumsum(number[order])
+    all_saved_s = STEPS * np.cumsum(gain[order]) - stopped_s
+    last = int(all_saved_s.argmax())
+    no_waits = np.zeros(len(gain), np.int64)
+    if all_saved_s[last] <= 0:
+        return PlannedChange(0.0, placement, no_waits, 0.0, 0)
+    taken, changed = order[: last + 1], placement.copy()
+    changed[taken] = plan.placement[taken]
+    moves = int(number[taken].sum())
+    return PlannedChange(float(all_saved_s[last]), changed, no_waits, float(stopped_s[last]), moves)
 
 
 def reactive_forecast(batches: list[Batch], first: NDArray[np.float64]) -> Forecast:

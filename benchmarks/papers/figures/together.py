@@ -107,7 +107,7 @@ def _compare(
 
 
 def _rows(workload: str, means: dict[str, dict[str, Any]]) -> Rows:
-    keys = (*BETTER, "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
+    keys = (*BETTER, "spread_tokens", "ttft_p50_ms", "ttft_p99_ms", "active_experts", "batch_size")
     rows = []
     for name, values in means.items():
         better_policies = [

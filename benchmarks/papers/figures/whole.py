@@ -71,7 +71,7 @@ BASELINES: dict[str, Callable[[], Policy]] = {
     "longest-prefix": LongestPrefix,
 }
 OURS = "marginal-cost"
-DECODE_ALONE, TRUE_COUNTS = f"{OURS}, of decode alone", f"{OURS}, told true counts"
+DECODE_ALONE, TRUE_COUNTS = f"{OURS}, of decode alone", f"{OURS}, with true counts"
 Index = NDArray[np.int64]
 
 

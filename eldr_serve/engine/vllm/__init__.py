@@ -10,8 +10,8 @@ An engine has processes of three kinds; an engine of one rank on a CPU has the l
 
 In each step the core sends the workers a plan, and the first worker returns counts (`kv.metadata`). The core
 adds the counts of a request to its answer. Step records, KV usage and the counts of whole replicas go to the
-replica with vLLM's statistics (`stats`), which passes them to Prometheus, and through `measurements` to
-`engine`.
+replica with vLLM's statistics. There `stats` passes them to Prometheus, and to `engine` through
+`measurements`.
 
-The other modules configure, check and describe engines, without a running one.
+The other modules configure, check and describe engines, and need no running engine.
 """

@@ -38,8 +38,8 @@ def parse_adapters(
         raise ConfigurationError(first_problem(error, kwargs["lora_modules"], where=_WHERE)) from error
     if (modules or kwargs.get("enable_lora")) and on_cpu and not kwargs.get("lora_target_modules"):
         raise ConfigurationError(
-            "engine_kwargs.lora_target_modules is missing: vLLM cannot change experts by an adapter on CPUs, "
-            "so name the modules that adapters change, for example [q_proj, k_proj, v_proj, o_proj]"
+            "engine_kwargs.lora_target_modules is missing: on CPUs vLLM does not support adapters on "
+            "experts, so name the modules that adapters change, for example [q_proj, k_proj, v_proj, o_proj]"
         )
     names = {model_id}
     for module in modules:

@@ -23,7 +23,7 @@ class SharedArgument:
         name: name of the argument.
         reason: why it must be equal.
         resolved: path of the resolved value in vLLM's configuration. If empty, vLLM does not change the
-            value. An argument that only one role gives is then a difference.
+            value, and an argument that only one role gives is a difference.
     """
 
     name: str
@@ -35,7 +35,7 @@ _KV = "decode engines read KV blocks as prefill engines wrote them"
 _WEIGHTS = "both must compute with the same weights"
 _PROMPT = "both must turn a prompt into the same tokens"
 _ADAPTERS = "a request for an adapter passes through both"
-_ANSWER = "both engines read each request, and refuse those that their parsers do not support"
+_ANSWER = "both engines read each request, and refuse requests that their parsers do not support"
 
 SHARED_ARGUMENTS = (
     SharedArgument(
@@ -124,7 +124,7 @@ def differences(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> Iterat
 def _sentence(name: str, prefill: Any, decode: Any, reason: str) -> str:
     return (
         f"prefill_config.{name} is {_text(prefill)} and decode_config.{name} is {_text(decode)}: "
-        f"give both the same, since {reason}"
+        f"give both the same value, since {reason}"
     )
 
 

@@ -1,6 +1,6 @@
 """vLLM as a kind of engine in Ray Serve LLM's deployments: configuration, checks, start and calibration.
 
-Every process may import this module: its methods, or `load`, import the engine software when they need it.
+Every process may import this module: its methods import the engine software when they need it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class VllmBackend:
     def spec(self, role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> VllmSpec:
         """Return the specification of the engines; `config` has the fields of Ray's LLMConfig."""
         from eldr_serve.engine.vllm.compat.arguments import check_arguments
-        from eldr_serve.engine.vllm.spec import VllmSpec, llm_config
+        from eldr_serve.engine.vllm.spec import VllmSpec, make_llm_config
 
         check_arguments("engine_kwargs", config.get("engine_kwargs") or {})
-        return VllmSpec(llm_config(role, config, kv_lease_s=kv_lease_s))
+        return VllmSpec(make_llm_config(role, config, kv_lease_s=kv_lease_s))
 
     def compare(self, prefill: EngineSpec, decode: EngineSpec) -> None:
         """Raise ConfigurationError unless two VllmSpecs agree on the fields that must be equal."""
@@ -104,7 +104,7 @@ class VllmBackend:
         self, model: str, device: Device, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return vLLM's arguments for `start_calibration`, and the environment variables of its process."""
-        # vLLM's LLM, which calibrates, has no data-parallel ranks.
+        # Calibration uses vLLM's class LLM, which has no data-parallel ranks.
         rank_arguments = {name: value for name, value in arguments.items() if name != "data_parallel_size"}
         return {"model": model, **engine_kwargs("calibrate", device=device, **rank_arguments)}, dict(
             ENVIRONMENT

@@ -55,7 +55,9 @@ def check_config(where: str, config: Mapping[str, Any]) -> None:
     if config.get("accelerator_type") not in (None, "A10", *kinds):
         kind = config["accelerator_type"]
         raise _invalid(
-            f"{where}.accelerator_type", kind, f"unknown, {did_you_mean(kind, kinds) or 'see Ray'}"
+            f"{where}.accelerator_type",
+            kind,
+            f"unknown, {did_you_mean(kind, kinds) or 'see the documentation of Ray'}",
         )
     if config.get("lora_config"):
         raise ConfigurationError(

@@ -19,9 +19,9 @@ ENVIRONMENT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 # Additional environment of an engine that runs scheduler and model in one process; without it vLLM's CPU
 # platform separates them.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-# Methods of speculative decoding that vLLM does not schedule asynchronously; methods whose drafter has no KV
-# cache.
+# Methods of speculative decoding that vLLM does not schedule asynchronously.
 _SYNCHRONOUS = ("ngram", "suffix", "medusa", "mlp_speculator")
+# Methods whose drafter has no KV cache.
 _NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
 # Tracing arguments. vLLM derives spans from its statistics; without these the first request fails.
 _SPANS = ("otlp_traces_endpoint", "collect_detailed_traces")
@@ -64,8 +64,8 @@ def engine_kwargs(
         overrides = {name: value for name, value in overrides.items() if name not in _SPANS}
     elif overrides.get("otlp_traces_endpoint") and overrides.get("disable_log_stats"):
         raise ConfigurationError(
-            "engine_kwargs has otlp_traces_endpoint and disable_log_stats; vLLM makes its spans of the "
-            "statistics that the second one switches off"
+            "engine_kwargs has otlp_traces_endpoint and disable_log_stats; vLLM makes its spans from "
+            "statistics, which disable_log_stats switches off: leave one of the two out"
         )
     elif overrides.get("disable_log_stats"):
         logger.warning("the %s engine has disable_log_stats: its steps and KV usage are unknown", role)

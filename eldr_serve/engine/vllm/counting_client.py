@@ -23,7 +23,7 @@ class CountingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def take(self) -> int:
+    def take_token_count(self) -> int:
         """Return the number of tokens since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens

@@ -28,7 +28,7 @@ class VllmDescribed(DescribedEngine):
         if capability is not None:
             arguments = {"block_size": _GPU_BLOCK} | _default_batch(memory_gib, capability) | arguments
         super().__init__(arguments | {"model": str(model)}, capability)
-        # For MLA vLLM's CPU platform raises the number in its configuration.
+        # With MLA, vLLM's CPU platform raises this number in the configuration.
         self._gpu_step_tokens = None if capability is None else arguments["max_num_batched_tokens"]
         self.shared_arguments: Mapping[str, Any] = resolve_shared_arguments(self.config)
         self.max_model_len: int = self.config.model_config.max_model_len

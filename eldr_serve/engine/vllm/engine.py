@@ -53,11 +53,11 @@ from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
 from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_unstreamed_answer
 from eldr_serve.engine.vllm.requests.continuation import Continuation
-from eldr_serve.engine.vllm.requests.first_token import prefill_prompt
+from eldr_serve.engine.vllm.requests.one_token_prefill import prefill_prompt
 from eldr_serve.engine.vllm.requests.plain_stream import PlainStream, is_plain
 from eldr_serve.engine.vllm.requests.request_parsing import parse_generation, parse_request, set_prompt
 from eldr_serve.errors import ConfigurationError, RequestRefusedError, one_line_message
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import unpack_counts
 from eldr_serve.request import has_several_prompts
@@ -124,7 +124,7 @@ class VllmEngine:
         return PrefilledPrompt(np.asarray(ids, np.uint32), params)
 
     async def generate(self, request: EngineRequest, send: Send) -> GenerationReport:
-        """Send an answer; its transport time is unknown with `disable_log_stats` or if it is resumed."""
+        """Send an answer; if it is continued, or with `disable_log_stats`, its transport time is unknown."""
         called_at_s = time.monotonic()
         if MEASUREMENTS.awaits_counts(request.id):
             request = replace(request, kv_transfer_params={REQUEST_KEY: request.id})
@@ -147,7 +147,7 @@ class VllmEngine:
         serving, client = wrap_client(serving, CountingClient)
         answer = await getattr(serving, create)(parsed, _raw_request(parsed, request))
         if isinstance(answer, AsyncGenerator):
-            await _read_stream(answer, lambda chunk: send(chunk.encode(), client.take()))
+            await _read_stream(answer, lambda chunk: send(chunk.encode(), client.take_token_count()))
         else:
             send(*_body(answer))
 
@@ -178,7 +178,7 @@ class VllmEngine:
         return continuation
 
     def _serving_on_rank(self, request: EngineRequest) -> tuple[Any, str]:
-        """Return vLLM's serving object that generates on the request's rank, and its method's name."""
+        """Return vLLM's serving object that generates on the request's rank, and the object's method."""
         serving, create = openai_serving(self.server.engine, request.method)
         if request.rank is not None:
             rank = request.rank

@@ -13,6 +13,7 @@ choice that it was captured with.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,18 @@ from eldr_serve.engine.vllm.compat.eplb import (
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_placement_fits
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, check_placement_fits
 from eldr_serve.experts.parallel.replica_choice import (
     Metro,
     NearestReplica,
     OneReplicaPerExpert,
+    PolledReplica,
     slots_by_rank,
 )
+
+# Columns of vLLM's map of replicas under `weighted`. vLLM multiplies a token's position by an odd number and
+# takes the result modulo the columns, so that a power of two takes all columns in turn.
+_COLUMNS = 64
 
 
 class PlacedWorker(Worker):
@@ -52,7 +58,7 @@ class PlacedWorker(Worker):
         config = read_experts_config(self.vllm_config)
         placement = ExpertPlacement.load(config.placement)
         place_experts(self.model_runner.eplb_state, placement.physical_to_logical)
-        choose_replicas(self.vllm_config, config.replica_choice)
+        choose_replicas(self.vllm_config, config.replica_choice, placement)
 
 
 def read_experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
@@ -100,8 +106,11 @@ def fixed_policy(placement: Ints) -> type[AbstractEplbPolicy]:
     return FixedPlacement
 
 
-def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
+def choose_replicas(vllm_config: VllmConfig, choice: str, placement: ExpertPlacement) -> None:
     """Set the replica choice of each MoE layer's router; call it after `place_experts`.
+
+    Args:
+        placement: the placement of the experts, whose expected tokens `weighted` uses.
 
     Raises:
         UnsupportedEngineError: the choice is "local", and routers see the tokens of all ranks, so that all
@@ -111,19 +120,23 @@ def choose_replicas(vllm_config: VllmConfig, choice: str) -> None:
         return
     group = get_ep_group()
     topology = Topology(ranks=group.world_size, nodes=get_node_count())
-    for index, layer in moe_layers(vllm_config):
+    loads = placement.expected_tokens if placement.expected_tokens is not None else itertools.repeat(None)
+    for (index, layer), load in zip(moe_layers(vllm_config), loads, strict=False):
         sees_own_tokens, state = routes_own_tokens(layer), layer.router.eplb_state
         slots, device = _slots(state, topology.ranks), state.logical_replica_count.device
         if choice in ("metro", "metro-paper"):
             gather = group.all_reduce if sees_own_tokens else None
             metro = Metro(slots, device, gather, as_written=choice == "metro-paper")
             set_choice(layer.router, metro)
+        elif choice == "weighted":
+            polled = PolledReplica(slots, topology, load=load, local=False)
+            set_replica_table(layer.router, polled.table(_COLUMNS))
         elif sees_own_tokens:
             set_choice(layer.router, NearestReplica(slots, topology, group.rank_in_group, device))
         else:
             raise UnsupportedEngineError(
-                f"layer {index} routes the tokens of all ranks, which must choose equally: use another "
-                "replica_choice than local"
+                f"layer {index} routes the tokens of all ranks, so all ranks must choose the same: use a "
+                "replica_choice other than local"
             )
 
 
@@ -131,13 +144,23 @@ def set_choice(router: Any, choice: OneReplicaPerExpert) -> None:
     """Make a BaseRouter, whose EPLB maps are set, use a replica choice.
 
     vLLM's own function still maps the ids and counts the load. It reads the layer's maps, which are replaced
-    by maps with one replica per expert, at fixed addresses, that are updated before each call. EPLB's own
-    maps of all layers do not change.
+    by maps with one replica per expert. The new maps are updated before each call, at fixed addresses. EPLB's
+    own maps of all layers do not change.
     """
     state = router.eplb_state
     state.logical_to_physical_map = choice.chosen[:, None]
     state.logical_replica_count = torch.ones_like(state.logical_replica_count)
     run_before_eplb_mapping(router, choice.update)
+
+
+def set_replica_table(router: Any, table: Tensor) -> None:
+    """Make vLLM's own rule draw from these slots, int64[E, C], instead of an expert's replicas.
+
+    The rule takes the column with the number of the hash of a token's position, modulo C.
+    """
+    state = router.eplb_state
+    state.logical_to_physical_map = table.to(state.logical_to_physical_map)
+    state.logical_replica_count = torch.full_like(state.logical_replica_count, table.shape[1])
 
 
 def _slots(state: Any, ranks: int) -> Ints:

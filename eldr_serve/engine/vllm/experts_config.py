@@ -22,19 +22,20 @@ class ExpertsConfig(BaseModel):
     """The setting of a GPU engine, with vLLM's own expert parallelism (eplb.py).
 
     Attributes:
-        placement: file of an ExpertPlacement (`offline.place --out`), with its sidecar file beside it.
+        placement: file of an ExpertPlacement (`eldr place --out`), with its sidecar file beside it.
         replica_choice: the rule that chooses the replica for a token:
 
             - even: vLLM's own rule, by the token's position.
             - metro: one replica per batch, so that no rank activates too many experts.
-            - metro-paper: the same with METRO's Algorithm 1 exactly as the paper has it.
+            - metro-paper: like metro, but with METRO's Algorithm 1 exactly as the paper has it.
             - local: the rank's own replica, else one on its node, else any.
+            - weighted: replicas in turn, in proportion to one over the expected load of their ranks.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     placement: Path
-    replica_choice: Literal["even", "metro", "metro-paper", "local"] = "even"
+    replica_choice: Literal["even", "metro", "metro-paper", "local", "weighted"] = "even"
 
 
 class CpuExpertsConfig(BaseModel):
@@ -46,13 +47,13 @@ class CpuExpertsConfig(BaseModel):
             slots; false: they are empty until a placement is loaded.
         redundant_experts: slots of a layer beyond one per expert, over all ranks; null: the placement's.
         replica_choice: a rule of ExpertsConfig, where a token's own rank follows from its position in the
-            batch, or `weighted` (GRACE-MoE's polling by load), or `none` (an expert's first replica).
+            batch, or `none` (an expert's first replica).
         prefill_replica_choice: the rule for steps that prefill. They have more tokens than the ranks can
             decode at once (`max_num_seqs` each). null: `replica_choice`.
         gather: when each data-parallel rank sends its tokens to all ranks:
 
-            - after-top-k: after it has chosen their experts, which it sends too.
-            - before-top-k: before that, so that every rank chooses the experts of all tokens (METRO).
+            - after-top-k: after the rank has chosen the tokens' experts, which it sends too.
+            - before-top-k: before any choice, so that every rank chooses the experts of all tokens (METRO).
         moves_per_slice: maximum number of experts that move between two steps during a swap.
     """
 

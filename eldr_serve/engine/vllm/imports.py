@@ -1,6 +1,6 @@
 """Imports of Ray Serve LLM and vLLM without garbage collection, wherever a process may import them first.
 
-These imports create half a million objects and no garbage; looking for garbage is a fifth of their time.
+These imports create half a million objects and no garbage; looking for garbage takes a fifth of their time.
 """
 
 import gc

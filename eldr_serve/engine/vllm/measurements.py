@@ -1,7 +1,7 @@
 """Measurements of a replica's engine: KV cache, steps, and the expert counts of prompts.
 
 vLLM makes the object that receives the engine's statistics (`stats.EldrPromMetrics`), and passes it nothing
-that leads to the replica's VllmEngine. So both use the one `MEASUREMENTS` of their process.
+that leads to the replica's VllmEngine. Therefore both use the one `MEASUREMENTS` of their process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class EngineMeasurements:
     All methods are thread-safe.
 
     Attributes:
-        kv_usage: by data-parallel rank, share of KV blocks in use after the newest step, 0 to 1, also while
-            the engine is idle.
+        kv_usage: data-parallel rank -> share of KV blocks in use after the newest step, 0 to 1. It remains
+            while the engine is idle.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class EngineMeasurements:
     def take_prefix_changes(self, *, full: bool) -> BlockChanges | None:
         """Return the changes of the prefix cache since the last call, see Engine.take_prefix_changes."""
         with self._lock:
-            return None if self._prefixes is None else self._prefixes.take(full=full)
+            return None if self._prefixes is None else self._prefixes.take_changes(full=full)
 
     def awaits_counts(self, name: str) -> bool:
         """Return whether a call waits for the expert counts of this prompt."""

@@ -1,7 +1,7 @@
 """The cached blocks of prompts and answers, derived from vLLM's KV events in its engine core.
 
-vLLM names a block by a hash of its own, which depends on its seed and algorithm, so the block's id
-(`scheduling.prefixes.block_id`) is derived from its tokens and the id of the block before it.
+vLLM names a block by a hash, which depends on vLLM's seed and algorithm. The block's id here
+(`scheduling.prefixes.block_id`) is therefore derived from the block's tokens and the id of the block before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eldr_serve.engine.vllm.compat.kv_events import (
 )
 from eldr_serve.scheduling.prefixes import BlockChanges, TrackedBlocks, block_id, first_parent
 
-_MAX_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the router
+_MAX_REPORTED_BLOCKS = 2**18  # maximum blocks of an engine; they take some 25 MB in the router
 
 
 class PrefixEvents(EventPublisher):
@@ -31,7 +31,7 @@ class PrefixEvents(EventPublisher):
     no id. Neither have the blocks that follow them, so no prompt can match them.
 
     Args:
-        group: index of the KV cache group whose blocks count; other groups free theirs earlier.
+        group: index of the KV cache group whose blocks count; other groups free blocks earlier.
         block_tokens: tokens in a block of this group.
     """
 
@@ -60,9 +60,9 @@ class PrefixEvents(EventPublisher):
     def shutdown(self) -> None:
         """Do nothing: there is nothing to close."""
 
-    def take(self) -> BlockChanges | None:
+    def take_changes(self) -> BlockChanges | None:
         """Return the changes since the last call; None if there are none."""
-        return self._tracked.take()
+        return self._tracked.take_changes()
 
     def _store(self, event: BlockStored) -> None:
         size = self._block_tokens
@@ -96,9 +96,9 @@ def prefix_events(vllm_config: VllmConfig, kv_cache_config: Any, *, log_stats: b
     """Make a new scheduler collect KV events, and return their receiver; None if nobody needs them.
 
     The router needs the events of an engine that prefills and decodes and has a prefix cache. The changes
-    reach the replica with vLLM's statistics. The router estimates the prefix cache itself if the engine has
-    no statistics, its own `kv_events_config`, data-parallel ranks (whose caches are separate) or too many
-    blocks.
+    reach the replica with vLLM's statistics. The router estimates the prefix cache itself if the engine
+    collects no statistics, or if it has its own `kv_events_config`, data-parallel ranks (whose caches are
+    separate) or too many blocks.
     """
     cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
@@ -109,7 +109,7 @@ def prefix_events(vllm_config: VllmConfig, kv_cache_config: Any, *, log_stats: b
         or transfer.kv_role != "kv_both"
         or vllm_config.kv_events_config is not None
         or vllm_config.parallel_config.data_parallel_size > 1
-        or kv_cache_config.num_blocks > _MAX_BLOCKS
+        or kv_cache_config.num_blocks > _MAX_REPORTED_BLOCKS
     ):
         return None
     group = counted_group(vllm_config, kv_cache_config)
@@ -120,8 +120,8 @@ def prefix_events(vllm_config: VllmConfig, kv_cache_config: Any, *, log_stats: b
 
 
 def _first_parent(keys: tuple[Any, ...] | None) -> bytes | None:
-    """Return the parent of a prompt's first block with these extra keys; None if it has no id."""
+    """Return the parent of a prompt's first block with these extra keys; None if the block has no id."""
     if keys is None:
         return first_parent("")
-    # Without an adapter, a string key is the cache salt. Images have pairs, and prompt embeddings bytes.
+    # Without an adapter, a string is the cache salt. Images have pairs as keys, prompt embeddings have bytes.
     return first_parent(keys[0]) if len(keys) == 1 and isinstance(keys[0], str) else None

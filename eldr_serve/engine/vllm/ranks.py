@@ -22,7 +22,7 @@ def runs_in_one_process(kwargs: Mapping[str, Any], accelerator: str) -> bool:
     """Return whether scheduler and model run in one process, for each data-parallel rank.
 
     They do on a CPU unless the arguments name an executor. On a GPU they do if the arguments name "uni", or
-    name none and have data-parallel ranks.
+    if they name no executor and have data-parallel ranks.
     """
     backend = kwargs.get("distributed_executor_backend")
     if model_ranks(kwargs) > 1:
@@ -55,5 +55,5 @@ def check_gpus(config: Mapping[str, Any]) -> None:
     if gpus != ranks:
         raise ConfigurationError(
             f"deployment_config.ray_actor_options.num_gpus is {gpus}: set it to {ranks}, one for each "
-            "data-parallel rank, since the replica starts them itself"
+            "data-parallel rank, since the replica starts the ranks itself"
         )

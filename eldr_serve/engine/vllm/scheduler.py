@@ -50,7 +50,7 @@ class _CountingScheduler:
             kv_connector_stats = kv_connector_stats or EldrStats()
             kv_connector_stats.data["kv_usage"] = self.kv_cache_manager.usage
             kv_connector_stats.data["prompt_counts"] = self.connector.take_prompt_counts()
-            changes = None if self._prefix_events is None else self._prefix_events.take()
+            changes = None if self._prefix_events is None else self._prefix_events.take_changes()
             if changes is not None:
                 kv_connector_stats.data["prefix_changes"] = asdict(changes)
         return super().make_stats(spec_decoding_stats, kv_connector_stats, *args, **kwargs)  # type: ignore[misc]

@@ -32,13 +32,13 @@ from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
 from eldr_serve.engine.vllm.ranks import check_gpus, data_ranks, model_ranks, runs_in_one_process
 from eldr_serve.errors import ConfigurationError
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 
-# First port of the NIXL side channels; each replica adds an offset by its rank.
+# First port of the NIXL side channels; each replica adds an offset by its number.
 _PORT_BASE: dict[EngineRole, int] = {"prefill": 20000, "decode": 22000, "whole": 22000}
 
 
-def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
+def make_llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -> LLMConfig:
     """Return Ray's LLMConfig with EldrConnector and eldr_serve's scheduler added; see EngineBackend.spec."""
     for part in ("engine_kwargs", "experimental_configs", "runtime_env"):
         config[part] = config.get(part) or {}
@@ -72,9 +72,9 @@ def llm_config(role: EngineRole, config: dict[str, Any], *, kv_lease_s: float) -
         config["accelerator_config"] = config.get("accelerator_config") or {"kind": accelerator}
         config["engine_kwargs"].pop("distributed_executor_backend", None)  # Ray knows only its own names
         environment.update(ONE_PROCESS | environment)
-    llm_config: LLMConfig = config_class.model_validate(config)
-    llm_config.get_engine_config().get_initialization_kwargs()  # raise errors here, not in a replica
-    return llm_config
+    completed: LLMConfig = config_class.model_validate(config)
+    completed.get_engine_config().get_initialization_kwargs()  # raise errors here, not in a replica
+    return completed
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ class VllmSpec:
         if fixed is not None:
             return [int(fixed)] * replicas
         base = int(self.config.experimental_configs["NIXL_SIDE_CHANNEL_PORT_BASE"])
-        return [base + rank * self.ranks for rank in range(replicas)]
+        return [base + replica_number * self.ranks for replica_number in range(replicas)]
 
     def placement_group(self) -> tuple[list[dict[str, float]], str]:
-        """Return bundles and strategy of the placement group of one replica."""
+        """Return the bundles and the strategy of the placement group of one replica."""
         return engine_placement(self.config)
 
     def arguments(self) -> dict[str, Any]:

@@ -35,12 +35,12 @@ _TOKEN_SECONDS = "eldr_decode_token_seconds_total"
 class EldrStats(KVConnectorStats):
     """NIXL's transfer stats, step records and capture times.
 
-    `data` has these keys. If a step verifies drafts, its experts and KV tokens include the drafts'.
+    `data` has these keys. If a step verifies drafts, its experts and KV tokens include the drafts too.
 
     - nixl: data of NIXL's stats, or None.
     - steps: records of decode steps: requests, kv_tokens, active_experts (mean over layers),
-      active_by_layer, seconds. A data-parallel rank records its own requests, and the time in which it also
-      waited for the other ranks.
+      active_by_layer, seconds. A data-parallel rank records its own requests, and a time that
+      includes its wait for the other ranks.
     - prompt_steps: records of steps in which a whole replica computed prompts: requests, kv_tokens,
       prompt_tokens, seconds. A decode engine beside prefill engines has local_prompt_tokens instead of
       prompt_tokens.

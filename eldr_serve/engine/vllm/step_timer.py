@@ -15,10 +15,10 @@ class StepTimer:
     """Measures the seconds from a step's start in the worker to the end of its forward.
 
     On CPUs the forward has ended when it returns. The time of the thread is measured, because engines may
-    share cores, and the work of other engines is no cost of this step. (Wall time would also grow with the
+    share cores, and the work of other engines is not a cost of this step. (Wall time would also grow with the
     number of requests on the machine, and a fit would attribute that to the requests of the step.) On CUDA
-    the forward has only been launched when it returns. So CUDA events are recorded, and a step's time is
-    known one or more steps later.
+    the forward has only been launched when it returns. Therefore CUDA events are recorded, and a step's
+    time is known one or more steps later.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -41,7 +41,7 @@ class StepTimer:
             self._end = self._now()
 
     def finish(self, record: dict[str, int], active: HostCopy | None) -> None:
-        """Store the record of the step just stopped, and its active experts int64[L] if counted."""
+        """Store the record of the step just stopped, and its active experts int64[L] if they were counted."""
         self._unfinished.append((self._start, self._end, active, record))
 
     def take_completed(self) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ class EldrWorkerExtension:
 
     Attributes:
         eldr_called_together: whether a call reaches data-parallel ranks between the same two steps, so that
-            they can move experts. It does not if vLLM's client calls them.
+            they can move experts. It does not if vLLM's client makes the call.
     """
 
     vllm_config: Any
@@ -29,7 +29,7 @@ class EldrWorkerExtension:
     _eldr_experts: LiveExperts | None = None
 
     def eldr_abandon(self, names: list[str]) -> None:
-        """Free the blocks of prompts that no decode engine will read, once these have ended."""
+        """Free the blocks of prompts that no decode engine will read, once the prompts have ended."""
         if has_kv_transfer_group():
             get_kv_transfer_group().abandon(names)
 

@@ -1,3 +1,3 @@
-"""Fits of routing tables to calibration traces. The modules import scikit-learn, this package does not."""
+"""Fits of routing tables to calibration traces. Its modules import scikit-learn; this file does not."""
 
 MIN_REQUESTS_PER_WORKER = 8  # a cluster of fewer requests is meaningless

@@ -44,7 +44,7 @@ def balanced_kmeans(
 
     Args:
         points: float[N,D], rows of unit norm, or of zeros, which are equally far from all centroids.
-        seed: seed of all starts; a larger number of starts begins with the starts of a smaller number.
+        seed: seed of all starts; a run with more starts repeats the starts of a run with fewer.
         starts: number of starts, 1 or more.
         iterations: maximum number of rounds of a start.
 

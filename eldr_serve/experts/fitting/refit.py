@@ -32,8 +32,8 @@ def refit_reason(table: RoutingTable, counts: Counts, workers: int, min_gain: fl
 def refit_centroids(table: RoutingTable, counts: Counts, workers: int, *, seed: int = 0) -> RoutingTable:
     """Return the table with new centroids and the same signature.
 
-    New centroids take the positions of those old ones for which the total similarity is the greatest, so that
-    each worker keeps the kind of requests that it serves. Additional centroids are appended.
+    New centroids take the positions of old centroids so that the total similarity is the greatest. Each
+    worker thus keeps the kind of requests that it serves. Additional centroids are appended.
 
     Args:
         counts: unsigned[N,L,E], counts of prompts.

@@ -2,7 +2,7 @@
 
 A decode step waits for its slowest rank, and a rank's time grows with the number of expert replicas that it
 activates (METRO, section III). All functions take `tokens` int[..., E], the batch's tokens of each expert,
-and `hosts` bool[..., E, G], whether a rank holds the expert; leading axes (layers) are independent.
+and `hosts` bool[..., E, G], whether a rank holds the expert. Leading axes (layers) are independent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """METRO in PyTorch, for CPUs and for GPUs without Triton; bitwise equal to `MetroPlan.route`.
 
 In the greedy algorithm each choice depends on the loads after the previous choices. Here all experts choose
-at once, from estimates of the previous choices, and choose again until no choice changes. Since a choice is
-final once all choices before it are final, the fixed point is the greedy result, which takes some ten rounds
+at once, from estimates of the previous choices, and choose again until no choice changes. A choice is
+final once all choices before it are final, so the fixed point is the greedy result. It takes some ten rounds
 instead of one step per expert.
 """
 
@@ -26,12 +26,7 @@ class TorchMetro:
         device: device of the tokens.
         output_values: int[N, E, G], the value that each choice puts out, such as the rank's physical slot;
             None: the rank.
-
-    Attributes:
-        num_rounds: rounds of the last decision.
     """
-
-    num_rounds = 0
 
     def __init__(
         self, plan: MetroPlan, device: torch.device | str = "cpu", *, output_values: ArrayLike | None = None
@@ -65,17 +60,19 @@ class TorchMetro:
         alone = self._key + load - (self._expected * choosing).cumsum(2, dtype=torch.int32)
         earlier = torch.zeros_like(alone)  # earlier experts' choices of each rank
         keys, best = alone, alone.amin(1, keepdim=True)
-        self.num_rounds = 0
         while True:
-            self.num_rounds += 1
             taken = (keys == best) * choosing
             torch.cumsum(taken[..., :-1], 2, dtype=torch.int32, out=earlier[..., 1:])
             keys = torch.add(alone, earlier, alpha=self._scale * EXPERT_LOAD)
             last, best = best, keys.amin(1, keepdim=True)
-            if torch.equal(best, last):
+            if self.is_final(best, last):
                 break
         rank = self._only_rank.scatter(1, self._order, (best[:, 0] % self._scale).long())
         choice = (
             rank if self._output_values is None else self._output_values.gather(2, rank[..., None])[..., 0]
         )
         return self.chosen.copy_(choice).masked_fill_(~active, -1)
+
+    def is_final(self, best: Tensor, last: Tensor) -> bool:
+        """Return whether a round has changed no choice."""
+        return torch.equal(best, last)

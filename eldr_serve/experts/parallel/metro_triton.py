@@ -1,7 +1,7 @@
 """METRO as one Triton kernel: one program per layer, without host synchronisation, usable in CUDA graphs.
 
 The result is bitwise equal to `MetroPlan.route`. All experts that have several hosts choose at once, and
-again until no choice changes (see metro_torch), instead of the paper's threads with locks (METRO, section V).
+choose again until no choice changes (see metro_torch). The paper has threads with locks (METRO, section V).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TritonMetro:
 
     Args:
         plan: plan of E experts on G ranks.
-        device: a GPU; the CPU in Triton's interpreter.
+        device: a GPU, or the CPU in Triton's interpreter.
         output_values: int[N, E, G], the value that each choice puts out, such as the rank's physical slot;
             None: the rank.
     """

@@ -60,7 +60,7 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
     """Return the moves from one placement to the next, layer by layer, in slices of `max_moves` or fewer.
 
     All moves of a slice read the slots' content before the slice. A slice is larger only if experts without
-    a second copy are exchanged in a cycle, which needs one slice. A slot that becomes empty gets a move of
+    a second copy are exchanged in a cycle, which must be one slice. A slot that becomes empty gets a move of
     expert -1 from itself.
 
     Args:
@@ -91,7 +91,7 @@ def slice_moves(old: ArrayLike, new: ArrayLike, ranks: int, max_moves: int) -> l
 
 
 def parse_placements(old: ArrayLike, new: ArrayLike, ranks: int) -> tuple[Ints, Ints]:
-    """Return both as int64[L, P]; raise ValueError if shapes differ or ranks have unequal slots."""
+    """Return both as int64[L, P]; raise ValueError if shapes differ or ranks cannot have equal slots."""
     before, after = np.asarray(old, np.int64), np.asarray(new, np.int64)
     if before.ndim != 2 or before.shape != after.shape:
         raise ValueError(f"placements of shapes {before.shape} and {after.shape} do not agree")

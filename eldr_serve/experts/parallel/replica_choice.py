@@ -17,9 +17,9 @@ from torch import Tensor
 
 from eldr_serve.arrays import Ints
 from eldr_serve.errors import UserInputError
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
-from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.validation import unknown_name
 
 Rule = Literal["none", "even", "metro", "metro-paper", "local", "weighted"]
@@ -195,6 +195,15 @@ class PolledReplica(ReplicaChoice):
         # The last candidate always wins, whatever the rounding.
         above = np.where(np.arange(topology.ranks) >= last, 2.0, below / below[..., -1:])
         self._above, self._slots = torch.from_numpy(above), torch.from_numpy(slots)
+
+    def table(self, columns: int) -> Tensor:
+        """Return the choices for a uniform draw of a column, int64[E, columns], for tokens of rank 0.
+
+        A slot has a share of its expert's columns that is within 1 / columns of its weight.
+        """
+        draw = (torch.arange(columns).double() + 0.5) / columns
+        rank = (draw[None, :, None] >= self._above[:, 0, None]).sum(dim=2)
+        return self._slots.gather(1, rank)
 
     def slots(self, experts: Tensor, home: Tensor | None = None) -> Tensor:
         ids, tokens = experts.long(), len(experts)

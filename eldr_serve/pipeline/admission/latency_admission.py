@@ -10,12 +10,13 @@ from eldr_serve.errors import OverloadedError
 from eldr_serve.metrics import IngressEvent
 from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.admission.latency_predictor import LatencyPredictor, WorkerLatencies, late_names
+from eldr_serve.pipeline.admission.prediction_accuracy import WINDOW_S
 from eldr_serve.pipeline.admission.prediction_recorder import PredictionRecorder
 from eldr_serve.pipeline.admission.prefill_admission import PrefillAdmission
 from eldr_serve.pipeline.admission.request_decode_loads import request_decode_loads
+from eldr_serve.pipeline.context.latency_prediction import LatencyPrediction
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.fleets import Fleets
-from eldr_serve.queues.prediction import WINDOW_S, LatencyPrediction
 from eldr_serve.queues.retry_times import RetryTimes
 from eldr_serve.router_client.client import RouterClient
 
@@ -33,6 +34,10 @@ class AdmissionResult:
 
     prediction: LatencyPrediction | None = None
     late_workers: tuple[str, ...] = ()
+
+    def timely_workers(self, workers: list[str]) -> list[str]:
+        """Return the workers that are not late, or all workers if all are late."""
+        return [name for name in workers if name not in self.late_workers] or workers
 
 
 class LatencyAdmission:
@@ -72,7 +77,7 @@ class LatencyAdmission:
         Raises:
             OverloadedError: the request would miss its objective everywhere.
         """
-        if not context.request.objective or context.is_retry:
+        if not context.request.objective or context.has_earlier_attempt:
             return AdmissionResult()
         loads = await request_decode_loads(self._router_client, context, self._fleets.decode)
         # While there is room, nothing is awaited from here until the prompt is in a queue, so that the
@@ -86,7 +91,7 @@ class LatencyAdmission:
         prediction = LatencyPrediction(latencies.ttft_s, tpot_s, load, *margins_s)
         ttft_delays, tpot_delays = self._predict_delays(context, latencies, prediction)
         late_workers: tuple[str, ...] = ()
-        if self._fleets.whole:  # one worker must meet both
+        if self._fleets.decode_engines_prefill:  # one worker must meet both
             delays = {
                 name: max(ttft_delays.get(name, 0.0), tpot_delays.get(name, 0.0))
                 for name in ttft_delays.keys() | tpot_delays.keys()
@@ -100,7 +105,7 @@ class LatencyAdmission:
             late_workers = late_names(ttft_delays)
         if delay_s:
             self._refuse_unless_trial(context, prediction, delay_s)
-        self._retries.claim(context.retry_key)
+        self._retries.claim(context.resend_key)
         return AdmissionResult(prediction, late_workers)
 
     def _predict_delays(
@@ -123,8 +128,8 @@ class LatencyAdmission:
     ) -> None:
         """Refuse the request, or return without an error if it is admitted as a trial.
 
-        If even an idle engine is predicted to miss the objective, one request is admitted once none has been
-        measured for _TRIAL_S, because without measurements the prediction would never change.
+        If even an idle engine is predicted to miss the objective, one request is admitted after _TRIAL_S
+        without a measurement, because without measurements the prediction would never change.
 
         Raises:
             OverloadedError: with the time after which the objective could be met.
@@ -139,7 +144,7 @@ class LatencyAdmission:
                 return
             retry_s = _TRIAL_S - (now_s - measured_at_s)
         else:
-            retry_s = self._retries.reserve(context.retry_key, 1.0, delay_s, WINDOW_S)
+            retry_s = self._retries.reserve(context.resend_key, 1.0, delay_s, WINDOW_S)
         self._counters.count(IngressEvent.REFUSED_OBJECTIVE)
         raise OverloadedError(_reason(context, prediction), retry_after_s=max(1, math.ceil(retry_s)))
 

@@ -85,8 +85,8 @@ class LatencyPredictor:
         """Return the time that each worker needs for the prompt, s; empty until a rate is measured.
 
         If the router knows how many tokens of this prompt a worker has cached, the uncached tokens are
-        divided by the mean uncached share of prompts, because a rate counts all tokens of prompts, including
-        those in the prefix cache.
+        divided by the mean uncached share of prompts. The reason is that a rate counts all tokens of prompts,
+        including cached tokens.
         """
         queues, names = self._queues, self._fleets.prefill_capable.live_workers
         if not queues.is_measured(names):
@@ -175,8 +175,8 @@ class LatencyPredictor:
     ) -> dict[str, float]:
         """Return the delay after which the TPOT at each decode worker meets a bound, s.
 
-        After the delay, so many of the worker's requests have ended that a step is short enough. The delay is
-        inf if even a request that runs alone exceeds the bound.
+        After the delay, enough of the worker's requests have ended for a step to be short enough. The delay
+        is inf if even a request that runs alone exceeds the bound.
 
         Args:
             num_returning: number of refused requests that return before this one.
@@ -209,5 +209,5 @@ class LatencyPredictor:
 
 
 def late_names(delays: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the workers at which the objective could only be met after a delay."""
+    """Return the workers at which the objective could be met only after a delay."""
     return tuple(name for name, delay_s in delays.items() if delay_s)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from eldr_serve.pipeline.admission.prediction_accuracy import ConcurrencyMeter, PredictionAccuracy
 from eldr_serve.pipeline.context.request_context import RequestContext
-from eldr_serve.queues.prediction import ConcurrencyMeter, PredictionAccuracy
 from eldr_serve.queues.wait_estimate import WaitEstimator
 from eldr_serve.request import why_not_split
 
@@ -49,13 +49,13 @@ class PredictionRecorder:
     @contextmanager
     def track(self, context: RequestContext) -> Iterator[None]:
         """Measure a request; record the latencies of an answer that was predicted."""
-        mark, started_at_s = self._concurrency.add(1), self._clock()
+        mark, started_at_s = self._concurrency.start(), self._clock()
         running = self._concurrency.running
         try:
             yield
             self._record(context, self._concurrency.mean(mark, self._clock() - started_at_s) / running)
         finally:
-            self._concurrency.add(-1)
+            self._concurrency.end()
             if context.lease is not None:
                 self._ends.record_departure(empty=not self._concurrency.running)
 

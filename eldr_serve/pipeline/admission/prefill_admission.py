@@ -18,7 +18,7 @@ _MEASURE_S = 1.0  # maximum wait for the first measurement before a request is r
 
 
 class PrefillAdmission:
-    """Admits prompts to the prefill queues of one fleet, and refuses those that would wait too long.
+    """Admits prompts to the prefill queues of one fleet, and refuses prompts that would wait too long.
 
     Args:
         fleet: the engines that prefill.
@@ -42,7 +42,7 @@ class PrefillAdmission:
 
     def discard_dead_queues(self) -> None:
         """Discard the empty queues of workers that are not live."""
-        self.queues.keep(self._fleet.live_workers)
+        self.queues.keep_only(self._fleet.live_workers)
 
     def estimate_waits(self) -> dict[str, float]:
         """Estimate the wait for prefill at each live worker, s."""
@@ -73,7 +73,7 @@ class PrefillAdmission:
             OverloadedError: there are workers, but none of their queues is short enough.
         """
         workers = list_workers()
-        admitting = self.queues.workers_with_room(workers, context.retry_key)
+        admitting = self.queues.workers_with_room(workers, context.resend_key)
         if workers and not admitting and not self.queues.is_measured(workers):
             try:
                 async with asyncio.timeout(_MEASURE_S):
@@ -81,12 +81,12 @@ class PrefillAdmission:
             except TimeoutError:
                 pass
             workers = list_workers()
-            admitting = self.queues.workers_with_room(workers, context.retry_key)
+            admitting = self.queues.workers_with_room(workers, context.resend_key)
         if workers and not admitting:
             self._counters.count(IngressEvent.REFUSED_PREFILL_BACKLOG)
             wait_s = min(map(self.queues.estimate_wait_s, workers))
             why = f"a prompt would wait {wait_s:.0f} s for its prefill; {self._bound_s:g} s are allowed"
-            raise self.make_refusal(why, workers, num_tokens, context.retry_key)
+            raise self.make_refusal(why, workers, num_tokens, context.resend_key)
         return admitting
 
     def make_refusal(self, why: str, workers: list[str], num_tokens: float, key: bytes) -> OverloadedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from eldr_serve.channel.actors import ACTOR_UNAVAILABLE
+from eldr_serve.actors import ACTOR_UNAVAILABLE
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.router_client.client import RouterClient

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from eldr_serve.errors import one_line_message
 
@@ -29,8 +28,10 @@ class DecodeFailedError(Exception):
         suspect_replica: the prefill replica whose blocks may be at fault; "" if there is none.
     """
 
-    def __init__(self, reason: Any, worker: str, *, has_begun: bool, suspect_replica: str) -> None:
-        super().__init__(f"{reason}")
+    def __init__(
+        self, reason: str | Exception, worker: str, *, has_begun: bool, suspect_replica: str
+    ) -> None:
+        super().__init__(str(reason))
         self.worker = worker
         self.has_begun = has_begun
         self.suspect_replica = suspect_replica
@@ -46,7 +47,7 @@ class Failures:
         decode_workers: decode workers whose calls failed.
         prefill_replicas: prefill replicas to avoid, once for each failure for which they may be at fault.
         lost_engines: number of engines that closed their channel during a call, as they do when they die.
-        streams: number of failed decode calls after the client had received part of the answer.
+        midstream: number of decode calls that failed after they had sent the client part of the answer.
     """
 
     messages: list[str] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Failures:
     decode_workers: list[str] = field(default_factory=list)
     prefill_replicas: list[str] = field(default_factory=list)
     lost_engines: int = 0
-    streams: int = 0
+    midstream: int = 0
 
     @property
     def attempts(self) -> int:
@@ -78,4 +79,4 @@ class Failures:
         if error.suspect_replica:
             self.prefill_replicas.append(error.suspect_replica)
         if sent and error.has_begun:
-            self.streams += 1
+            self.midstream += 1

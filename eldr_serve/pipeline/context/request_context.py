@@ -1,4 +1,4 @@
-"""The state of a request that its attempts share, and its line of the log."""
+"""The state of a request over all its attempts, and its line of the log."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from eldr_serve.pipeline.context.request_record import RequestRecord
 from eldr_serve.request import Request, has_exact_ids
 from eldr_serve.scheduling.prefixes import PromptBlocks, prompt_blocks
 from eldr_serve.scheduling.types import Lease
+from eldr_serve.scheduling.worker_names import replica_of
 
 
 @dataclass(eq=False)
@@ -91,16 +92,21 @@ class RequestContext:
         return remaining_s if remaining_s > 0 else None
 
     @cached_property
-    def retry_key(self) -> bytes:
-        """Return a digest of tenant and body, from which a tenant's retry of the request is recognised."""
+    def resend_key(self) -> bytes:
+        """Return a digest of tenant and body, to recognise the request when its client sends it again."""
         digest = hashlib.blake2b(f"{self.request.tenant}\0".encode(), digest_size=16)
         digest.update(self.request.body)
         return digest.digest()
 
     @property
-    def is_retry(self) -> bool:
-        """Return whether the request was admitted before; a retry is not refused because others wait."""
+    def has_earlier_attempt(self) -> bool:
+        """Return whether an attempt came before this one; the request is then admitted without a limit."""
         return bool(self.answer.num_tokens or self.failures.attempts)
+
+    @property
+    def past_replicas(self) -> set[str]:
+        """Return the decode replicas that failed the request or that its answer has left."""
+        return set(map(replica_of, (*self.failures.decode_workers, *self.drained_workers)))
 
     def used_tokens(self, prompt_tokens: int) -> int:
         """Return the number of tokens that count towards the tenant's limit; 0 without a lease.
@@ -124,7 +130,7 @@ class RequestContext:
             self.failures.messages.append(self.record.error)
         self.on_end(self)
 
-    def line(self) -> dict[str, Any]:
+    def log_line(self) -> dict[str, Any]:
         """Return the request's line of the log as JSON types; times in s, stages summed over all attempts."""
         lease, record = self.lease, self.record
         return {
@@ -134,7 +140,7 @@ class RequestContext:
             "tenant": self.request.tenant,
             "status": record.status,
             "error": record.error or None,
-            "left": record.client_disconnected,
+            "disconnected": record.client_disconnected,
             "policy": lease.policy if lease else None,
             "reason": lease.reason if lease else None,
             "prefill": record.prefill_replica,

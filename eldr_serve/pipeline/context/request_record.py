@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from eldr_serve.errors import one_line_message
+from eldr_serve.pipeline.context.latency_prediction import LatencyPrediction
 from eldr_serve.pipeline.context.stage import DecodeStages, Stage
-from eldr_serve.queues.prediction import LatencyPrediction
 
 
 @dataclass(eq=False)

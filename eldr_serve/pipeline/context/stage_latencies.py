@@ -38,7 +38,7 @@ class StageLatencies:
         return float(np.median(self._seconds[name])) if name in self._seconds else None
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Return, for each stage, the request count and the mean, p50 and p99 of the newest, ms."""
+        """Return each stage's number of requests, and the mean, p50 and p99 of its newest durations, ms."""
         stages = {}
         for name, recent in self._seconds.items():
             values = 1000 * np.asarray(recent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,7 @@ from eldr_serve.pipeline.context.failures import DecodeFailedError
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.context.stage import DecodeStages, Stage
 from eldr_serve.pipeline.context.stage_latencies import StageLatencies
-from eldr_serve.pipeline.decode.decode_call import DecodeCall
+from eldr_serve.pipeline.decode.leased_decode import LeasedDecode
 from eldr_serve.pipeline.decode.move_limiter import MoveLimiter
 from eldr_serve.pipeline.fleets import Fleets
 from eldr_serve.pipeline.path_options import PathOptions
@@ -62,9 +61,9 @@ class DecodeStep:
         self._moves = moves
         self._stage_latencies = stage_latencies
 
-    def make_call(self, context: RequestContext, prompt: Prompt, lease: Lease) -> DecodeCall:
-        """Return the call to the leased worker, which `run` sends."""
-        return DecodeCall(
+    def make_decode(self, context: RequestContext, prompt: Prompt, lease: Lease) -> LeasedDecode:
+        """Return the decode on the leased worker, whose call `run` sends."""
+        return LeasedDecode(
             context,
             prompt,
             lease,
@@ -72,11 +71,11 @@ class DecodeStep:
             decode_starts=self._decode_starts,
             router_client=self._router_client,
             options=self._options,
-            counts_prompts=self._fleets.whole,
+            counts_prompts=self._fleets.decode_engines_prefill,
         )
 
     async def run(
-        self, context: RequestContext, decode_call: DecodeCall, placing: Stage
+        self, context: RequestContext, leased_decode: LeasedDecode, placing: Stage
     ) -> AsyncGenerator[bytes, None]:
         """Yield the engine's bytes as they arrive, and time the stages.
 
@@ -89,45 +88,49 @@ class DecodeStep:
             DecodeFailedError: the answer is not complete.
             CallFailedError: the engine refuses the request itself.
         """
-        worker = decode_call.worker
+        worker = leased_decode.worker
         is_resumed = context.answer.num_tokens > 0
-        with context.record.decode_stages(worker) as stages, decode_call:
+        with context.record.decode_stages(worker) as stages, leased_decode:
             try:
-                channel_call = decode_call.send()
-                while (chunk := await decode_call.read()) is not None:
+                call = leased_decode.send()
+                while (chunk := await leased_decode.read()) is not None:
                     context.answer.append(chunk)
                     self._router_client.set_generated_tokens(context.request_id, context.answer.num_tokens)
                     if stages.first_chunk_at_s is None:
-                        self._record_first_chunk(context, decode_call.prompt, placing, stages)
+                        self._record_first_chunk(context, leased_decode.prompt, placing, stages)
                         if is_resumed:
                             self._count_resumption(context)
                     if chunk.payload:  # else only tokens have arrived
                         yield chunk.payload
-                    if channel_call.is_leaving and self._moves.begin(context, worker):
+                    if call.is_leaving and self._moves.begin(context, worker):
                         return
             except ChannelLostError as error:
-                if decode_call.channel_call is not None:
+                if leased_decode.call is not None:
                     context.failures.lost_engines += not error.silent
-                    decode_call.prompt.on_engine_lost()
-                _raise_unless_complete(error, context, decode_call, suspects_prefill=False)
+                    leased_decode.prompt.on_engine_lost()
+                _raise_unless_complete(error, context, leased_decode, suspects_prefill=False)
             except CallTimeoutError as error:
                 self._outliers.record_failure(worker, error)
                 _raise_unless_complete(
-                    error, context, decode_call, suspects_prefill=not decode_call.has_begun
+                    error, context, leased_decode, suspects_prefill=not leased_decode.has_begun
                 )
             except CallFailedError as error:
-                if error.status < 500 and not context.answer.has_started and not decode_call.has_begun:
-                    raise
-                if error.status >= 500:  # else the resumed request is at fault, for example too long
+                if error.status >= 500:
                     self._outliers.record_failure(worker, error)
-                _raise_unless_complete(error, context, decode_call, suspects_prefill=True)
+                elif not (context.answer.has_started or leased_decode.has_begun):
+                    if not is_resumed:
+                        raise
+                    context.answer.discard()  # the resumed request is at fault, for example too long
+                # 503 is a full decode engine, whatever the prefill was.
+                suspects_prefill = error.status >= 500 and error.status != 503
+                _raise_unless_complete(error, context, leased_decode, suspects_prefill=suspects_prefill)
             else:
-                report = msgspec.convert(channel_call.engine_report, GenerationReport)
+                report = msgspec.convert(call.engine_report, GenerationReport)
                 stages.transport_s = report.transport_s
                 if not is_resumed:
-                    self._count_cached_tokens(decode_call.lease, report.cached_tokens)
-                if not decode_call.has_begun:
-                    raise _decode_failure("the answer was empty", decode_call, suspects_prefill=True)
+                    self._count_cached_tokens(leased_decode.lease, report.cached_tokens)
+                if not context.answer.is_complete:
+                    raise _decode_failure("the answer is incomplete", leased_decode, suspects_prefill=True)
                 self._outliers.record_success(worker)
 
     def _record_first_chunk(
@@ -160,20 +163,22 @@ class DecodeStep:
 
 
 def _raise_unless_complete(
-    error: Exception, context: RequestContext, decode_call: DecodeCall, *, suspects_prefill: bool
+    error: Exception, context: RequestContext, leased_decode: LeasedDecode, *, suspects_prefill: bool
 ) -> None:
     """Raise DecodeFailedError, unless the client has the complete answer.
 
     Args:
-        suspects_prefill: the prompt's blocks may be at fault, because the worker's replica reported the
-            failure itself or sent no token in time.
+        suspects_prefill: the prompt's blocks may be at fault, because the worker's replica reported a failure
+            of its own or sent no token in time.
     """
     if not context.answer.is_complete:
-        raise _decode_failure(error, decode_call, suspects_prefill=suspects_prefill) from error
+        raise _decode_failure(error, leased_decode, suspects_prefill=suspects_prefill) from error
 
 
-def _decode_failure(reason: Any, decode_call: DecodeCall, *, suspects_prefill: bool) -> DecodeFailedError:
-    suspect = decode_call.prompt.prefill_replica if suspects_prefill else ""
+def _decode_failure(
+    reason: str | Exception, leased_decode: LeasedDecode, *, suspects_prefill: bool
+) -> DecodeFailedError:
+    suspect = leased_decode.prompt.prefill_replica if suspects_prefill else ""
     return DecodeFailedError(
-        reason, decode_call.worker, has_begun=decode_call.has_begun, suspect_replica=suspect
+        reason, leased_decode.worker, has_begun=leased_decode.has_begun, suspect_replica=suspect
     )

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
-from eldr_serve.fleet.fleet import Fleet
+from eldr_serve.fleet.outliers import OutlierDetector
 from eldr_serve.pipeline.context.request_context import RequestContext
+from eldr_serve.scheduling.worker_names import replica_of
 
-MAX_MOVES = 3  # moves of one answer, which then stays at its engine until it ends
+MAX_MOVES = 3  # after this many moves an answer stays at its engine
 
 
 class MoveLimiter:
@@ -18,23 +19,29 @@ class MoveLimiter:
     An answer that may not move continues on its engine, so nothing waits for a move.
 
     Args:
-        decode: the decode replicas.
         decode_starts: knows the free slots of the decode workers.
+        outliers: lists the decode workers that may get calls.
         limit: maximum number of answers that move at the same time; 0 if no answer may move.
     """
 
-    def __init__(self, decode: Fleet, decode_starts: DecodeStartEstimator, limit: int) -> None:
-        self._decode = decode
+    def __init__(self, decode_starts: DecodeStartEstimator, outliers: OutlierDetector, limit: int) -> None:
         self._decode_starts = decode_starts
+        self._outliers = outliers
         self._limit = limit
         self._moving: set[str] = set()  # ids of requests
 
     def begin(self, context: RequestContext, worker: str) -> bool:
-        """Begin to move an answer away from a worker, if it may move now; return whether it does."""
+        """Begin to move an answer away from a worker, if it may move now; return whether it does.
+
+        The caller then cancels the call to the worker, so this returns False unless some worker that
+        placement may choose has a free slot. If all such workers are lost before the placement, the answer is
+        lost too.
+        """
         answer, drained_workers = context.answer, context.drained_workers
         if answer.is_complete or not answer.can_continue or len(drained_workers) >= MAX_MOVES:
             return False
-        targets = set(self._decode.live_workers).difference(drained_workers, [worker])
+        avoided_replicas = {*context.past_replicas, replica_of(worker)}
+        targets = [name for name in self._outliers.usable_workers if replica_of(name) not in avoided_replicas]
         # Answers that are moving already will need a slot too.
         if len(self._moving) >= min(self._limit, sum(map(self._decode_starts.num_free_slots, targets))):
             return False

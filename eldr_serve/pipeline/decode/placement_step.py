@@ -48,22 +48,22 @@ class PlacementStep:
         self._decode_starts = decode_starts
         self._outliers = outliers
 
-    async def wait_for_decode(self) -> None:
+    async def wait_for_decode_replica(self) -> None:
         """Wait until some decode replica can be reached; raise OverloadedError if none appears."""
         clock = asyncio.get_running_loop().time
         wait_s = self._options.replica_wait_s
         until_s = clock() + wait_s
-        with self._fleet.waiters.take_turn() as wait_until:
+        with self._fleet.waiters.take_turn() as turn:
             while not self._fleet.live_workers:
                 if clock() >= until_s:
                     raise OverloadedError(
                         f"no decode replica could be reached for {wait_s:g} s; see `eldr status`"
                     )
-                await wait_until(until_s)
+                await turn.wait_until(until_s)
 
-    def check_slots(self, context: RequestContext) -> None:
+    def refuse_if_slots_are_late(self, context: RequestContext) -> None:
         """Raise OverloadedError if a new request would wait too long for a slot of a decode engine."""
-        if context.is_retry:
+        if context.has_earlier_attempt:
             return
         wait_s = self._decode_starts.estimate_wait_s()
         bound_s = self._options.slot_wait_s
@@ -75,9 +75,11 @@ class PlacementStep:
 
     async def place(self, context: RequestContext, prompt: Prompt) -> Lease:
         """Return a lease of a worker; raise OverloadedError if no engine can take the request."""
+        if context.answer.num_tokens:  # it would be lost if all engines had left during its last prefill
+            await self.wait_for_decode_replica()
         client_request, prompt_ids = context.request, context.prompt_ids
         failed_workers, drained_workers = context.failures.decode_workers, context.drained_workers
-        blocks = None
+        counts, blocks = prompt.expert_counts, None
         if prompt.ids_to_compute is not None:
             blocks = context.blocks(prompt.ids_to_compute, self._fleet.directory.block_tokens)
         request = replace(
@@ -87,6 +89,7 @@ class PlacementStep:
                 client_request.hints,
                 prompt_tokens=len(prompt_ids) if prompt_ids is not None else 0,
             ),
+            resumed_tokens=0 if counts is None else context.answer.num_ids,
             blocks=blocks,
             exclude=self._workers_to_avoid(context, prompt),
             prompt_key=prompt_key(client_request.fields, client_request.adapter),
@@ -96,12 +99,12 @@ class PlacementStep:
             worker_failed=bool(failed_workers),
             first_token_due_in_s=context.due_in_s,
         )
-        # Only first attempts are queued.
+        # A request is queued unless a decode worker failed it or is drained.
         wait_s = 0.0 if failed_workers or drained_workers else self._options.queue_timeout_s
         token_ids = context.predictable_ids
         return await self._router_client.place(
             request,
-            prompt.expert_counts,
+            counts,
             token_ids=token_ids,
             wait_s=wait_s,
             generated_tokens=context.answer.num_tokens,
@@ -120,7 +123,7 @@ class PlacementStep:
         - workers that would compute the prompt or the answer too late
         """
         past_workers = (*context.failures.decode_workers, *context.drained_workers)
-        replicas, usable_workers = set(map(replica_of, past_workers)), set(self._outliers.usable_workers)
+        replicas, usable_workers = context.past_replicas, set(self._outliers.usable_workers)
         other_workers = (
             name
             for name in self._fleet.live_workers

@@ -78,7 +78,7 @@ class LocalPrefill:
         if self._tokenizer is not None:
             await self._tokenizer.add_ids_to(context)
         workers_to_avoid: tuple[str, ...] = ()
-        if not context.is_retry:
+        if not context.has_earlier_attempt:
             workers_to_avoid = await self._choose_first(context)
         if not context.record.prefilled_locally or not self._is_short(context):
             return None
@@ -97,7 +97,7 @@ class LocalPrefill:
         if loads is None or loads.waiting or handover_s is None or num_tokens > self._max_tokens:
             return ()
         latencies = self._predictor.predict(num_tokens, loads, 0.0)
-        self.queues.keep(self._fleets.decode.live_workers)
+        self.queues.keep_only(self._fleets.decode.live_workers)
         costs_s = self._predictor.predict_local_costs(latencies, self.queues)
         if not latencies.ttft_s:
             return ()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_serve.channel import Call
 from eldr_serve.engine.calls import expert_counts_of
+from eldr_serve.pipeline.admission.latency_admission import AdmissionResult
 from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.pipeline.prefill.kv_release import KvRelease
 from eldr_serve.queues.prefill_queue import PrefillQueues, Ticket
@@ -51,10 +52,10 @@ class Prompt:
         """Enter the queue of the leased worker."""
 
     def on_first_token(self) -> None:
-        """Note that the decode engine has read or computed the prompt."""
+        """Record that the decode engine has read or computed the prompt."""
 
     def on_engine_lost(self) -> None:
-        """Note that the channel to the decode engine was lost; the engine itself may be alive."""
+        """Record that the channel to the decode engine was lost; the engine itself may be alive."""
 
     def close(self, reader: Call | None) -> None:
         """Release the prompt's resources.
@@ -62,6 +63,13 @@ class Prompt:
         Args:
             reader: the decode call, if there was one.
         """
+
+
+class PrefillStep(Protocol):
+    """Prefill on engines of its own (SplitPrefill) or on the decode engines (WholePrefill)."""
+
+    async def prepare(self, context: RequestContext, admission_result: AdmissionResult) -> Prompt:
+        """Return the prompt, ready for placement."""
 
 
 class UncomputedPrompt(Prompt):
@@ -72,9 +80,9 @@ class HeldPrompt(Prompt):
     """A prompt whose KV blocks a prefill replica holds for one decode call.
 
     When an engine has read the blocks, the prefill engine reuses them at once, so no second call may name
-    them. Nor may they be freed while the first call may still read them, since the decode engine would keep
-    wrong data in its prefix cache.
-    An engine whose channel is lost may be alive; then the blocks are freed when their lease ends.
+    them. They must not be freed while the first call may still read them, because the decode engine would
+    keep wrong data in its prefix cache. An engine whose channel is lost may be alive; then the blocks are
+    freed when their lease ends.
 
     Args:
         request_id: id of the prefill call.
@@ -134,7 +142,7 @@ class TicketedPrompt(Prompt):
         self.workers_to_avoid = workers_to_avoid
         self.tokens_to_compute = num_tokens
         self._num_generated = context.answer.num_ids
-        self._ticket = queues.enter(None, num_tokens, context.retry_key)
+        self._ticket = queues.enter(None, num_tokens, context.resend_key)
         self._queues = queues
         self._on_computed = on_computed
 

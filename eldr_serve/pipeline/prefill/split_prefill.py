@@ -50,7 +50,7 @@ class SplitPrefill:
         counters: counters of the ingress.
         kv_release: frees a prompt's blocks on its prefill engine when no decode engine will read them.
         stage_latencies: latencies of the prefill stage.
-        tokenizer: tokenises prompts that decode engines prefill; None: these have no known token ids.
+        tokenizer: tokenises prompts that decode engines prefill; None: their token ids are unknown.
 
     Attributes:
         local_prefill: chooses the prompts that decode engines compute.
@@ -124,7 +124,7 @@ class SplitPrefill:
         if not replicas:
             self._counters.count(IngressEvent.PREFILLED_BY_DECODE)
             return UncomputedPrompt()
-        replicas = [name for name in replicas if name not in admission_result.late_workers] or replicas
+        replicas = admission_result.timely_workers(replicas)
         open_calls, other_calls = self._fleet.open_calls, self._admission.queues.other_calls(replicas)
         replica = choose_prefill_replica(
             context.request.adapter.encode() + prompt_head(context.request.fields),
@@ -132,7 +132,7 @@ class SplitPrefill:
             max_load_ratio=self._fleets.prefill_options.max_load_ratio,
             failed_replicas=context.failures.prefill_replicas,
         )
-        ticket = self._admission.queues.enter(replica, num_tokens, context.retry_key)
+        ticket = self._admission.queues.enter(replica, num_tokens, context.resend_key)
         try:
             return await self._call(context, replica, ticket)
         finally:
@@ -152,7 +152,7 @@ class SplitPrefill:
                 headers=request.headers,
                 cache_salt=request.cache_salt,
                 generated=bytes(context.answer.encoded_ids),
-                prompt_tokens=ticket.num_tokens,
+                tokens_to_compute=ticket.num_tokens,
             )
             with context.record.stage("prefill", replica) as stage:
                 call = self._fleet.call(replica, PREFILL, engine_request)
@@ -200,7 +200,7 @@ class SplitPrefill:
     async def _eligible_replicas(self, context: RequestContext, num_tokens: float) -> list[str]:
         """Return the prefill replicas that may take the prompt; empty if a decode engine must prefill it."""
         while await self._wait_for_kv_room(context, num_tokens):
-            if context.is_retry:
+            if context.has_earlier_attempt:
                 return self._replicas_with_room()
             if replicas := await self._admission.admit(context, num_tokens, self._replicas_with_room):
                 return replicas
@@ -209,14 +209,14 @@ class SplitPrefill:
     async def _wait_for_kv_room(self, context: RequestContext, num_tokens: float) -> bool:
         """Wait until a prefill replica has room; return False if a decode engine must prefill the prompt.
 
-        That is so while no prefill replica can be reached; requests then proceed in order of arrival, at a
-        limited rate.
+        A decode engine must prefill the prompt while no prefill replica can be reached. Requests then proceed
+        in order of arrival, at a limited rate.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._options.replica_wait_s
         turn_s = None
         try:
-            with self._fleet.waiters.take_turn() as wait_until:
+            with self._fleet.waiters.take_turn() as turn:
                 while not self._replicas_with_room():
                     now_s = clock()
                     is_reachable = bool(self._fleet.live_workers)
@@ -228,7 +228,9 @@ class SplitPrefill:
                         return False
                     if now_s >= until_s:
                         raise self._make_refusal(context, num_tokens, is_reachable)
-                    await wait_until(until_s if turn_s is None or turn_s <= now_s else min(turn_s, until_s))
+                    await turn.wait_until(
+                        until_s if turn_s is None or turn_s <= now_s else min(turn_s, until_s)
+                    )
             return True
         finally:
             if turn_s is not None:
@@ -238,12 +240,12 @@ class SplitPrefill:
         self, context: RequestContext, num_tokens: float, is_reachable: bool
     ) -> OverloadedError:
         """Return the error of a request for which no engine had room in time."""
-        if not context.answer.num_tokens:  # otherwise it continues on a decode engine
+        if not context.answer.num_tokens:  # otherwise the answer continues on a decode engine
             self._counters.count(IngressEvent.REFUSED_PREFILL_FULL)
         if not is_reachable:
             return OverloadedError("no prefill replica can be reached")
         why = "the KV caches of all prefill replicas are full"
-        return self._admission.make_refusal(why, [*self._fleet.live_workers], num_tokens, context.retry_key)
+        return self._admission.make_refusal(why, [*self._fleet.live_workers], num_tokens, context.resend_key)
 
     def _replicas_with_room(self) -> list[str]:
         return self._fleet.directory.kv_usage.replicas_with_room(self._outliers.usable_workers)

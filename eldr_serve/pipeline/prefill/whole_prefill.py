@@ -36,14 +36,14 @@ class WholePrefill:
         num_tokens, workers_to_avoid = 0.0, admission_result.late_workers
         if fields.stream or why_not_split(context.request.method, fields) is None:
             num_tokens = self._admission.estimate_tokens(context)
-            if not context.is_retry:
-                workers_to_avoid = await self._admit(context, num_tokens, workers_to_avoid)
+            if not context.has_earlier_attempt:
+                workers_to_avoid = await self._admit(context, num_tokens, admission_result)
         return TicketedPrompt(
             context, num_tokens, self._admission.queues, self._admission.finish, workers_to_avoid
         )
 
     async def _admit(
-        self, context: RequestContext, num_tokens: float, late_workers: tuple[str, ...]
+        self, context: RequestContext, num_tokens: float, admission_result: AdmissionResult
     ) -> tuple[str, ...]:
         """Admit the prompt; return workers to avoid: those without room, and late ones if others have room.
 
@@ -51,5 +51,5 @@ class WholePrefill:
             OverloadedError: no decode engine has room.
         """
         with_room = await self._admission.admit(context, num_tokens, lambda: self._outliers.usable_workers)
-        chosen = [worker for worker in with_room if worker not in late_workers] or with_room
+        chosen = admission_result.timely_workers(with_room)
         return tuple(worker for worker in self._outliers.usable_workers if worker not in chosen)

@@ -97,10 +97,16 @@ class Policy(ABC):
         """
 
     def on_finished(self, request_id: str) -> None:  # noqa: B027
-        """Process the end of a request that runs or waits; unknown ones are ignored."""
+        """Process the end of a request; unknown ones are ignored.
+
+        The request has a complete answer, or it was cancelled while it waited for a worker.
+        """
 
     def on_aborted(self, request_id: str) -> None:
-        """Process the end of a request whose answer is not complete, so that its length is unknown."""
+        """Process the end of a request on its worker, before its answer was complete; its length is unknown.
+
+        A request that is cancelled while it waits for a worker ends with `on_finished`.
+        """
         self.on_finished(request_id)
 
     def on_workers_changed(self, workers: Sequence[str | None]) -> None:  # noqa: B027

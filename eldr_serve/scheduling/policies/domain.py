@@ -69,7 +69,7 @@ class Domain(Policy):
 def divide_workers(mix: Mapping[str, float], num_workers: int) -> dict[str, range]:
     """Return each domain's block of positions: at least one, and the others in proportion to the mix.
 
-    With fewer workers than domains, several domains have the same one.
+    With fewer workers than domains, several domains share a worker.
     """
     names = sorted(mix, key=lambda name: (-mix[name], name))
     if num_workers < len(names):

@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_serve.scheduling.policies.loading import import_object
+from eldr_serve.import_path import import_object
 from eldr_serve.scheduling.types import PolicyError
+from eldr_serve.validation import invalid_value
 
 EndPrediction = tuple[NDArray[np.float64], NDArray[np.float64]]
 logger = logging.getLogger(__name__)
@@ -240,7 +241,7 @@ class Oracle:
         self, ages: NDArray[np.int64], keys: Sequence[str | None], prompt_tokens: NDArray[np.int64]
     ) -> EndPrediction:
         length = np.array([self._output_tokens.get(key or "", -1) for key in keys], np.float64)
-        # For an end beyond the horizon mu is beyond it too, and the caller clips it.
+        # mu exceeds the horizon if the end is beyond it; the caller clips mu.
         return (length >= 0).astype(np.float64), np.maximum(length - ages, 0.0)
 
 
@@ -260,10 +261,12 @@ def length_predictor_class(name: str) -> Callable[[int], LengthPredictor]:
     if name in LENGTH_PREDICTORS:
         return LENGTH_PREDICTORS[name]
     if ":" not in name:
-        raise PolicyError(f"must be one of {', '.join(LENGTH_PREDICTORS)}, or module:Class of your own")
-    factory: Callable[[int], LengthPredictor] = import_object(name, "it")
+        names = ", ".join(LENGTH_PREDICTORS)
+        problem = f"must be one of {names}, or module:Class of your own"
+        raise PolicyError(invalid_value("predictor", repr(name), problem))
+    factory: Callable[[int], LengthPredictor] = import_object(name, "predictor", PolicyError)
     if not all(callable(getattr(factory, method, None)) for method in ("__call__", "predict", "learn")):
-        raise PolicyError("it is not a class with `predict` and `learn`")
+        raise PolicyError(f"predictor {name!r} is not a class with `predict` and `learn`")
     return factory
 
 

@@ -38,8 +38,51 @@ class RequestEstimate(NamedTuple):
     deviation: NDArray[np.float32] | None  # None if the request has no counts or affinity is 0
 
 
+class References(NamedTuple):
+    """The figures of all candidates with which each one is compared.
+
+    Attributes:
+        step_s: median step time with the request, s.
+        batch: mean batch with the request.
+        similarity: largest similarity of a profile to the request.
+    """
+
+    step_s: float
+    batch: float
+    similarity: float
+
+
+class WorkerCosts(NamedTuple):
+    """The costs of a request at n workers before affinity and the tail, float64[n] each.
+
+    Attributes:
+        decode, prefill: seconds per step.
+        step_s: step time with the request, which includes its prefill and pending prompts, s.
+        batch: batch with the request.
+    """
+
+    decode: NDArray[np.float64]
+    prefill: NDArray[np.float64]
+    step_s: NDArray[np.float64]
+    batch: NDArray[np.float64]
+
+    def references(self, similarity: float = 0.0) -> References:
+        return References(float(np.median(self.step_s)), float(self.batch.mean()), similarity)
+
+    def tail_factor(self, power: float, references: References) -> NDArray[np.float64] | float:
+        """Return the factor, 1 or more, by which workers with slow steps or large batches cost more."""
+        if power == 1:
+            return 1.0
+        step_excess = self.step_s / (_SLOW_STEP * references.step_s or 1.0)  # the median is 0 without costs
+        batch_excess = self.batch / (_LARGE_BATCH * references.batch)
+        factor: NDArray[np.float64] = np.maximum(np.maximum(step_excess, batch_excess), 1) ** (power - 1)
+        return factor
+
+
 class MarginalCost(Policy):
-    """Chooses the worker where the request adds the least time, summed over all requests.
+    """Chooses the worker on which the request adds least to the time of all requests.
+
+    The added time is weighted by a penalty for slow or full workers, and by the worker's affinity profile.
 
     docs/policies.md explains the formulas. The cost of a worker, in seconds per step, consists of:
 
@@ -49,9 +92,9 @@ class MarginalCost(Policy):
     2. Prefill, only on whole replicas: prompt tokens that the worker's prefix cache lacks delay the other
        requests, and the new request also waits for earlier prompts. This time is divided by the number of
        steps of the new request: the mean length of recent answers or, if less, the request's token limit.
-       The time in which a worker loads the request's LoRA adapter, if it lacks it, counts in the same way.
+       If the worker lacks the request's LoRA adapter, the time to load the adapter counts in the same way.
     3. Tail: with `tail_power` above 1, both costs are multiplied by a factor above 1 if the worker's step
-       would be slow compared with the median, or its batch large compared with the mean.
+       would be slow compared with the median, or if its batch would be large compared with the mean.
 
     Since data-parallel ranks wait for each other in every step (see StepBarrier), the step, the requests, the
     active experts and the profile are taken from the whole replica. Within the replica the request goes to
@@ -114,12 +157,15 @@ class MarginalCost(Policy):
         self.profiles.grow(len(loads), len(estimate.activation))
         candidates = positions
         if self._barrier is not None:
-            decode, prefill = self._raw_costs(positions, loads, request, np.zeros(len(positions), np.float32))
-            candidates = self._barrier.least_loaded_ranks(positions, loads, self.cost, decode + prefill)
+            costs = self._raw_costs(positions, loads, request, np.zeros(len(positions), np.float32))
+            total = self._total_cost(costs, costs.references())
+            candidates = self._barrier.least_loaded_ranks(positions, loads, self.cost, total)
+        references = None
         if len(positions) > _MAX_EXACT_WORKERS and len(candidates) > _FINALISTS:
-            cost = self._weighted_cost(candidates, loads, estimate, self.activation.num_coarse_cells)
+            num_cells = self.activation.num_coarse_cells
+            cost, references = self._weighted_cost(candidates, loads, estimate, num_cells)
             candidates = candidates[np.argpartition(cost, _FINALISTS)[:_FINALISTS]]
-        cost = self._weighted_cost(candidates, loads, estimate, len(estimate.activation))
+        cost, _ = self._weighted_cost(candidates, loads, estimate, len(estimate.activation), references)
         return Decision(
             int(candidates[cost.argmin()]),
             num_candidates=len(positions),
@@ -139,8 +185,8 @@ class MarginalCost(Policy):
         self.activation.grow(len(loads))
         positions = np.arange(len(loads))
         added_experts = self.activation.p_idle[: len(loads)] @ activation_of(levels)
-        decode, prefill = self._raw_costs(positions, loads, request, added_experts[self._rows(positions)])
-        return decode + prefill
+        costs = self._raw_costs(positions, loads, request, added_experts[self._rows(positions)])
+        return self._total_cost(costs, costs.references())
 
     def _raw_costs(
         self,
@@ -148,8 +194,8 @@ class MarginalCost(Policy):
         loads: Loads,
         request: PlacementRequest,
         added_experts: NDArray[np.float32],
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the costs of decode and of prefill at each worker without affinity, float64[n] each.
+    ) -> WorkerCosts:
+        """Return the costs at each worker.
 
         Args:
             added_experts: float32[n], active experts that the request adds at each worker.
@@ -162,7 +208,7 @@ class MarginalCost(Policy):
         else:
             requests = self._barrier.reduce_over_ranks(np.add, loads.in_flight)[positions]
             decode, step_s = self._barrier.added_seconds(self.cost, positions, loads, active, **more)
-        uncached = np.full(len(positions), tokens)
+        uncached = np.full(len(positions), 0 if request.blocks is None else tokens)  # None: prefilled already
         if loads.cached_tokens is not None:
             uncached = np.maximum(uncached - loads.cached_tokens[positions], 0)
         pending = np.zeros_like(uncached) if loads.prefill_tokens is None else loads.prefill_tokens[positions]
@@ -172,27 +218,48 @@ class MarginalCost(Policy):
         if loads.lacks_adapter is not None:
             load_s = self.parameters.adapter_load_s * loads.lacks_adapter[positions]
             prefill += (requests + 1) * load_s / steps
-        if self.parameters.tail_power == 1:
-            return decode, prefill
-        total_s = step_s + (uncached + pending) * per_token_s
-        step_excess = total_s / (_SLOW_STEP * np.median(total_s) or 1.0)  # the median is 0 without costs
-        batch_excess = (requests + 1) / (_LARGE_BATCH * (requests.mean() + 1))
-        factor = np.maximum(np.maximum(step_excess, batch_excess), 1) ** (self.parameters.tail_power - 1)
-        return decode * factor, prefill * factor
+        batch = requests.astype(np.float64) + 1
+        return WorkerCosts(decode, prefill, step_s + (uncached + pending) * per_token_s, batch)
+
+    def _total_cost(
+        self, costs: WorkerCosts, references: References, affinity: NDArray[np.float64] | float = 1.0
+    ) -> NDArray[np.float64]:
+        """Return the cost at each worker, float64[n].
+
+        Args:
+            affinity: float64[n], factor of the decode cost.
+        """
+        factor = costs.tail_factor(self.parameters.tail_power, references)
+        total: NDArray[np.float64] = costs.decode * factor * affinity + costs.prefill * factor
+        return total
 
     def _weighted_cost(
-        self, positions: NDArray[np.int64], loads: Loads, estimate: RequestEstimate, num_cells: int
-    ) -> NDArray[np.float64]:
-        """Return the cost at each worker, weighted by affinity, from the first `num_cells` of each row."""
+        self,
+        positions: NDArray[np.int64],
+        loads: Loads,
+        estimate: RequestEstimate,
+        num_cells: int,
+        references: References | None = None,
+    ) -> tuple[NDArray[np.float64], References]:
+        """Return the cost at each worker, weighted by affinity, from the first `num_cells` of each row.
+
+        Args:
+            references: the references of all candidates; None: `positions` are all candidates.
+
+        Returns:
+            (float64[n], the references).
+        """
         rows = self._rows(positions)
         added_experts = _dot_products(self.activation.p_idle, rows, estimate.activation, num_cells)
-        decode, prefill = self._raw_costs(positions, loads, estimate.request, added_experts)
+        costs, similarity = self._raw_costs(positions, loads, estimate.request, added_experts), np.zeros(1)
         if estimate.deviation is not None:
             similarity = self.profiles.cosine(
                 rows, _dot_products(self.profiles.vectors, rows, estimate.deviation, num_cells)
             )
-            decode *= 1 + self._affinity * (similarity.max() - similarity)
-        return decode + prefill
+        references = references or costs.references(float(similarity.max()))
+        # The reference was estimated from fewer cells, so the similarity of a finalist may exceed it.
+        affinity = 1 + self._affinity * np.maximum(references.similarity - similarity, 0)
+        return self._total_cost(costs, references, affinity), references
 
     def _estimate(self, request: PlacementRequest) -> RequestEstimate | None:
         levels = self.activation.estimate_levels(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from eldr_serve.import_path import import_object
 from eldr_serve.scheduling.policies.balance_route.balance import BalanceRoute, BalanceRouteHorizon
 from eldr_serve.scheduling.policies.balance_route.balance_band import BalanceBand
 from eldr_serve.scheduling.policies.base import Policy
@@ -16,7 +17,6 @@ from eldr_serve.scheduling.policies.baselines import (
     ShortestQueue,
 )
 from eldr_serve.scheduling.policies.domain import Domain
-from eldr_serve.scheduling.policies.loading import import_object
 from eldr_serve.scheduling.policies.locality_band import LocalityBand
 from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
 from eldr_serve.scheduling.types import PolicyError
@@ -56,7 +56,7 @@ def policy_class(name: str) -> type[Policy]:
 
 @lru_cache
 def _import_policy(path: str) -> type[Policy]:
-    policy = import_object(path, f"policy {path!r}")
+    policy = import_object(path, "policy", PolicyError)
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(f"policy {path!r} is not a subclass of eldr_serve.scheduling.Policy")
     return policy

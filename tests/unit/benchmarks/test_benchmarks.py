@@ -3,10 +3,14 @@
 import importlib
 import itertools
 import json
+import random
 import re
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,7 @@ from benchmarks.lib.client import Answer, max_open_answers, summarise_answers
 from benchmarks.lib.engines import our_arguments, plain_engine_kwargs, ray_pd_arguments
 from benchmarks.lib.rounds import medians
 from benchmarks.serving.handover import _row
-from benchmarks.serving.peers import _rows
+from benchmarks.serving.peers import _measure_round, _rows, _sender_without_router
 from benchmarks.serving.ray_idle import summarise
 from eldr_serve.errors import UserInputError
 from loadgen.sse import StreamTiming
@@ -101,7 +105,7 @@ def peers(**options: object) -> str:
 def test_bad_input_is_reported_in_one_sentence() -> None:
     assert "nobody" in peers(systems="nobody")
     assert "can be up at a time" in peers(systems="eldr,eldr-proxy", turns=2)
-    assert "no-router spin" in peers(systems="eldr,no-router", turns=2)
+    assert "leave out no-router" in peers(systems="eldr,no-router", turns=2)
     latency = partial(command, "benchmarks.engine.moe_layer_latency")
     assert "--batches must be comma-separated positive numbers, got 'x'" in sentence(latency(batches="x"))
     assert "--active must be" in sentence(latency(active="0"))
@@ -138,33 +142,78 @@ def test_a_summary_counts_failures_but_excludes_their_times() -> None:
     load |= {"latency_p50_ms": 8.0, "cpu_ms": {"ray": 6.0}}
     loads = [load | {"ttft_p50_ms": ttft, "requests_per_s": 3.0} for ttft in (1.0, 5.0, 2.0)]
     (row,) = _rows([{"system": "eldr", "loads": {"1": load}} for load in loads])
-    assert (row["blocks"], row["requests"], row["failures"]) == (3, 12, 3)
+    assert (row["trials"], row["requests"], row["failures"]) == (3, 12, 3)
     assert row["ttft_p50_ms_low"] <= row["ttft_p50_ms"] == 2.0 <= row["ttft_p50_ms_high"]
     assert row["ray_cpu_ms"] == 6.0
 
 
-def test_peers_are_compared_round_by_round() -> None:
-    """A slow round affects all systems equally, so it changes no ratio."""
+def test_peers_are_compared_by_round_and_turn() -> None:
+    """A slow round affects all systems equally, so it changes no ratio, even if a system lacks a trial."""
     zeros = dict.fromkeys(("requests", "failures", "ttft_p99_ms", "tpot_p99_ms", "latency_p50_ms"), 1.0)
 
-    def trial(system: str, speed: float, ttft: float) -> dict[str, Any]:
+    def trial(slow: int, system: str, speed: float, ttft: float) -> dict[str, Any]:
         load = zeros | {"requests_per_s": speed, "tpot_p50_ms": 1 / speed, "ttft_p50_ms": ttft, "cpu_ms": {}}
-        return {"system": system, "loads": {"8": load}}
+        return {"system": system, "round": slow // 2, "turn": slow % 2, "loads": {"8": load}}
 
     trials = [
         one
         for slow in (1, 2, 4)
         for one in (
-            trial("eldr", 12 / slow, 30.0 * slow + 5),
-            trial("vllm-router", 10 / slow, 40.0),
-            trial("no-router", 20 / slow, 30.0 * slow),
+            trial(slow, "eldr", 12 / slow, 30.0 * slow + 5),
+            trial(slow, "vllm-router", 10 / slow, 40.0),
+            trial(slow, "no-router", 20 / slow, 30.0 * slow),
         )
     ]
+    trials[1] = trial(8, "no-router-polled", 1.0, 1.0)  # vllm-router lacks the trial of the first round
     row = next(row for row in _rows(trials) if row["system"] == "eldr")
+    assert "ttft_beyond_no_router_polled_ms" not in row  # no trial of the same round and turn
     for suffix in ("", "_low", "_high"):
         assert row[f"requests_per_s_over_vllm_router_pct{suffix}"] == pytest.approx(20)
         assert row[f"tpot_over_vllm_router_pct{suffix}"] == pytest.approx(100 / 1.2 - 100)
         assert row[f"ttft_beyond_no_router_ms{suffix}"] == pytest.approx(5)
+
+
+def test_a_trial_of_peers_is_kept_with_its_turn() -> None:
+    kept: list[tuple[int, str, int]] = []
+    sent = itertools.count()
+
+    async def trial(send: Any) -> Any:
+        return next(sent)
+
+    def start(groups: list[list[str]]) -> Any:
+        return nullcontext({group[0]: None for group in groups})
+
+    def keep(turn: int, system: str, number: Any) -> None:
+        kept.append((turn, system, number))
+
+    groups, order = [["a"], ["b"]], random.Random(0)
+    _measure_round(groups, 2, order, start, trial, keep)
+    assert [turn for turn, _, _ in kept] == [1, 1, 2, 2]
+    assert [number for *_, number in kept] == [2, 3, 4, 5]  # the first trial of each warms up
+    kept.clear()
+    _measure_round(groups, 1, order, start, trial, keep)
+    assert sorted((turn, system) for turn, system, _ in kept) == [(0, "a"), (0, "b")]
+
+
+async def test_a_client_without_a_router_uses_all_engines_in_turn() -> None:
+    called: list[str] = []
+
+    async def params() -> dict[str, Any]:
+        return {"kv_transfer_params": {}}
+
+    async def text() -> str:
+        return "no decode engine"
+
+    @asynccontextmanager
+    async def post(url: str, **_: Any) -> AsyncIterator[Any]:
+        called.append(url.removesuffix("/v1/completions"))
+        yield SimpleNamespace(status=200 if url.startswith("p") else 500, json=params, text=text)
+
+    http: Any = SimpleNamespace(post=post)
+    send = _sender_without_router({"prefill": ["p0"], "decode": ["d0", "d1"]})
+    for _ in range(3):
+        assert (await send(http, {})).error == "HTTP 500: no decode engine"
+    assert called == ["p0", "d0", "p0", "d1", "p0", "d0"]
 
 
 def test_peers_engines_differ_from_ours_in_the_connector_alone() -> None:
@@ -230,8 +279,9 @@ def test_the_tables_in_the_pages_equal_the_results() -> None:
     ("key", "heading"),
     [
         ("active_experts_change_pct", "active experts change, %"),
+        ("active_experts_all_layers", "active experts, all layers"),
         ("tpot_p50_ms_change_pct", "TPOT p50 change, %"),
-        ("tpot_p50_ms_pooled_change_pct", "TPOT p50 change to all balancers, %"),
+        ("tpot_p50_ms_pooled_change_pct", "TPOT p50 change against all balancers together, %"),
         ("ours_engine_ms_per_token_pct", "ours engine time per token, %"),
         ("engine_ms_per_token", "engine time per token, ms"),
         ("requests_per_s_over_peer_pct", "requests/s over peer, %"),
@@ -283,6 +333,16 @@ def test_a_claim_repeats_for_each_combination_of_values_in_its_result(
     monkeypatch.setattr(tables, "CLAIMS", {"r": {"columns": ["a", "size"], "lines": [line]}})
     lines = tables.fill_blocks("<!-- claims r -->\n<!-- end -->").splitlines()[3:-1]
     assert lines == ["| x 20; y 20 | 2 |", "| x 10; y 10 | 1 |"]
+
+
+def test_a_claim_may_have_a_line_for_each_row_of_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"way": way, "a": n} for n, way in enumerate("xyz")]
+    monkeypatch.setattr(tables, "read_rows", lambda name: rows)
+    line = {"result": "r", "where": {"way": ["x", "z"]}, "cells": ["time", "{way}", "{a} s", "`run`"]}
+    claims = {"columns": ["what", "case", "measured", "by"], "line_per_row": True, "lines": [line]}
+    monkeypatch.setattr(tables, "CLAIMS", {"r": claims})
+    lines = tables.fill_blocks("<!-- claims r -->\n<!-- end -->").splitlines()[3:-1]
+    assert lines == ["| time | x | 0 s | `run` |", "|  | z | 2 s |  |"]
 
 
 def test_only_results_of_a_gpu_have_a_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

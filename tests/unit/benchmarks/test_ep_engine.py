@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,18 +15,19 @@ import pytest
 
 from benchmarks.engine import ep_engine
 from benchmarks.engine.ep_engine import add_empty_slots, ep_choice, ep_shift
-from benchmarks.lib.ep.engine import DecodedBatch
+from benchmarks.lib.captured_routes import CapturedRoutes
+from benchmarks.lib.ep import engine as ep_processes
+from benchmarks.lib.ep import planners
+from benchmarks.lib.ep.batches import SKIPPED_STEPS, choose_homes, draw_disjoint_batches, summarise_batch
+from benchmarks.lib.ep.engine import DecodedBatch, EpEngine
 from benchmarks.lib.ep.rows import KEEPS, MIGRATES, PHASES, STARTS, choice_rows, shift_rows, start_rows
-from benchmarks.lib.ep.turns import (
-    SKIPPED_STEPS,
-    choose_homes,
-    draw_disjoint_batches,
-    measure_in_turns,
-    summarise_batch,
-)
+from benchmarks.lib.ep.turns import measure_in_turns
 from eldr_serve.errors import UserInputError
-from eldr_serve.experts.parallel.placement import placement_id
+from eldr_serve.experts.expert_placement import placement_id
 from loadgen.journal import Journal
+from offline.expert_placement import director, relaxation
+from offline.expert_placement.cost import LayerCost
+from tests.support.traces import favourites_trace, synthetic_trace
 
 
 def measurement(
@@ -70,7 +74,7 @@ def test_arms_take_turns_and_journalled_measurements_are_not_repeated(tmp_path: 
         turns(None)
     assert measured == keys[:3]
     assert list(Journal.read(tmp_path / "j.jsonl")) == ["0/a", "0/b"]
-    with pytest.raises(UserInputError, match="time is up"):
+    with pytest.raises(TimeoutError, match="time is up"):
         turns(0.0)
     assert turns(None) == {(0, "a"): "a0", (0, "b"): "b0", (1, "a"): "a1", (1, "b"): "b1"}
     assert measured == [*keys[:3], *keys[2:]]
@@ -117,6 +121,42 @@ def test_the_journal_has_every_option_on_which_a_result_depends(
     assert others == {"varying": ("rounds",)}
 
 
+def test_only_the_proactive_arm_of_a_shift_solves_the_lp_and_rounds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layers, windows, engine = 2, 4, Mock()
+    trace = replace(synthetic_trace(num_layers=layers), domains=["code", "en"] * 30)
+    solve, rounding = Mock(wraps=relaxation.linprog), Mock(wraps=director.round_in_polytope)
+    calls: dict[str, tuple[int, int, int]] = {}  # LPs, roundings and migrations of each arm
+
+    def decode(*_: Any, migrate_to: Any, **__: Any) -> Mock:
+        placement = engine.place.call_args.args[0] if migrate_to is None else migrate_to
+        return Mock(seconds=[1.0], move_s=0.0, routed=trace.decode_counts[0], placement=placement)
+
+    def measure_all(journal: Any, keys: Any, start_engine: Any, measure: Any, minutes: Any) -> None:
+        for key in keys:
+            for mock in (solve, rounding, engine):
+                mock.reset_mock()
+            measure(engine, key)
+            migrations = [call.kwargs["migrate_to"] is not None for call in engine.decode.call_args_list]
+            calls[key[1]] = solve.call_count, rounding.call_count, sum(migrations)
+        raise InterruptedError
+
+    engine.decode.side_effect = decode
+    monkeypatch.setattr(relaxation, "linprog", solve)
+    monkeypatch.setattr(director, "round_in_polytope", rounding)
+    monkeypatch.setattr(ep_engine, "load_or_capture", lambda *_, **__: CapturedRoutes(trace, [[0]] * 60))
+    monkeypatch.setattr(ep_engine, "widen_model", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(ep_engine, "summarise_batch", lambda _: {"step_ms": 1.0})
+    monkeypatch.setattr(ep_engine, "measure_in_turns", measure_all)
+    with pytest.raises(InterruptedError):
+        ep_shift(batch=2, windows=windows, rounds=1, work=tmp_path)
+    solved, rounded, migrated = calls.pop("proactive")
+    assert min(solved, rounded) >= layers * windows
+    assert migrated == windows
+    assert calls == {"offline": (0, 0, 0), "reactive": (0, 0, windows - 1)}
+
+
 def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     steps, layers = 4, 3
     # LOG_COLUMNS of two ranks
@@ -143,7 +183,6 @@ def test_a_batch_is_summarised_by_steps_ranks_and_layers() -> None:
     assert figures == pytest.approx(
         {
             "step_ms": 20,
-            "steps": 4,
             "worst_rank_experts": 7,
             "experts_all_ranks": 12,
             "worst_rank_pairs": 10,
@@ -232,6 +271,7 @@ def test_a_shift_is_summarised_by_phase_including_moves() -> None:
     assert last["step_pct"] == pytest.approx(100 * (11 / 13 - 1))
     assert last["with_moves_pct"] == pytest.approx(100 * (15 / 13 - 1))
     assert (last["slices"], last["slices_left"], last["plan_ms"]) == (4, 1, 5)
+    assert last["other_ranks_per_token"] == pytest.approx(0.9)
 
 
 def test_the_ways_to_a_placement_are_compared_in_the_steps_during_and_after_the_migration() -> None:
@@ -258,3 +298,87 @@ def test_the_ways_to_a_placement_are_compared_in_the_steps_during_and_after_the_
     assert migrates["holds_after_ms"] == pytest.approx(50 + 99 + 3 * (12 + 24) / 2)
     assert [row["holds_after_ms"] for row in (starts, keeps)] == [0, 0]
     assert (migrates["slices"], migrates["experts_moved"], starts["experts_moved"]) == (5, 40, 0)
+
+
+def test_only_data_parallel_ranks_have_prices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[tuple[tuple[int, ...], float]] = []
+
+    def place(workload: Any, start: Any, *, token_bytes: float, **_: Any) -> tuple[Any, float]:
+        passed.append((workload.shape, token_bytes))
+        return start, 0.0
+
+    monkeypatch.setattr(planners, "renewed_placement", place)
+    data = CapturedRoutes(synthetic_trace(n=8, num_layers=2), [])
+    cost = LayerCost(fixed_s=0, per_expert_s=1, per_token_s=1, near_byte_s=1)
+    start, window = np.zeros((2, 16), int), np.arange(4)
+    tensor_parallel = planners.migration_planners(data, 16, 2, cost, 0, None)
+    assert list(tensor_parallel) == ["offline", "reactive", "proactive"]
+    data_parallel = planners.migration_planners(data, 16, 2, cost, 0, 640)
+    assert list(data_parallel) == [*tensor_parallel, planners.BY_RANK]
+    for name in ("proactive", planners.BY_RANK):
+        migration = data_parallel[name](window, start, None)
+        assert migration is not None
+        assert migration[1].shape == (2, 16)
+    assert passed == [((2, 2, 16), 0.0), ((2, 2, 16), 640)]
+
+
+def test_a_placement_by_rank_sends_fewer_tokens() -> None:
+    """The first rank's requests use experts 0 to 3 and the second rank's 4 to 7."""
+    trace = favourites_trace(("a", "b"), each=4, num_layers=1, num_experts=8, steps=16, others=1e-9)
+    data, cost = CapturedRoutes(trace, []), LayerCost(fixed_s=0, per_expert_s=0, per_token_s=1, near_byte_s=1)
+    start = np.array([[0, 4, 1, 5, 2, 6, 3, 7]])
+    by_rank = planners.migration_planners(data, 8, 2, cost, 0, 10)[planners.BY_RANK]
+    migration = by_rank(np.arange(8), start, None)
+    assert migration is not None
+    assert set(migration[0][0, :4]) == set(range(4))
+
+
+def test_a_hidden_state_has_32_bits_a_number(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 160}')
+    assert planners.state_bytes(tmp_path) == 640
+
+
+class FakeRankEngine:
+    """An engine of one data-parallel rank, which computes all its prompts in each step."""
+
+    def __init__(self, steps: int) -> None:
+        self.left, self.steps, self.added = 0, steps, list[str]()
+
+    def add_request(self, number: str, prompt: Any, params: Any) -> None:
+        self.added.append(number)
+
+    def has_unfinished_requests(self) -> bool:  # of any rank, as vLLM says
+        return self.left < self.steps
+
+    def step(self) -> list[Any]:
+        self.left += 1
+        tokens = [SimpleNamespace(token_ids=list(range(self.left)))]
+        done = self.left == self.steps
+        return [SimpleNamespace(request_id=n, outputs=tokens, finished=done) for n in self.added]
+
+    def collective_rpc(self, _: str, args: tuple[str, Any]) -> list[Any]:
+        rows = [[[1, 0, 0, 0, 0]]] * self.left
+        status = {"bytes_received": 0, "experts_moved": 0, "placement": [[0]]}
+        return [{"batches": (self.left, rows[: self.left]), "routed": [[0]], "status": status}[args[0]]]
+
+
+def test_a_rank_without_prompts_has_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, engine = 3, object.__new__(EpEngine)
+    engine._num_processes = 2
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=Mock()))
+
+    def call(function: Any, *arguments: Any) -> list[Any]:
+        results = []
+        for rank in range(2):
+            for name, value in (("_engine", FakeRankEngine(tokens)), ("_data_rank", rank)):
+                monkeypatch.setattr(ep_processes, name, value, raising=False)
+            monkeypatch.setattr(ep_processes, "_num_requests", 0)
+            monkeypatch.setattr(ep_processes, "_cached_names", {"all on one rank on [1]"})
+            results.append(function(*arguments))
+        return results
+
+    monkeypatch.setattr(engine, "_call", call)
+    decoded = engine.decode([[5]], tokens, name="all on one rank", homes=np.array([1]))
+    assert decoded.answers.tolist() == [[0, 1, 2]]
+    assert decoded.log.shape[0] == 2
+    assert len(decoded.seconds) == tokens

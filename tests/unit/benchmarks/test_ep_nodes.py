@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import ep_nodes
-from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.lib.captured_routes import CapturedRoutes
 from benchmarks.lib.ep.timing import ONCE_A_NODE
 from tests.support.in_process import command, sentence
 from tests.support.torch_experts import time_layers_of_jobs

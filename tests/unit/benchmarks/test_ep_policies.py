@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.lib.captured_routes import CapturedRoutes
 from benchmarks.papers.ep_policies import ARMS, BASE, EpWorkload, policy_rows
 from tests.support.traces import synthetic_trace
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.lib.captured_routes import CapturedRoutes
 from benchmarks.lib.ep.engine import DecodedBatch
 from benchmarks.lib.ep.rows import KEEPS, MIGRATES, STARTS
 from benchmarks.papers.ep_start import measure_batches

@@ -1,14 +1,20 @@
 """Comparison of engine reports with the choices of tokens."""
 
+import json
 from copy import deepcopy
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.engine import exact_counts
+from benchmarks.lib import tiny_model
 from benchmarks.lib.exact import ComparedCells, compare_with_reference, compare_with_report
 from eldr_serve.engine.routes import pack_routes
 from eldr_serve.experts.signature import pack_counts
+from tests.support.in_process import command
 
 LAYERS, EXPERTS, TOP_K, PROMPT, TOKENS = 2, 8, 2, 5, 4
 
@@ -82,3 +88,53 @@ def test_steps_that_only_one_engine_has_differ(report: dict[str, Any]) -> None:
     missing = shorter["steps"].pop()
     assert differ(compare_with_report(report, shorter)) == differ(compare_with_report(shorter, report))
     assert differ(compare_with_report(report, shorter)) == [{}, {"step": 2 + len(missing["active_by_layer"])}]
+
+
+@pytest.mark.parametrize("compare", [lambda report: compare_with_reference(report, choices), None])
+def test_a_batch_without_all_its_records_is_not_compared(report: dict[str, Any], compare: Any) -> None:
+    whole = deepcopy(report)
+    del report["records"][1]
+    comparisons = (
+        [compare]
+        if compare
+        else [partial(compare_with_report, whole), partial(compare_with_report, other=whole)]
+    )
+    for comparison in comparisons:
+        with pytest.raises(ValueError, match="batch 1 has 0 records of 1 requests"):
+            comparison(report)
+
+
+def test_a_kind_without_integers_has_no_cells(report: dict[str, Any]) -> None:
+    report["steps"] = report["steps"][: TOKENS - 1]
+    assert [cells.row()["step_cells"] > 0 for cells in compare_with_reference(report, choices)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "tokens", "error"),
+    [(9, 0, ""), (9, 3, "token_differ must be 0"), (0, 0, "a batch has no token cells")],
+)
+def test_the_command_publishes_and_then_fails_if_anything_differs(
+    cells: int, tokens: int, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report: dict[str, Any] = dict.fromkeys(
+        ("runner", "graphs", "cached_tokens", "preemptions", "decode_steps")
+    )
+    equal, other = ComparedCells(["step"]), ComparedCells(["token"])
+    equal.add("step", [4], [4])
+    other.add("token", [0] * cells, [1] * tokens + [0] * (cells - tokens))
+    results = {
+        "_serve": report | {"records": []},
+        "reference": None,
+        "compare_with_reference": [equal],
+        "compare_with_report": [equal, other],
+    }
+    for name, result in results.items():
+        monkeypatch.setattr(exact_counts, name, lambda *_, result=result: result)
+    monkeypatch.setattr(tiny_model, "make", lambda *_: None)
+    done = command("benchmarks.engine.exact_counts", out=tmp_path / "exact.json")
+    assert done.exit_code == (1 if error else 0)
+    assert done.stderr.startswith(error)
+    assert json.loads((tmp_path / "exact.json").read_text())["rows"][-1]["token_differ"] == tokens

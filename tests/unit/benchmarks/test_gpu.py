@@ -55,9 +55,20 @@ def test_a_second_start_runs_steps_without_results_that_fit(tmp_path: Path) -> N
     assert [row["state"] for row in run_steps(steps, tmp_path, 150)] == ["done before", "done"]
 
 
-def test_a_step_that_wrote_its_result_is_done_whatever_its_exit_status(tmp_path: Path) -> None:
-    (row,) = run_steps([step("x", f"{WRITES}; sys.exit(3)")], tmp_path, 50)
-    assert row["state"] == "done"
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        ("sys.exit('no plots')", "failed with 1: no plots"),
+        ("import time; time.sleep(60)", "timed out after 3 s"),
+    ],
+)
+def test_the_result_of_a_step_that_does_not_succeed_is_kept_apart(
+    tmp_path: Path, code: str, state: str
+) -> None:
+    (row,) = run_steps([step("x", f"{WRITES}; {code}", limit_s=3)], tmp_path, 50)
+    assert row["state"] == state
+    assert (tmp_path / "x_fake.json.failed").read_text() == "{}"
+    assert [row["state"] for row in run_steps([step("x", WRITES)], tmp_path, 50)] == ["done"]
 
 
 def test_the_plan_runs_nothing(tmp_path: Path) -> None:
@@ -67,6 +78,10 @@ def test_the_plan_runs_nothing(tmp_path: Path) -> None:
     assert "has a result" in done.stdout
     assert all(step.command[1] in done.stdout for step in STEPS)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_steps_are_lettered_in_their_order() -> None:
+    assert "".join(step.letter for step in STEPS) == "abcdefg"
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.letter)

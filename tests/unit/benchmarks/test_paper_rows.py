@@ -52,6 +52,8 @@ def test_a_row_has_a_state_and_names_what_exists(paper: str, line: dict[str, Any
         assert has_result(line["result"])
     if here.startswith("ours, "):
         assert figures, f"{paper}, {part}: no figure compares"
+    for cell in line["cells"]:
+        assert not re.search("never run|unreachable|undocumented", cell, re.IGNORECASE), (paper, part)
     for name in re.findall(r"`([^`]*)`", f"{part} {here} {how}"):
         assert exists(name), f"{paper}, {part}: {name}"
 

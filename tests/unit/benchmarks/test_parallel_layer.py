@@ -25,11 +25,12 @@ from benchmarks.lib.ep.parallel_layer import (
 )
 from benchmarks.lib.ep.ranks import read_experts, read_gate, run_on_ranks
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
+from benchmarks.lib.ep.timing import LayerArm, RankJob
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
 from examples.demo_model import WEIGHTS
-from offline.expert_placement.eplb import activation_placement, eplb_placement
 from offline.expert_placement.evaluate import forwarded_copies, work_of
+from offline.expert_placement.packed_placements import activation_placement, eplb_placement
 from tests.support.torch_experts import torch_products
 
 E, TOP_K, LAYER = 64, 4, 2  # the demo model's experts and top-k, and one of its layers
@@ -146,7 +147,8 @@ def test_a_dispatch_sends_the_copies_that_placements_are_evaluated_by(nodes: int
     topology = Topology(ranks=4, nodes=2)
     experts = GATE(hidden_states(32, 0))[1].numpy()
     route = routing("even", hosts_of(placement("replicated", 4)[None], E, 4)[0])
-    ranks = np.concatenate([route(part, np.zeros(8, int)) for part in np.split(experts, 4)])[None, :, None]
+    parts = [route(part, np.full(8, home)) for home, part in enumerate(np.split(experts, 4))]
+    ranks = np.concatenate(parts)[None, :, None]
     if nodes == 2:
         near, far = 32 * np.array(forwarded_copies(ranks, topology))
     else:
@@ -207,12 +209,27 @@ def test_a_routing_uses_hosts_and_gives_the_counts_of_its_rule(name: str) -> Non
     served = np.zeros((E, 4), int)
     np.add.at(served, (experts, ranks), 1)
     if name == "even":
-        assert np.array_equal(served, route_even(tokens, hosts))
+        assert np.array_equal(served, route_even(tokens, hosts, int(home.min())))
     elif name == "home":
         local = hosts[experts, home[:, None]]
         assert np.array_equal(ranks[local], np.broadcast_to(home[:, None], ranks.shape)[local])
     else:
         assert ((served > 0).sum(axis=1) == (tokens > 0)).all()
+
+
+def test_ranks_that_choose_for_their_own_tokens_spread_the_remainders() -> None:
+    arm = LayerArm(2.0, "even", "all-to-all")
+    rows = np.array([[0, 1, 0, 1]])  # both experts on both ranks; there is no placement without replicas
+    routes = np.zeros((1, 1, 2, 1), np.int64)  # one token of expert 0 on each rank
+    job = RankJob(WEIGHTS, 2, 2, {2.0: rows}, routes, (arm,), rounds=1, seed=0)
+    assert job.tokens_by_rank(arm).tolist() == [[[[1, 1], [0, 0]]]]
+    gathered = job.tokens_by_rank(arm._replace(dispatch="all-gather"))
+    assert gathered.tolist() == [[[[1, 1], [0, 0]]]]
+    route = all_replicas(np.ones((3, 4), bool))
+    assert [route(np.array([[0, 2]]), np.array([home])).tolist() for home in range(4)] == [
+        [[home] * 2] for home in range(4)
+    ]
+    assert route(np.empty((0, 2), int), np.empty(0, int)).shape == (0, 2)  # a rank without tokens
 
 
 def test_the_serving_kernel_equals_plain_torch() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.engine.moe_layer_latency import routes
-from benchmarks.lib.capture import CapturedRoutes
+from benchmarks.engine.moe_layer_latency import draw_experts
+from benchmarks.lib.captured_routes import CapturedRoutes
 from benchmarks.lib.engine_pool import EnginePool, EngineProcesses, ReplayTimes
 from benchmarks.lib.engines import device_kwargs
 from benchmarks.lib.replay import schedule as replay
@@ -44,7 +44,7 @@ def test_aligned_prompts_keep_their_end_and_fill_blocks_plus_one_token(tokens: l
 @given(seed=st.integers(0, 999), batch=st.integers(1, 40), top_k=st.integers(1, 8), more=st.integers(0, 56))
 def test_routes_activate_the_exact_number_of_experts(seed: int, batch: int, top_k: int, more: int) -> None:
     active = min(top_k + more, batch * top_k)
-    ids = routes(batch, active, 64, top_k, np.random.default_rng(seed))
+    ids = draw_experts(batch, active, 64, top_k, np.random.default_rng(seed))
     assert ids.shape == (batch, top_k)
     assert len(np.unique(ids)) == active
     assert all(len(set(token)) == top_k for token in ids.tolist())

@@ -1,13 +1,22 @@
-"""Rows of composed steps, without an engine."""
+"""Rows of steps with prescribed experts, without an engine."""
 
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from benchmarks.engine.step_cost import PACKAGE, TimedStep, composed_steps, fit_rows, package_rows, point_rows
+from benchmarks.engine.step_cost import (
+    PACKAGE,
+    TimedStep,
+    fit_rows,
+    package_rows,
+    point_rows,
+    prescribe_experts,
+    prescribed_steps,
+)
 from eldr_serve.scheduling import StepCost
 from tests.support.in_process import command, sentence
 
@@ -40,7 +49,7 @@ class FakeStepEngine:
 
 
 def steps_of(engine: Any, batch: int) -> list[TimedStep]:
-    return composed_steps(engine, [[1]] * batch, [8, 12, 16], 5, np.random.default_rng(0))
+    return prescribed_steps(engine, [[1]] * batch, [8, 12, 16], 5, np.random.default_rng(0))
 
 
 def test_every_point_is_timed_as_requested_and_the_cost_is_recovered() -> None:
@@ -65,6 +74,19 @@ def test_every_point_is_timed_as_requested_and_the_cost_is_recovered() -> None:
 def test_a_step_with_wrong_activations_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="should activate"):
         steps_of(FakeStepEngine(lossy=True), 4)
+
+
+def test_a_second_table_replaces_the_first() -> None:
+    hooked: list[list[list[int]]] = []
+
+    class Capture:
+        def store_choices(self, layer: int, experts: torch.Tensor) -> None:
+            hooked.append(experts.tolist())
+
+    for expert in (1, 2):
+        prescribe_experts(Capture, torch.full((4, 2), expert))
+        Capture().store_choices(0, torch.zeros(3, 2, dtype=torch.int64))
+    assert hooked == [[[1, 1]] * 3, [[2, 2]] * 3]
 
 
 def test_steps_whose_time_does_not_follow_experts_have_no_cost() -> None:

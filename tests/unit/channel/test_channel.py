@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_serve.channel import CallFailedError, Channel, ChannelLostError, SlowReaderError
+from eldr_serve.channel import CallFailedError, Channel, ChannelLostError, Reply, SlowReaderError
 from eldr_serve.channel import client as client_module
 from eldr_serve.channel import peer as peer_module
 from eldr_serve.channel.client import SILENT_S
@@ -60,6 +60,32 @@ async def test_a_refused_call_raises_the_status_and_body_of_the_engine() -> None
             await channel.call("echo", {"parts": []}).read()
         engine.go_on.set()
         assert await read_all(waiting) == (b"done", 1)
+
+
+@pytest.mark.parametrize("fails", ["the report", "the error response"])
+async def test_a_call_whose_last_frame_cannot_be_made_fails(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected_engine() as (engine, channel):
+
+        async def handle(method: str, header: Any, body: bytes, reply: Reply) -> None:
+            if fails == "the report":
+                reply.engine_report = {"object": object()}
+            else:
+                raise RuntimeError("this is wrong")
+
+        monkeypatch.setattr(engine.server, "_handler", handle)
+        if fails == "the error response":
+            monkeypatch.setattr(engine.server, "_error_response", Mock(side_effect=TypeError))
+        call = channel.call("echo", {})
+        async with asyncio.timeout(5):
+            with pytest.raises(CallFailedError) as failed:
+                await call.read()
+            await call.wait_until_ended()
+        assert failed.value.status == 500
+        assert ("this is wrong" in caplog.text) == (fails == "the error response")
+        assert channel.is_open
+        await until(lambda: not engine.server.in_flight)
 
 
 async def test_a_cancelled_call_ends_in_the_engine_first() -> None:

@@ -23,6 +23,10 @@ class Handler:
     def on_note(self, payload: bytes, tokens: int) -> None:
         if payload == b"nonsense":
             raise msgspec.DecodeError("cannot parse")
+        if payload == b"defect":
+            raise KeyError("a defect")
+        if payload == b"close":
+            self.reply.peer.close("it is closed")
         self.events.append((payload, tokens))
         self.reply.send(payload)
 
@@ -101,3 +105,38 @@ async def test_a_malformed_note_loses_the_connection_at_both_ends(caplog: pytest
         other.close()
         with pytest.raises(ChannelLostError):
             connection.open()
+
+
+@pytest.mark.parametrize("end", ["server", "caller"])
+async def test_an_exception_of_a_handler_closes_the_channel_with_its_reason(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Connection() as connection:
+        if end == "server":
+            connection.open().note(b"defect")
+        else:
+            connection.channel.open_call(
+                "begin", b"", lambda payload: {}["a defect"], connection.errors.append
+            )
+            connection.open().note(b"a")
+            await until(lambda: connection.handlers)
+            connection.handlers[0].reply.send(b"an answer")
+        await until(lambda: connection.errors and all(h.events[-1] == "lost" for h in connection.handlers))
+        assert {type(error) for error in connection.errors} == {ChannelLostError}
+        (record,) = [record for record in caplog.records if record.exc_info]
+        assert "cannot be processed, so the channel is closed" in record.getMessage()
+        assert record.name == "eldr_serve.channel.peer"
+        if end == "caller":
+            assert connection.channel.closed.result() == "a frame cannot be processed: KeyError('a defect')"
+
+
+async def test_frames_after_a_closed_connection_are_ignored() -> None:
+    """They are in the same segment. The call would never learn that its connection is lost."""
+    async with Connection() as connection:
+        first = connection.open()
+        await until(lambda: connection.handlers)
+        first.note(b"close")
+        connection.open(b"late")
+        await until(lambda: len(connection.errors) == 2)
+        assert [handler.events[0] for handler in connection.handlers] == [b"begun"]
+        assert connection.handlers[0].events[-2:] == ["lost", (b"close", 0)]

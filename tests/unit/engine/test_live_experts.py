@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ from torch import distributed as dist
 
 from benchmarks.lib.ep.ranks import run_on_ranks
 from eldr_serve.engine.vllm.ep import live as live_module
+from eldr_serve.engine.vllm.ep import transfer as transfer_module
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.swap import EngineExperts, ExpertPlacementError, swap_placement
+from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, placement_id
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, placement_id
 
 LAYERS, EXPERTS, SLOTS, MAX_MOVED = 2, 6, 8, 2
 
@@ -145,11 +148,11 @@ async def test_a_placement_that_does_not_fit_changes_nothing(single_rank: None) 
     before = experts.status()
     good = placements(5)[0]
     for placement, sentence in (
-        (placement_of(good[:1]), "1 layers of 8 slots, the model 2 of 8"),
+        (placement_of(good[:1]), "1 layers of 8 slots, but the model has 2 of 8"),
         (placement_of(good[:, :6] * 0), "2 layers of 6 slots"),
         (placement_of(np.tile(np.arange(SLOTS), (LAYERS, 1))), "outside 0 to 5"),
         (placement_of(np.minimum(good, 4)), "expert 5 of layer 0 has no slot"),
-        (placement_of(good, ranks=2), "for 2 ranks, the engine has 1"),
+        (placement_of(good, ranks=2), "for 2 ranks, but the engine has 1"),
     ):
         with pytest.raises(ExpertPlacementError, match=sentence):
             await swap_placement(call_on(experts), placement)
@@ -222,6 +225,9 @@ async def test_an_engine_reports_its_ranks_experts_and_refuses_concurrent_swaps(
     assert refused.value.status == 400
     assert engine.status == before
     swap = asyncio.create_task(engine.place(target))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestRefusedError, match=r"under way$"):  # it is planned and has no slices yet
+        await engine.place(placement_of(placements(5)[1]))
     await began.wait()
     with pytest.raises(RequestRefusedError, match=r"under way: \d+ slices to come") as refused:
         await engine.place(placement_of(placements(5)[1]))
@@ -341,6 +347,30 @@ def test_large_batches_can_have_another_replica_choice() -> None:
         pairs = np.array(served)
         assert pairs.sum(axis=0).tolist() == [4, 5, 8]
         assert (pairs > 0).sum(axis=0).tolist() == [1, num_ranks_with_work, num_ranks_with_work]
+
+
+def test_the_expected_load_of_a_placement_reaches_the_replica_choice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both ranks hold expert 0. Rank 1, which expects 2 tokens and not 101, serves most tokens of it."""
+    rows, load = np.array([[0, 1, 2, 0, 3, 3]]), np.array([[2.0, 50.0, 50.0, 1.0]])
+    placement = ExpertPlacement(rows, 2, 4, model="tiny", method="by hand", expected_tokens=load)
+    placement.save(tmp_path / "placement.json")
+    # There is no other rank, so no weights move.
+    monkeypatch.setattr(transfer_module, "transfer", lambda layers, *_: layers[0].set_placement(rows[0]))
+    layer = transfer_module.start_layer(
+        [torch.nn.Parameter(torch.zeros(2, 3))],
+        CpuExpertsConfig(placement=tmp_path / "placement.json", replica_choice="weighted"),
+        layer=0,
+        num_layers=1,
+        num_experts=4,
+        topology=Topology(ranks=2),
+        rank=0,
+        group=None,
+        max_decode_tokens=8,
+    )
+    served = layer.route_and_log(torch.zeros(100, 1, dtype=torch.int32)) >= 0
+    assert served.sum() < 10  # 37 if all loads were equal
 
 
 async def test_batches_are_reported_once_and_the_oldest_are_dropped(single_rank: None) -> None:

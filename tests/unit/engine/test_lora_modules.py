@@ -11,7 +11,7 @@ import pytest
 from eldr_serve.engine.vllm.agreement import compare_specs
 from eldr_serve.engine.vllm.check_config import check_config
 from eldr_serve.engine.vllm.config import engine_kwargs
-from eldr_serve.engine.vllm.spec import VllmSpec, llm_config
+from eldr_serve.engine.vllm.spec import VllmSpec, make_llm_config
 from eldr_serve.errors import ConfigurationError
 from tests.support.shipped import ROOT
 
@@ -30,7 +30,7 @@ def spec(modules: Any, *, model: str = str(MODEL), kind: str = "gpu", **kwargs: 
         "accelerator_config": {"kind": kind},
         "engine_kwargs": {"lora_modules": modules, **kwargs},
     }
-    return VllmSpec(llm_config("decode", config, kv_lease_s=30.0))
+    return VllmSpec(make_llm_config("decode", config, kv_lease_s=30.0))
 
 
 def test_adapters_are_cards_of_the_model_and_arguments_of_the_engine(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_adapters_are_cards_of_the_model_and_arguments_of_the_engine(tmp_path: P
         ([{"name": "a", "path": "sql"}], {"max_lora_rank": 8}, r"has rank 16, above .*max_lora_rank 8"),
         ([{"name": "a"}], {}, r"lora_modules.*path is missing"),
         ("sql=/sql", {}, r"engine_kwargs\.lora_modules must be a list"),
-        ([{"name": "a", "path": "sql"}], {"kind": "cpu"}, r"lora_target_modules is missing: vLLM cannot"),
+        ([{"name": "a", "path": "sql"}], {"kind": "cpu"}, r"lora_target_modules is missing: on CPUs vLLM"),
     ],
 )
 def test_an_adapter_that_engines_could_not_load_is_refused(

@@ -87,7 +87,7 @@ class Cache:
 
     def changes(self) -> BlockChanges | None:
         self.events.publish(KVEventBatch(0.0, self.manager.take_events()))
-        return self.events.take()
+        return self.events.take_changes()
 
 
 # Few tokens and long runs, so that requests share blocks and differ within them.
@@ -115,15 +115,15 @@ def test_predicted_hits_are_those_of_the_cache(steps: list[Any], probes: list[li
         if fate == "later":
             continue
         if fate == "lost":  # the replica does not know whether the router got it
-            replica.take(full=not is_known)
+            replica.take_changes(full=not is_known)
             is_known = False
             continue
         if fate == "router restarts":
             router = PrefixMap()
         elif fate == "replica restarts":
             cache, replica, is_known = Cache(), TrackedBlocks(), False
-            router.keep([])
-        is_known = router.report("w", replica.take(full=not is_known))
+            router.keep_only([])
+        is_known = router.report("w", replica.take_changes(full=not is_known))
         if not is_known:
             continue
         for ids in (*probes, *(list(one.all_token_ids) for one in cache.running)):
@@ -175,7 +175,7 @@ def test_equal_blocks_are_cached_until_the_last_is_evicted() -> None:
 
     def publish(*events: Any) -> bool:
         cache.publish(KVEventBatch(0.0, [*events]))
-        changes = cache.take()
+        changes = cache.take_changes()
         return changes is not None and bool(changes.removed)
 
     removed = module.BlockRemoved([b"h"], "GPU", 0)
@@ -191,7 +191,7 @@ def test_parts_of_blocks_other_groups_and_unknown_parents_have_no_id() -> None:
     block_after_an_unknown_one = block_stored(parent=b"unknown", token_ids=[1] * SIZE, group=1)
     for stored in (part_of_a_block, block_of_another_group, block_after_an_unknown_one):
         cache.publish(KVEventBatch(0.0, [stored]))
-        assert cache.take() is None
+        assert cache.take_changes() is None
 
 
 def configurations(**changes: Any) -> tuple[Any, Any]:
@@ -225,7 +225,7 @@ def test_a_whole_replica_collects_events() -> None:
         {"events": object()},
         {"ranks": 2},
         {"caching": False},
-        {"blocks": module._MAX_BLOCKS + 1},
+        {"blocks": module._MAX_REPORTED_BLOCKS + 1},
         {"size": 2 * SIZE},
         {"log_stats": False},
     ],

@@ -18,9 +18,9 @@ from eldr_serve.engine import active_backend
 from eldr_serve.engine.calls import EXPERT_COUNTS_KEY, GenerationReport
 from eldr_serve.engine.fake import FakeCalibrationEngine, FakeConfig, FakeEngine
 from eldr_serve.engine.protocol import EngineRequest, PrefilledPrompt, Send
+from eldr_serve.errors import UserInputError
 from eldr_serve.experts.sample import ExpertSample
 from eldr_serve.experts.signature import pack_counts, unpack_counts
-from eldr_serve.scheduling.types import PolicyError
 from tests.support import engine_contract
 from tests.support.engine_contract import CHECKS, Subject, run_check
 
@@ -59,7 +59,7 @@ def test_the_environment_selects_the_kind_of_engine(monkeypatch: pytest.MonkeyPa
     backend = runpy.run_path(active_backend.__file__)["BACKEND"]
     assert type(backend).__name__ == "FakeTokenizer"
     monkeypatch.setenv("ELDR_ENGINE_BACKEND", "nowhere")
-    with pytest.raises(PolicyError, match="ELDR_ENGINE_BACKEND 'nowhere' cannot be imported"):
+    with pytest.raises(UserInputError, match="ELDR_ENGINE_BACKEND 'nowhere' cannot be imported"):
         runpy.run_path(active_backend.__file__)
 
 

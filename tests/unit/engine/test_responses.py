@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from eldr_serve.engine.calls import is_end
 from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.answer_forms import to_events, to_json
-from eldr_serve.engine.vllm.requests.first_token import prefill_prompt
+from eldr_serve.engine.vllm.requests.one_token_prefill import prefill_prompt
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.errors import RequestRefusedError
 

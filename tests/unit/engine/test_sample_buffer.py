@@ -33,7 +33,7 @@ def test_the_newest_samples_are_kept_and_returned_once() -> None:
 @pytest.mark.parametrize(
     ("prefill", "words"),
     [
-        (pack_counts(np.ones((2, 5), np.uint32)), "its prefill counts have shape (2, 5), this engine counts"),
+        (pack_counts(np.ones((2, 5), np.uint32)), "its prefill counts have shape (2, 5), but this"),
         ("no counts", "no sample of request r: not packed counts"),
     ],
 )

@@ -39,7 +39,7 @@ def test_another_ray_is_refused(
 
 @pytest.mark.parametrize("method", ["chat", "completions"])
 def test_another_engine_is_refused_when_it_starts(method: str) -> None:
-    with pytest.raises(RuntimeError, match=r"which eldr-serve uses; it was checked on ray 2\.60"):
+    with pytest.raises(RuntimeError, match=r"with vLLM .* uses; it was checked on ray 2\.60 with vLLM 0\."):
         serve_llm.openai_serving(object(), method)
 
 

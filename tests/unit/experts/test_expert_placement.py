@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.artifact_metadata import ArtifactError
-from eldr_serve.experts.parallel.placement import ExpertPlacement
-from offline.expert_placement.eplb import eplb_placement
+from eldr_serve.experts.expert_placement import ExpertPlacement
+from offline.expert_placement.packed_placements import eplb_placement
 
 MAP = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 3]]
 

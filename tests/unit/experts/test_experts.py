@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.lib.ep.replica_choice import route_even, route_optimal
+from eldr_serve.experts.expert_placement import hosts_of
 from eldr_serve.experts.parallel.metro import EXPERT_LOAD, MAX_PAIRS, MetroPlan, route_metro
 from eldr_serve.experts.parallel.metro_torch import TorchMetro
-from eldr_serve.experts.parallel.placement import hosts_of
-from offline.expert_placement.eplb import activation_placement, eplb_placement
+from offline.expert_placement.packed_placements import activation_placement, eplb_placement
 from tests.support.processes import python
 from tests.support.shipped import ROOT
 from tests.support.tables import random_hosts
@@ -82,15 +82,17 @@ def test_the_optimum_equals_brute_force_and_greedy_is_feasible(seed: int) -> Non
     assert most_experts[0] == best <= most_experts[1] <= max(best + 1, 2 * best)
 
 
-@given(seed=st.integers(0, 9999))
-def test_even_spread_keeps_every_token_and_differs_by_one(seed: int) -> None:
+@given(seed=st.integers(0, 9999), first=st.integers(0, 3))
+def test_even_spread_keeps_every_token_and_differs_by_one(seed: int, first: int) -> None:
     tokens, hosts = random_case(seed)
-    spread = route_even(tokens, hosts)
+    spread = route_even(tokens, hosts, first)
     assert np.array_equal(spread.sum(axis=1), tokens)
     assert not spread[~hosts].any()
     for expert in range(len(tokens)):
         shares = spread[expert, hosts[expert]]
         assert shares.max() - shares.min() <= 1
+        from_first = np.roll(shares, -(first % len(shares)))
+        assert (np.diff(from_first) <= 0).all()  # the remainder begins at the first
 
 
 def test_layers_are_independent() -> None:

@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.metro import MetroPlan, route_metro
 from eldr_serve.experts.parallel.moves import fill_with_replicas
-from eldr_serve.experts.parallel.placement import Topology
 from eldr_serve.experts.parallel.replica_choice import RULES, NearestReplica, make_choice, slots_by_rank
 from tests.support.shipped import ROOT
 

@@ -129,7 +129,7 @@ class UnreachableRouter:
     url = ""
 
     def status(self) -> dict[str, Any]:
-        return {"ingress": {"ready": False, "router_unreachable": True}}
+        return {"ingress": {"all_warm": False, "router_unreachable": True}}
 
     def swap_table(self, table: bytes) -> None:
         raise ServiceError("the router does not answer")
@@ -185,7 +185,7 @@ async def test_proxies_are_killed_in_turn(injector: FaultInjector, monkeypatch: 
 def test_a_service_is_complete_when_all_processes_listen(
     listening: int, is_complete: bool, injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = {"ingress": {"ready": True, "router_unreachable": False}, "workers": ["a", "b"]}
+    status = {"ingress": {"all_warm": True, "router_unreachable": False}, "workers": ["a", "b"]}
     client = SimpleNamespace(status=lambda: status)
     monkeypatch.setattr(operations, "OperatorClient", lambda url, key, timeout_s: client)
     monkeypatch.setattr(httpx, "get", lambda url, timeout: httpx.Response(200))

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Tenants
+from eldr_serve.limits.tenants import SharedLimits, Tenants
 from eldr_serve.pipeline.prefill.split_prefill import SplitPrefill
 from eldr_serve.router.leases import Leases
 from eldr_serve.router_client.client import RouterClient
@@ -99,7 +98,7 @@ def test_every_mutation_of_the_code_is_found() -> None:
         (
             RouterClient,
             "_lease_by_local_fallback",
-            lambda client, lease: client._fallback.lease(lease, "no-worker"),
+            lambda client, lease, reason: client._fallback.lease(lease, reason),
             5,
         ),
     ],

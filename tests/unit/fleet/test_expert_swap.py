@@ -15,7 +15,7 @@ from eldr_serve.engine.fake import FakeEngine
 from eldr_serve.engine.methods import PLACE_EXPERTS
 from eldr_serve.engine.report_fields import EXPERTS
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import ExpertPlacement, placement_id
+from eldr_serve.experts.expert_placement import ExpertPlacement, placement_id
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.fleet.expert_swap import place_on_replicas
 from eldr_serve.replicas import servers

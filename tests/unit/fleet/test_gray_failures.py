@@ -83,13 +83,14 @@ async def test_a_slow_client_is_no_slow_engine() -> None:
         for _ in range(20):
             yield b"x"
             await asyncio.sleep(0.005)
+        yield END
         more.set()
 
     pipeline = Pipeline(decode=steady, next_token_timeout_s=0.08)
     stream = pipeline.path.generate(request_context(stream=True))
     assert await anext(stream) == b"x"
     await more.wait()
-    assert b"".join([chunk async for chunk in stream]) == b"x" * 19
+    assert b"".join([chunk async for chunk in stream]) == b"x" * 19 + END
 
 
 async def test_a_replica_that_fails_repeatedly_is_ejected() -> None:

@@ -34,7 +34,7 @@ def write_package(folder: Path) -> None:
     for gpu in ("h100_sxm", "h200_sxm"):
         (root / f"systems/data/{gpu}/moe/vllm").mkdir(parents=True)
     for module in MODULES:
-        (root / f"{module}.py").write_text("from fake_kernels import *\n")
+        (root / f"{module}.py").write_text("from tests.unit.gpu_cost.fake_kernels import *\n")
     for name, config in CONFIGS.items():
         (root / f"model_configs/{name.replace('/', '--')}_config.json").write_text(json.dumps(config))
     (root / "model_configs/acme--Moe_hf_quant_config.json").write_text("{}")

@@ -80,8 +80,8 @@ def test_what_the_package_does_not_know_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"num_experts": 32', "is no model's config.json"),
-        ("[]", "is no model's config.json"),
+        ('{"num_experts": 32', "is not a model's config.json"),
+        ("[]", "is not a model's config.json"),
         ('{"num_experts": 32}', "cannot read its config.json"),
         (json.dumps(CONFIGS["acme/Moe"] | {"two_kinds": True}), "MoE layers of 2 kinds"),
         (

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import random
+import re
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +23,7 @@ from eldr_serve.engine.protocol import EngineRequest
 from eldr_serve.engine.vllm.requests.request_parsing import parse_request
 from eldr_serve.errors import OverloadedError
 from eldr_serve.ingress import body as request_body
+from eldr_serve.ingress import openai_endpoints
 from eldr_serve.ingress.admission import AdmissionMiddleware, Gate
 from eldr_serve.ingress.body import BodyShare, parse_json
 from eldr_serve.ingress.endpoints import ENDPOINTS, PUBLIC_PATHS
@@ -30,6 +32,7 @@ from tests.support.fake_fleet import answer_with
 from tests.support.fake_router import wait_until
 from tests.support.ingress_app import CHAT, COMPLETIONS, HELLO, TOKEN, running_app
 from tests.support.request_path import RecordedCounters
+from tests.support.shipped import ROOT
 
 
 def chat(content: Any) -> dict[str, Any]:
@@ -218,7 +221,7 @@ async def test_a_gzip_body_is_decompressed_before_the_engines(encoding: str) -> 
     [
         (b"{}", "br", 415, "content-encoding 'br' is not supported: send the body plain or as gzip"),
         (b"{}", "gzip, gzip", 415, "'gzip, gzip' is not supported"),
-        (b"{}", "gzip", 400, "the body is not valid gzip"),
+        (b"{}", "gzip", 400, "the body with content-encoding gzip is not gzip"),
         (gzip.compress(b"{}", mtime=0)[:-9], "gzip", 400, "it ends early"),
         (gzip.compress(b" " * 2**26, 1, mtime=0), "gzip", 413, "larger than 1 MiB"),
         (gzip.compress(b" " * 2**20, mtime=0) * 500, "gzip", 413, "larger than 1 MiB"),
@@ -383,6 +386,25 @@ async def test_scripts_of_other_pages_read_answers_only_if_their_origin_is_named
         preflight = await app.client.options(COMPLETIONS, headers=headers)
         assert preflight.headers.get("access-control-allow-origin") == allowed
         assert preflight.is_success == (allowed is not None)
+
+
+async def test_scripts_of_other_pages_read_the_documented_headers_and_faults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs/http_api.md").read_text()
+    section = page.split("## Headers of answers\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`x-.*?) \|", section, re.MULTILINE)
+    documented = {name for cell in cells for name in re.findall(r"`(.+?)`", cell)}
+    assert len(documented) > 6
+    async with running_app(cors_origins=(ORIGIN,)) as app:
+        answer = await app.post(COMPLETIONS, HELLO, origin=ORIGIN)
+        exposed = set(answer.headers["access-control-expose-headers"].split(", "))
+        assert exposed == documented | {"Retry-After", "x-should-retry"}
+        monkeypatch.setattr(openai_endpoints, "_placement_headers", Mock(side_effect=ValueError("odd")))
+        answer = await app.post(COMPLETIONS, HELLO, origin=ORIGIN)
+        assert is_one_sentence(answer, 500)
+        assert answer.headers["x-eldr-request"]
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
 
 
 @pytest.mark.parametrize("origin", ["chat.example.com", "https://chat.example.com/", "https://a b", ""])

@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
+from ray.exceptions import RayError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from eldr_serve.channel import ChannelLostError
-from eldr_serve.errors import OverloadedError, RequestRefusedError
+from eldr_serve.errors import OverloadedError, RequestRefusedError, SwapRefusedError
 from eldr_serve.ingress import deployment, openai_endpoints
 from eldr_serve.limits.keys import Keys, add_key, write_keys
 from eldr_serve.pipeline.path_options import PathOptions
@@ -89,7 +91,7 @@ async def test_a_table_that_is_not_live_is_not_found() -> None:
 
 
 async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> None:
-    async with running_app(admin_key=None) as app:
+    async with running_app() as app:
         answer = await app.client.get("/eldr/ready")
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "the engines are not up yet"
@@ -101,8 +103,11 @@ async def test_the_ready_endpoint_answers_200_once_the_engines_are_warm() -> Non
                 await asyncio.sleep(0.01)
         assert (answer.status_code, answer.json()) == (200, {"ready": True})
         assert app.ingress._warmup.num_warm_pairs == 4
+        assert [(await app.status())["ingress"][key] for key in ("ready", "all_warm")] == [True, True]
         app.decode.directory.publish({})
         assert (await app.client.get("/eldr/ready")).status_code == 503
+        for status in (await app.status(), (await app.client.get("/eldr/status")).json()):
+            assert [status["ingress"][key] for key in ("ready", "all_warm")] == [False, False]
 
 
 async def test_an_overloaded_service_answers_503_with_retry_after() -> None:
@@ -135,6 +140,17 @@ async def endless(sent: Any) -> AsyncIterator[bytes]:
     while True:
         yield TOKEN
         await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("error", [HTTPException(404, "it is gone"), ValueError("odd")])
+async def test_every_error_of_an_admitted_request_has_its_id(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_endpoints, "_placement_headers", Mock(side_effect=error))
+    async with running_app() as app:
+        answer = await app.post(COMPLETIONS, HELLO)
+        assert answer.status_code == getattr(error, "status_code", 500)
+        assert answer.headers["x-eldr-request"]
 
 
 async def test_an_answer_whose_headers_fail_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +334,31 @@ async def test_an_ingress_whose_metrics_fail_is_healthy(monkeypatch: pytest.Monk
         await app.ingress.check_health()
         await wait_until(lambda: actor.state.counters["background_failures"] == 1)
         assert actor.state.counters["failed_work:the export of metrics"] == 1
+        await app.ingress.check_health()
+
+
+async def test_an_ingress_whose_settings_the_router_refuses_does_not_start() -> None:
+    actor: Any = FakeActor()
+    actor.configure = AsyncMock(side_effect=SwapRefusedError("the table is for another model"))
+    async with running_app(actor=actor) as app:
+        for _ in range(2):
+            with pytest.raises(SwapRefusedError, match="for another model"):
+                await app.ingress.check_health()
+
+
+async def test_an_ingress_configures_a_router_that_is_up_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deployment, "_CONFIGURE_WAIT_S", 0.02)
+    monkeypatch.setattr(deployment, "_CONFIGURE_RETRY_S", 0.001)
+    actor: Any = FakeActor()
+    actor.configure = AsyncMock(side_effect=RayError("dead"))
+    async with running_app(actor=actor) as app:
+        await app.ingress.check_health()
+        await wait_until(lambda: actor.configure.await_count > 3)
+        assert caplog.text.count("DecodeRouter is not up yet") == 1
+        actor.configure.side_effect = None
+        await wait_until(app.ingress._configuring.done)
         await app.ingress.check_health()
 
 

@@ -55,7 +55,7 @@ async def test_a_request_without_failures_is_logged_only_if_all_are(log: Any) ->
         "tenant": "",
         "status": 200,
         "error": None,
-        "left": False,
+        "disconnected": False,
         "local_prefill": False,
         "prompt_tokens": 7,
         "tokens": 2,
@@ -179,5 +179,5 @@ async def test_a_client_that_disconnects_is_no_failure(log: Any, chunks: int, st
             await wait_until(lambda app=app: app.ingress.gate.in_flight == 0)
         assert len(log()) == (log_requests == "all")
     (line,) = log()
-    assert (line["status"], line["left"], line["error"], line["failures"]) == (status, True, None, [])
+    assert (line["status"], line["disconnected"], line["error"], line["failures"]) == (status, True, None, [])
     assert ("stream" in line["seconds"]) == bool(chunks)

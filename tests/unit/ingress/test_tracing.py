@@ -22,6 +22,7 @@ from tests.support.engine_server import serving
 from tests.support.fake_fleet import answer_with, in_turn, refusal
 from tests.support.ingress_app import COMPLETIONS, HELLO, TOKEN, App, running_app
 from tests.support.otlp import HttpCollector
+from tests.support.request_path import END
 
 HELLO = HELLO | {"max_tokens": 3}
 STREAMED = HELLO | {"stream": True}
@@ -111,7 +112,7 @@ async def test_a_request_is_one_span_with_a_child_for_each_stage(traced: Any, bo
         "gen_ai.usage.output_tokens": 3,
         "eldr.request": answer.headers["x-eldr-request"],
         "eldr.policy": answer.headers["x-eldr-policy"],
-        "eldr.left": False,
+        "eldr.disconnected": False,
     }
     assert answer.headers["x-eldr-trace"] == format_trace_id(root.context.trace_id)
 
@@ -169,7 +170,7 @@ async def test_a_malformed_trace_is_ignored(traced: Any) -> None:
 
 
 async def test_a_failed_attempt_is_a_failed_child_of_a_successful_request(traced: Any) -> None:
-    async with traced(decode=in_turn(answer_with(GONE), answer_with(TOKEN))) as service:
+    async with traced(decode=in_turn(answer_with(GONE), answer_with(TOKEN, END))) as service:
         answer = await service.post()
         root, children = service.spans()
     assert answer.status_code == 200

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,8 +16,7 @@ from typer.testing import CliRunner
 from eldr_serve.cli import app
 from eldr_serve.errors import RateLimitedError, RequestRefusedError
 from eldr_serve.limits.keys import Keys, KeysError, Limits, add_key, bearer_key, digest, read_keys, write_keys
-from eldr_serve.limits.shared_limits import SharedLimits
-from eldr_serve.limits.tenants import Bucket, Tenant, Tenants, TokenReservation
+from eldr_serve.limits.tenants import Bucket, SharedLimits, Tenant, Tenants, TokenReservation
 from tests.support.clock import Clock
 
 KEY_OF_A = json.dumps({"sha256": "0" * 64, "tenant": "a"})
@@ -84,17 +84,93 @@ def test_a_request_is_charged_for_the_tokens_it_used(used: int) -> None:
     assert tenant.tokens.compute_wait_s() > 0
 
 
+REQUESTS = st.tuples(st.floats(0, 90), st.integers(0, 300), st.floats(0, 1))
+
+
+@given(st.floats(1, 300), st.lists(st.tuples(REQUESTS, st.integers(0, 3)), min_size=1, max_size=30))
+def test_no_window_takes_more_than_its_limit_if_reservations_are_corrected_later(
+    per_minute: float, steps: list[tuple[tuple[float, int, float], int]]
+) -> None:
+    """After each arrival, some of the running requests end in any order."""
+    tenant = Tenant("a", Limits(tokens_per_minute=per_minute), clock := Clock())
+    begun: list[tuple[float, int]] = []
+    running: list[TokenReservation] = []
+    for (pause_s, reserved, share), num_ends in steps:
+        clock.now += pause_s
+        reservation, used = TokenReservation(tenant), int(share * reserved)
+        try:
+            reservation.reserve(reserved)
+        except RateLimitedError:
+            pass
+        else:
+            begun.append((clock.now, used))
+            reservation.count_usage_with(partial(int, used))
+            running.append(reservation)
+        for _ in range(min(num_ends, len(running))):
+            running.pop(reserved % len(running)).settle()
+    for first, (start_s, _) in enumerate(begun):
+        for last in range(first, len(begun)):
+            total = sum(used for _, used in begun[first:last])
+            assert total <= per_minute * (1 + (begun[last][0] - start_s) / 60) + 1e-6
+    for reservation in running:
+        reservation.settle()
+    assert not tenant.tokens._reserved
+    assert tenant.tokens.charged >= sum(used for _, used in begun)
+
+
+def test_refilled_tokens_of_a_reservation_are_not_given_back() -> None:
+    tenant = Tenant("a", Limits(tokens_per_minute=1000), clock := Clock())
+    unused = [TokenReservation(tenant) for _ in range(2)]
+    for reservation in unused:
+        reservation.reserve(1000)
+        clock.now += 60
+    TokenReservation(tenant).reserve(1000)
+    for reservation in unused:
+        reservation.settle()
+        with pytest.raises(RateLimitedError):
+            TokenReservation(tenant).reserve(1000)
+
+
+def test_a_busy_tenant_gets_its_unused_tokens_back() -> None:
+    """The refill counts towards the usage of ended requests before it counts towards reservations."""
+    tenant = Tenant("a", Limits(tokens_per_minute=1000), clock := Clock())
+    tenant.tokens.charge(900)
+    reservation = TokenReservation(tenant)
+    reservation.reserve(800)
+    clock.now += 54
+    reservation.settle()
+    assert tenant.tokens._used == pytest.approx(0)
+    assert tenant.tokens.charged == 900
+
+
+@pytest.mark.parametrize("tokens", [-(10**9), 10**22, 10**400])
+def test_an_absurd_reservation_leaves_the_usage_of_other_requests(tokens: int) -> None:
+    tenant = Tenant("a", Limits(tokens_per_minute=100), Clock())
+    tenant.tokens.charge(60)
+    reservation = TokenReservation(tenant)
+    reservation.reserve(tokens)
+    reservation.settle()
+    assert tenant.tokens.charged == 60
+    tenant.tokens.charge(39)
+    assert tenant.tokens.compute_wait_s() == 0
+    tenant.tokens.charge(1)
+    assert tenant.tokens.compute_wait_s() > 0
+
+
 def test_the_keys_command_writes_only_hashes(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     first = run_keys("add", "search", file=file, priority=4, requests_per_minute=60)
     second = run_keys("add", "search", file=file, tokens_per_minute=1000)
     assert first not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o644
+    file.chmod(0o600)
     keys = read_keys(file)
     assert keys.owners == {digest(key): "search" for key in (first, second)}
     assert keys.tenants["search"] == Limits(priority=4, requests_per_minute=60, tokens_per_minute=1000)
     hashes = json.loads(run_keys("list", file=file))["search"]["keys"]
     assert list(hashes) == [digest(key)[:12] for key in (first, second)]
     run_keys("revoke", digest(first)[:12], file=file)
+    assert file.stat().st_mode & 0o777 == 0o600
     assert read_keys(file).owners == {digest(second): "search"}
     before = file.read_bytes()
     for wrong in (("revoke", "ffff"), ("revoke", ""), ("add", "No Tenant")):

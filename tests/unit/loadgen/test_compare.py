@@ -24,6 +24,8 @@ from loadgen.statistics import LatencyObjective
 from loadgen.trial import (
     JOURNAL,
     RESTORE,
+    LoadSpec,
+    ScheduledTrial,
     StatusSample,
     Trial,
     TrialFailedError,
@@ -31,6 +33,7 @@ from loadgen.trial import (
     load_start_unix_s,
     parse_policy,
     read_trials,
+    run_trial,
     schedule_trials,
     totals_between,
 )
@@ -347,8 +350,41 @@ def test_tpot_by_domain_has_the_measured_answers_of_the_policy() -> None:
     assert [row["tpot_p50_ms"] for row in ours] == [20.0, 40.0]
 
 
-def test_a_crashed_load_generator_fails_the_trial_with_one_sentence(tmp_path: Path) -> None:
-    crash = [sys.executable, "-c", "print('out of memory'); raise SystemExit(3)"]
-    with pytest.raises(TrialFailedError, match=r"^locust ended with status 3: out of memory ") as error:
-        _run_locust(crash, tmp_path / "locust.log", lambda elapsed_s: None)
+@pytest.mark.parametrize(
+    ("status", "summary", "line"),
+    [
+        (3, "goodput 1.00 requests/s", "{}"),
+        (1, "", "{}"),
+        (1, "goodput 1.00 requests/s", None),
+        (1, "goodput 1.00 requests/s", "{}"),  # requests failed
+    ],
+)
+def test_a_crashed_load_generator_fails_the_trial_with_one_sentence(
+    tmp_path: Path, status: int, summary: str, line: str | None
+) -> None:
+    """A crash of Python exits with 1, as locust does if requests failed. Then there is no summary."""
+    log, record = tmp_path / "locust.log", tmp_path / "running.jsonl"
+    log.write_text("goodput 9.00 requests/s\n")  # of the previous trial
+    record.write_text("of a trial that failed")
+    writes = f"open({str(record)!r}, 'w').write({line!r}); " if line else ""
+    words = f"{writes}print({summary!r}); print('out of memory'); raise SystemExit({status})"
+    command = [sys.executable, "-c", words]
+    if status != 3 and summary and line:
+        _run_locust(command, record, log, lambda elapsed_s: None)
+        assert record.read_text() == line
+        return
+    with pytest.raises(TrialFailedError, match=rf"^locust ended with status {status}: out of mem") as error:
+        _run_locust(command, record, log, lambda elapsed_s: None)
     assert isinstance(error.value, USER_ERRORS)
+
+
+def test_a_trial_needs_the_routers_leases_and_counters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, scheduled = client.OperatorClient("http://here"), ScheduledTrial(0, 0, "random", 0)
+    load = LoadSpec("p", "m", rate=0.0, seconds=1, warm_up_s=0, users=1, max_tokens=1, temperature=0.0)
+    monkeypatch.setattr(service, "set_policy", lambda *policy: None)
+    for status, missing in (({"ready": True}, "leases"), ({"leases": 0}, "counters")):
+        monkeypatch.setattr(service, "status", lambda status=status: status)
+        with pytest.raises(client.ServiceError, match=f"http://here has no {missing}: the router is unreach"):
+            run_trial(service, scheduled, load, scratch=tmp_path)

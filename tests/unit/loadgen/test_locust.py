@@ -189,7 +189,7 @@ def test_locusts_web_page_can_start_several_loads(service: FakeService, tmp_path
         return requests.get(f"{page}/stats/requests", timeout=10).json()
 
     try:
-        _wait(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        _wait(lambda: _listens(port))
         for rate in (20, 10):
             # Locust's page is up to 2 s old: a shorter run might never be seen running.
             form = {"user_count": 16, "spawn_rate": 16, "rate": rate, "max_tokens": 3, "run_time": "5s"}
@@ -205,6 +205,11 @@ def test_locusts_web_page_can_start_several_loads(service: FakeService, tmp_path
         process.terminate()
         output, _ = process.communicate(timeout=30)
     assert output.count("none failed") == 2, output
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float = 40) -> None:

@@ -148,6 +148,15 @@ def test_the_number_of_engines_can_be_set_and_then_caches_are_small() -> None:
         assert arguments["prefill_config"]["deployment_config"]["num_replicas"] == 1
 
 
+def test_a_deployment_with_a_signature_pool_has_the_demos_table_and_no_refit() -> None:
+    deployment = ROOT / "deployments/cpu_demo_eldr.yaml"
+    deployed = yaml.safe_load(deployment.read_text())["applications"][0]["args"]["signatures"]
+    signatures = demo_arguments(deployment, MODEL, 2, 20)["signatures"]
+    assert signatures["first_table"] == 20 != deployed["first_table"]
+    assert signatures["every_s"] > 3600 > deployed["every_s"]
+    assert signatures["window"] == deployed["window"]
+
+
 def test_engines_that_share_a_gpu_request_no_more_than_the_gpu() -> None:
     arguments = demo_arguments(DEPLOYMENT, MODEL, 2, 20, gpu=True)
     shares = 0.0

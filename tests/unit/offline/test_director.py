@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
 from offline.expert_placement import director, director_paper, relaxation
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.director import director_placement, renewed_placement

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.forecast import decode_correction, expected_workload, workload_by_rank
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.placement import Topology, hosts_of
+from eldr_serve.experts.expert_placement import Topology, hosts_of
+from eldr_serve.experts.parallel.replica_choice import EvenSpread
 from offline.expert_placement.co_activation import co_activation, expert_load
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.evaluate import (
@@ -319,3 +321,10 @@ def test_an_evaluation_equals_direct_counting(seed: int) -> None:
     both = np.array([[True, False, True, True], [False, True, False, False]])
     ranks = serve_even(0, np.array([[0, 1]] * 6), np.zeros(6, np.int64), both)
     assert ranks.tolist() == [[0, 1], [2, 1], [3, 1]] * 2
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_the_turns_of_replicas_are_those_of_vllms_hash(replicas: int) -> None:
+    experts, row = np.zeros((99, 1), np.int64), np.zeros(replicas, np.int64)  # a slot on each rank
+    turns = serve_even(0, experts, np.zeros(99, np.int64), np.ones((1, replicas), bool))
+    assert turns.tolist() == EvenSpread(row, 1).slots(torch.from_numpy(experts)).tolist()

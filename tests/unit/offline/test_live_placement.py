@@ -1,13 +1,16 @@
 """Automatic moves of a service's experts: when they happen, and that they pay off."""
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from eldr_serve.commands.client import ServiceError
-from eldr_serve.experts.parallel.placement import ExpertPlacement, hosts_of
+from eldr_serve.experts.expert_placement import ExpertPlacement, hosts_of
+from offline import live_placement
 from offline.expert_placement import director, relaxation
 from offline.expert_placement.cost import LayerCost
 from offline.expert_placement.forecast import decode_correction
@@ -127,6 +130,31 @@ def test_the_correction_is_learnt_from_sampled_traffic() -> None:
     columns = trace.prefill_counts, trace.prompt_tokens, trace.decode_counts, trace.decode_steps
     assert np.array_equal(learn_correction(sampled), decode_correction(*columns))
     assert learn_correction(unsampled) is None
+
+
+@pytest.mark.parametrize("pending", [traffic(0, 1), []], ids=["pending", "none pending"])
+def test_the_job_plans_for_pending_prompts_and_learns_the_correction(
+    pending: list[NDArray[np.uint32]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without pending prompts it plans for the newest ones."""
+    recent, router, update = traffic(2, 3), Mock(), Mock(return_value=None)
+    router.pending_counts.remote.return_value = pending
+    router.recent_counts.remote.return_value = recent
+    client = Mock(trace=Mock(return_value=synthetic_trace().to_bytes()))
+    eleven_checks = Mock(sleep=Mock(side_effect=[None] * 10 + [InterruptedError]))
+    monkeypatch.setattr(live_placement, "ray", Mock(get=lambda answers: answers))
+    monkeypatch.setattr(live_placement, "find_actor", lambda _: router)
+    monkeypatch.setattr(live_placement, "OperatorClient", lambda *_: client)
+    monkeypatch.setattr(live_placement, "update_placement", update)
+    monkeypatch.setattr(live_placement, "time", eleven_checks)
+    COST.save(tmp_path / "cost.json")
+    with pytest.raises(InterruptedError):
+        live_placement.live_placement(cost=tmp_path / "cost.json", top_k=2)
+    assert client.trace.call_count == 2  # in the first check and in the eleventh
+    assert update.call_count == 11
+    plans, _, counts = update.call_args.args
+    assert counts is (pending or recent)
+    assert np.array_equal(plans.correction, learn_correction(client))
 
 
 def test_a_gain_below_the_minimum_moves_nothing() -> None:

@@ -4,14 +4,15 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from eldr_serve.experts.calibration_trace import CalibrationTrace
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.fitting.table import fit_table
-from eldr_serve.experts.parallel.placement import ExpertPlacement
-from offline.expert_placement import director, director_paper, relaxation
+from offline.expert_placement import director, director_paper, grace_paper, grouping, methods, relaxation
 from offline.expert_placement.cost import LayerCost
 from offline.place import METHODS, place
 from tests.support.in_process import command, sentence
@@ -92,6 +93,29 @@ def test_directors_methods_solve_an_lp_and_round_it(
     run_place(trace, tmp_path / "p.json", method=method, redundant=4)
     assert called["linprog"] >= L
     assert called[rounding] >= L
+
+
+@pytest.mark.parametrize(
+    ("method", "form", "labels"),
+    [("grace", grouping.OUR_GROUPING, "cluster_qr"), ("grace-paper", grace_paper.PAPER_GROUPING, "kmeans")],
+)
+def test_graces_methods_group_experts_by_their_own_form(
+    method: str,
+    form: grouping.Grouping,
+    labels: str,
+    trace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place_groups, clustering = Mock(wraps=methods.grace_placement), Mock(wraps=grouping.SpectralClustering)
+    controlled = Mock(wraps=grace_paper.check_sizes)  # `controlled_groups` calls it there
+    monkeypatch.setattr(methods, "grace_placement", place_groups)
+    monkeypatch.setattr(grouping, "SpectralClustering", clustering)
+    monkeypatch.setattr(grace_paper, "check_sizes", controlled)
+    run_place(trace, tmp_path / "p.json", method=method, nodes=2)
+    assert place_groups.call_args.kwargs["grouping"] is form
+    assert {call.kwargs["assign_labels"] for call in clustering.call_args_list} == {labels}
+    assert controlled.called == (method == "grace-paper")
 
 
 def test_each_decode_worker_gets_its_own_placement(trace: Path, tmp_path: Path) -> None:

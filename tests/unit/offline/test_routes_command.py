@@ -17,7 +17,7 @@ from benchmarks.papers.figures.predicted_signatures import gptoss_prompts
 from benchmarks.papers.reproduce import reproduce
 from eldr_serve.errors import UserInputError
 from eldr_serve.experts.calibration_trace import CalibrationTrace
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.experts.routing_table import RoutingTable
 from eldr_serve.scheduling import StepCost
 from offline.place import place

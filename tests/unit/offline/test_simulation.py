@@ -369,6 +369,29 @@ def test_similarities_are_those_of_the_predicted_then_of_the_measured_counts() -
     assert prefilled.make_request(0, ()).similarity.tolist() == pytest.approx([1, 0])
 
 
+def test_a_policy_sees_only_the_limits_that_clients_have_set() -> None:
+    requests, experts, _ = random_requests(5)
+    limits = requests.output_tokens + np.arange(5)
+    for whole in (None, Whole()):
+        for sent, expected in ((requests, [0] * 5), (replace(requests, max_new_tokens=limits), limits)):
+            factory = PlacementRequestFactory(sent, experts, make_policy("random"), whole, reads_counts=True)
+            seen = [factory.make_request(index, ()).max_new_tokens for index in range(5)]
+            assert seen == list(expected)
+
+
+@pytest.mark.parametrize("policy", ["balance-route-horizon", "balance-band"])
+def test_the_lengths_of_answers_do_not_influence_placements_before_an_end(policy: str) -> None:
+    """With the lengths as limits, both predict that all answers of 2 tokens end within the horizon."""
+    prompt = np.random.default_rng(0).integers(1, 1000, 12)
+    cluster = Cluster(decode=Decode(workers=3, cost=COST))
+    workers = []
+    for tokens in (2, 50):
+        requests = Requests(np.arange(12) * 1e-3, prompt, np.full(12, tokens))  # a step takes a second
+        workers.append(simulate(requests, make_policy(policy), cluster).worker.tolist())
+    assert workers[0] == workers[1]
+    assert set(workers[0]) == {0, 1, 2}
+
+
 def test_mixtures_decode_the_steps_of_requests_of_one_domain() -> None:
     _, experts, _ = random_requests(12)
     experts = replace(experts, domains=["even", "odd"] * 6)
@@ -406,6 +429,8 @@ def test_sampled_steps_activate_top_k_experts_by_their_probability() -> None:
         ({"output_tokens": [-3, 4]}, "request 0 has -3 output_tokens"),
         ({"output_tokens": [4]}, "2 requests have 1 output_tokens"),
         ({"kind": [4]}, "1 entries of kind"),
+        ({"max_new_tokens": [4]}, "1 entries of max_new_tokens"),
+        ({"max_new_tokens": [5, 1]}, "request 1 has 2 output_tokens, above its limit of 1"),
         ({"prompt_tokens": [3, 90], "output_tokens": [1, 20]}, "request 1 needs 110 KV tokens, more than"),
     ],
 )

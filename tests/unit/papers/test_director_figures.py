@@ -1,15 +1,18 @@
 """DIRECTOR's forms and forecasts beside ours at small size: both run on the same input."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.figures import director_forecast, director_forms, shifting
 from benchmarks.papers.figures.common import Options
+from benchmarks.papers.migration import Links, plan_migration
+from offline.expert_placement.alignment import minimise_moves
 from tests.support.traces import favourites_trace, save_trace
 
 L, E, RANKS = 3, 16, 4
@@ -71,6 +74,56 @@ def test_a_placement_above_the_bound_is_counted(monkeypatch: pytest.MonkeyPatch)
     for row in director_forms._rows_of_case({"gpus": RANKS}, [measures, slow]):
         kept = measures[row["form"]]["below_theorem_pct"] >= -1e-4
         assert (row["gpus"], row["instances"], row["above_theorem"]) == (RANKS, 2, 1 if kept else 2)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 9999), byte_s=st.sampled_from([0.0, 1e-12, 1e-11, 1e-10, 1e-9, 1e-3]))
+def test_a_stop_moves_the_layers_that_save_most(seed: int, byte_s: float) -> None:
+    rng = np.random.default_rng(seed)
+    links = Links(expert_bytes=1e6, near_byte_s=byte_s, far_byte_s=byte_s, commit_s=1e-6)
+    cluster = replace(shifting.GpuCluster.from_name("H200", RANKS, E), links=links)
+    before, expected = rng.poisson(rng.lognormal(3, 1, (2, L, 1, E)), (2, L, RANKS, E)).astype(float)
+    placement, target = cluster.place(before), cluster.place(expected)
+    change = shifting.plan_change(cluster, expected, placement, target, overlapped=False)
+    new = minimise_moves(placement, target, RANKS)
+    now_s, new_s = (cluster.step_s(expected, rows) for rows in (placement, new))
+    plan = plan_migration(
+        placement,
+        new,
+        topology=cluster.topology,
+        links=links,
+        windows_s=cluster.windows_s(expected, placement),
+        gain_s=now_s - new_s,
+        steps=shifting.STEPS,
+    )
+    saved_s = [0.0]
+    for stop_s in plan.ready_s:
+        ready = (plan.placement == new).all(axis=1) & (plan.ready_s <= stop_s)
+        moves = sum(bool(ready[move.layer]) for move in plan.moves)
+        saved = (now_s - new_s)[ready].sum() * shifting.STEPS
+        saved_s.append(saved - stop_s - links.commit_s * moves)
+    assert change.saved_s == pytest.approx(max(saved_s), abs=1e-12)
+    after_s = cluster.step_s(expected, change.placement)
+    assert change.saved_s == pytest.approx(
+        (now_s - after_s).sum() * shifting.STEPS - change.stopped_s, abs=1e-12
+    )
+    assert not change.waits.any()
+    assert change.moves == (change.placement != placement).sum()
+
+
+def test_experts_that_move_in_no_time_need_no_compute_window(few: Path) -> None:
+    trace = shifting.read_routes(few)
+    links = Links(expert_bytes=1, near_byte_s=0, far_byte_s=0)
+    cluster = replace(shifting.GpuCluster.from_name("H200", RANKS, E), links=links)
+    batches = shifting.shifting_batches(trace, np.arange(len(trace.ids)), 3, RANKS, 0)
+    start = cluster.vanilla(L, E)
+    overlapped, stopped = (
+        shifting.serve_adaptively(cluster, batches, start, lambda batch: batch.workload, overlapped=overlaps)
+        for overlaps in (True, False)
+    )
+    assert stopped.batch_ms == pytest.approx(overlapped.batch_ms)
+    assert stopped.moves.tolist() == overlapped.moves.tolist()
+    assert stopped.moves[0] > 0
 
 
 @given(seed=st.integers(0, 9999), accuracy=st.floats(0, 1))

@@ -1,5 +1,6 @@
 """ELDR's figures on signatures, clusters and domains at small size."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,50 @@ def test_domains_have_a_worst_and_a_best(trace: Path, monkeypatch: pytest.Monkey
         assert row["best_p50_domain"] in ("law", "math", "en")
     by_policy = {row["policy"]: row for row in rows}
     assert by_policy["marginal-cost"]["active_experts"] < reference["active_experts"]
+
+
+def test_a_capture_has_tasks_and_languages_in_the_mix_of_chat(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("code", "math", "medical", "legal", "ar", "en", "zh")
+    shape: dict[str, Any] = {"each": 12, "num_layers": 2, "num_experts": 32, "steps": 8, "others": 0.02}
+    capture = favourites_trace(names, **shape)
+    # One German request, which one half would lack, and a language without a share of its own.
+    capture = replace(capture, domains=[*capture.domains[:-6], "de", *["ko"] * 5])
+    monkeypatch.setattr(eldr_domains, "WORKERS", (2,))
+    monkeypatch.setattr(eldr_domains, "LANGUAGE_WORKERS", (3,))
+    monkeypatch.setattr(eldr_domains, "MIXES", ("chat",))
+    rows = eldr_domains.domains(Options((save_trace(capture, tmp_path_factory),), requests=300, seeds=(0, 1)))
+    cases = [(row["workload"], row["workers"]) for row in rows[:: len(eldr_domains.POLICIES)]]
+    assert cases == [("task", 2), ("language", 3)]
+    languages = eldr_domains.select_workload(capture, "language")
+    assert set(languages.domains) == {"ar", "en", "zh"}
+    # Arabic and English have equally many requests, but not in chat.
+    assert eldr_domains.shares(languages, "chat") == pytest.approx(
+        {"en": 58.2 / 82.9, "zh": 16.6 / 82.9, "ar": 8.1 / 82.9}
+    )
+    kept = np.flatnonzero(np.isin(capture.domains, ("ar", "en", "zh")))
+    assert np.array_equal(languages.decode_routes(np.arange(len(kept))), capture.decode_routes(kept))
+    with pytest.raises(UserInputError, match="no domain of the trace has 4 requests of the workload 'all'"):
+        eldr_domains.select_workload(capture.subset_without_routes(np.array([0, 1])), "all")
+
+
+def test_other_domains_are_one_workload(trace: Path) -> None:
+    requests = read_calibration_trace(trace)
+    assert eldr_domains.split_workloads(requests) == {"all": ("en", "law", "math")}
+    tasks = ["code", "math", "medical", "legal", "other"]  # as in GPT-OSS-20B's routes
+    other = replace(requests, domains=tasks * 18)
+    assert eldr_domains.split_workloads(other) == {"all": tuple(sorted(tasks))}
+    languages = replace(requests, domains=["zh", "en", "ko"] * 30)
+    assert eldr_domains.split_workloads(languages) == {"language": ("en", "zh")}
+
+
+def test_rare_domains_are_neither_worst_nor_best(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORKERS", (2,)), ("MIXES", ("even",)), ("FEW_SIMULATED", 10**6)):
+        monkeypatch.setattr(eldr_domains, name, value)
+    rows = eldr_domains.domains(Options((trace,), requests=60))
+    assert len(rows) == len(eldr_domains.POLICIES)
+    assert all("p50_change_pct" in row and "worst_p50_domain" not in row for row in rows)
 
 
 def test_signatures_are_measured_on_other_requests(trace: Path) -> None:

@@ -1,6 +1,7 @@
 """ELDR's Figures 7 and 14 with the gates' outputs, which a test replaces by counts."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,31 @@ def test_gates_that_equal_the_counts_have_the_results_of_counts(
     counts = TRACE.prefill_counts.astype(np.float32)
     monkeypatch.setattr(eldr_gates, "gate_sums", lambda _: zip(counts / TRACE.top_k, -counts, strict=True))
     monkeypatch.setattr(eldr_gates, "is_of_the_demo_model", lambda _: True)
-    count, probability, logit = eldr_gates.gates(Options((path,), requests=64))
-    assert [row["transform"] for row in (count, probability, logit)] == ["count", "gate-prob", "gate-logit"]
+    count, idf, probability, logit = eldr_gates.gates(Options((path,), requests=64))
+    names = [row["transform"] for row in (count, idf, probability, logit)]
+    assert names == ["count", "count-idf", "gate-prob", "gate-logit"]
+    assert idf["rho_all_layers"] != pytest.approx(count["rho_all_layers"], abs=1e-5)
+    assert idf.keys() == count.keys()
     assert {**count, "transform": ""} == pytest.approx({**probability, "transform": ""}, abs=1e-5)
     assert logit["rho_all_layers"] == pytest.approx(count["rho_all_layers"], abs=1e-5)
     assert "p50_change_pct" not in logit
+
+
+def test_the_papers_transform_has_idf_in_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    transforms = []
+    original = eldr_gates.fit_table
+
+    def fit(*arguments: Any, transform: str, **options: Any) -> Any:
+        transforms.append(transform)
+        return original(*arguments, transform=transform, **options)
+
+    monkeypatch.setattr(eldr_gates, "fit_table", fit)
+    sums = TRACE.prefill_counts.astype(np.float32)
+    halves = np.arange(0, 160, 2), np.arange(1, 160, 2)
+    changes = eldr_gates._tpot_changes(Options(requests=64), TRACE, sums, *halves, 0)
+    assert list(changes) == ["count", "count-idf", "gate-prob"]
+    assert transforms == ["count", "count-idf", "count"]
+    assert changes["count"] == changes["gate-prob"]
 
 
 def test_probabilities_become_counts_that_add_up() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.papers.figures import metro, metro_kernel
 from benchmarks.papers.figures.common import Options
+from eldr_serve.experts.parallel.metro import MetroPlan
 from offline.expert_placement.cost import LayerWork
 from tests.support.traces import favourites_trace
 
@@ -82,3 +83,14 @@ def test_a_decision_takes_no_more_turns_than_experts(options: Options) -> None:
     for row in metro_kernel.kernel(options):
         assert row["active_experts"] / metro.RANKS <= row["lock_turns"] <= row["active_experts"]
         assert 1 <= row["rounds"] <= row["active_experts"] + 1
+
+
+def test_the_plan_of_one_layer_is_the_plan_of_its_hosts() -> None:
+    rng = np.random.default_rng(0)
+    hosts = rng.random((4, 12, 5)) < np.array([0.2, 0.3, 0.6, 0.0])[:, None, None]
+    hosts[..., 0] |= ~hosts.any(axis=2)  # the last layer has no replicas
+    plan = MetroPlan.from_hosts(hosts)
+    for layer in range(4):
+        sliced, alone = metro_kernel.plan_of_layer(plan, layer), MetroPlan.from_hosts(hosts[layer])
+        assert np.array_equal(sliced.shares, alone.shares)
+        assert np.array_equal(sliced.order, alone.order)

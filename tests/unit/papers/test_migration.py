@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.migration import Links, MigrationPlan, plan_migration
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from offline.expert_placement.alignment import minimise_moves
 
 LINKS = Links(expert_bytes=1e6, near_byte_s=1e-9, far_byte_s=5e-9, commit_s=1e-4)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,29 @@ def test_the_papers_columns_are_beside_the_papers_number_of_workers() -> None:
     keys = ("imbalance_tokens", "spread_tokens", "tpot_p95_ms", "output_tokens_per_s")
     figures = dict.fromkeys((*keys, "ttft_p50_ms", "ttft_p99_ms"), 2.0)
     means = {"shortest-queue": figures, "balance-route": figures | {"spread_tokens": 1.0}}
-    rows = [row_of(balanceroute._rows("t", g, means), method="balance-route") for g in (8, 16)]
-    assert [row["spread_below_jsq"] for row in rows] == [2, 2]
+    tables = (balanceroute.PAPER_TABLE_1[8], {}, balanceroute.PAPER_TABLE_2[16])
+    rows = [row_of(balanceroute._rows("t", 8, means, table), method="balance-route") for table in tables]
+    assert [row["spread_below_jsq"] for row in rows] == [2, 2, 2]
     assert rows[0]["paper_below_jsq"] == pytest.approx(104_737 / 54_051)
     assert rows[1]["paper_below_jsq"] is None
+    assert rows[2]["paper_below_jsq"] == pytest.approx(3.1, abs=0.05)
+
+
+def test_each_of_balanceroutes_tables_has_the_papers_workers(
+    arrivals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[list[int], int]] = []
+
+    def compare(_: Options, sizes: Any, arms: Any, paper: Any = balanceroute.PAPER_TABLE_1) -> list[Any]:
+        compared.append((list(sizes), len(paper)))
+        return []
+
+    monkeypatch.setattr(balanceroute, "_compare", compare)
+    for name in ("table1", "table2", "sensitivity", "forms"):
+        balanceroute.FIGURES[name].run(Options((arrivals,)))
+    assert compared == [([4, 8, 16], 1), ([4, 8, 16, 32], 3), ([8, 16], 1), ([8, 16], 1)]
+    balanceroute.large(Options((arrivals,)))
+    assert compared[-1][0] == [144]
 
 
 def test_the_papers_proxy_lets_requests_wait_that_ours_refuses(
@@ -117,6 +137,7 @@ def test_a_policy_that_knows_the_barrier_of_ranks_shortens_their_steps(
     names = ("shortest-queue", "marginal-cost, independent ranks", "marginal-cost")
     queue, independent, ours = (row_of(rows, policy=name)["tpot_p50_ms"] for name in names)
     assert ours < min(queue, independent)
+    assert all(0 < row["spread_tokens"] < row["imbalance_tokens"] for row in rows)
 
 
 @pytest.mark.slow
@@ -125,7 +146,9 @@ def test_predictors_and_imbalance_are_measured(arrivals: Path) -> None:
     assert {row["predictor"] for row in predictors} == {"survival", "prompt-keyed", "boosted-trees"}
     assert all(0.5 < row["auc"] <= 1 and 0 < row["mae_tokens"] < 40 for row in predictors)
     methods = {"shortest-queue", "balance-route", "balance-route-horizon, survival"}
-    assert {row["method"] for row in balanceroute.panels(Options((arrivals,), requests=600))} == methods
+    panels = balanceroute.panels(Options((arrivals,), requests=600))
+    assert {(row["workers"], row["method"]) for row in panels} == set(product((8, 16), methods))
+    assert all(0 <= row["spread_tokens"] <= row["imbalance_tokens"] for row in panels)
 
 
 def test_a_workers_own_placement_relieves_its_slowest_rank(
@@ -288,6 +311,7 @@ def test_a_placement_that_knows_the_batch_beats_a_static_one(small: Options) -> 
         oracle = took["proactive, oracle"]
         assert took["offline"]["change_pct"] == 0
         assert oracle["change_pct"] < -5
+        assert director.STOPPED in took
         assert oracle["batch_ms"] <= took["proactive, signature"]["batch_ms"] * 1.02
         assert oracle["moves_a_batch"] > 0 == took["vanilla"]["moves_a_batch"]
 
@@ -299,7 +323,7 @@ def test_rounded_placements_are_above_their_bounds(small: Options, monkeypatch: 
         rng = np.random.default_rng(seed)
         work = [rng.poisson(rng.lognormal(3, 1, (L, 1, E)), (L, 4, E)).astype(float)]
         return (
-            {"workload": "random", "layers": L},
+            {"workload": "random", "gpus": ranks, "layers": L},
             shifting.GpuCluster.from_name("H200", 4, E),
             work,
             np.ones(1),
@@ -309,8 +333,10 @@ def test_rounded_placements_are_above_their_bounds(small: Options, monkeypatch: 
     rows = director.FIGURES["fig11"].run(small)
     methods = {"LP rounding", "LP rounding, tokens by expert alone"}
     assert {row["method"] for row in rows} == methods
+    sizes = [row["gpus"] for row in rows if row["method"] == "LP rounding"]
+    assert sizes == [8, 4] * 3  # of two clusters and the random workload
     for row in rows:
-        assert 0 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
+        assert -1e-6 <= row["above_bound_pct"] <= row["above_lp_pct"] + 1e-9
 
 
 def test_a_batch_holds_every_token_on_its_rank(few: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Backlog:
         self.counters = RecordedCounters()
         fleets: Any = self.prefill, self.decode
         self.services = Services(
-            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+            fleets=Fleets(*fleets, PrefillRouterOptions(), decode_engines_prefill=whole),
             router_client=self.router,
             counters=self.counters,
             options=PathOptions(),
@@ -253,7 +253,7 @@ def test_whole_replicas_bound_their_waiting_prompts_too() -> None:
 def test_a_retry_is_recognised_by_its_tenant_and_body() -> None:
     def key(tenant: str, body: bytes) -> bytes:
         request = Request(method="chat", body=body, fields=RequestFields(), tenant=tenant)
-        return RequestContext(request).retry_key
+        return RequestContext(request).resend_key
 
     assert key("a", b"x") == key("a", b"x")
     assert len({key(*one) for one in (("a", b"x"), ("b", b"x"), ("a", b"y"), ("", b"ax"))}) == 4

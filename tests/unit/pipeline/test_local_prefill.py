@@ -56,7 +56,7 @@ async def test_by_default_no_prompt_is_prefilled_locally_and_no_loads_are_reques
     assert pipeline.decode.requests[0].kv["do_remote_prefill"]
     assert not pipeline.router.blocks
     assert "prefilled_locally" not in pipeline.counters.events
-    assert not context.line()["local_prefill"]
+    assert not context.log_line()["local_prefill"]
 
 
 async def test_a_short_prompt_with_a_long_prefill_queue_is_sent_to_its_decode_engine_alone() -> None:
@@ -65,12 +65,12 @@ async def test_a_short_prompt_with_a_long_prefill_queue_is_sent_to_its_decode_en
     assert not pipeline.prefill.requests
     (sent,) = pipeline.decode.requests  # no call for expert counts
     assert (sent.method, sent.kv) == ("generate", {})
-    assert sent.header["prompt_tokens"] == TOKENS
+    assert sent.header["tokens_to_compute"] == TOKENS
     ((placement, counts),) = pipeline.router.placements
     assert (placement.prompt_tokens, placement.exclude, counts) == (TOKENS, (), None)
     assert pipeline.router.token_ids[0].tolist() == [5] * TOKENS  # a predictor predicts counts from them
     assert pipeline.counters.events.count("prefilled_locally") == 1
-    line = context.line()
+    line = context.log_line()
     assert (line["local_prefill"], line["prefill"]) == (True, None)
 
 
@@ -166,4 +166,4 @@ async def test_a_retry_is_prefilled_as_the_first_attempt_was(is_local: bool) -> 
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1"]
     assert len(pipeline.prefill.requests) == (0 if is_local else 2)
     assert pipeline.counters.events.count("prefilled_locally") == is_local
-    assert context.line()["local_prefill"] == is_local
+    assert context.log_line()["local_prefill"] == is_local

@@ -10,10 +10,22 @@ import pytest
 
 from eldr_serve.channel import ChannelLostError, Chunk
 from eldr_serve.engine.report_fields import SLOTS
+from eldr_serve.errors import OverloadedError
 from eldr_serve.fleet.decode_start import DecodeStartEstimator
+from eldr_serve.fleet.outliers import FAILURES, OutlierDetector
+from eldr_serve.monitoring.ingress_counters import IngressCounters
 from eldr_serve.pipeline.decode.move_limiter import MAX_MOVES, MoveLimiter
-from tests.support.fake_fleet import FakeFleet, Sent, answer_with
-from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
+from tests.support.fake_fleet import FakeFleet, Sent, answer_with, refusal
+from tests.support.request_path import (
+    END,
+    EVENTS,
+    TOKENS,
+    WHOLE,
+    Pipeline,
+    good_prefill,
+    pack_ids,
+    request_context,
+)
 
 
 def engines(
@@ -78,6 +90,20 @@ async def test_an_answer_moves_again_and_stays_when_no_engine_is_left() -> None:
     assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
 
 
+async def test_an_unstreamed_answer_whose_next_engine_refuses_it_begins_again() -> None:
+    generate = engines(2)
+
+    def decode(sent: Sent) -> AsyncIterator[Any]:
+        return answer_with(refusal(400))(sent) if sent.header["generated"] else generate(sent)
+
+    pipeline = Pipeline(decode=decode)
+    assert await pipeline.run(stream=False) == WHOLE
+    assert [sent.replica for sent in pipeline.decode.requests] == ["d0", "d1", "d2"]
+    # The resumed request is at fault, and not the engine that prefilled it.
+    assert len(pipeline.prefill.requests) == 3
+    assert len({sent.replica for sent in pipeline.prefill.requests}) == 1
+
+
 async def test_a_stream_that_has_moved_resumes_after_a_loss() -> None:
     pipeline = Pipeline(decode=engines(2, lost=1))
     assert await pipeline.run(stream=True) == WHOLE + END
@@ -98,6 +124,28 @@ async def test_without_another_engine_an_answer_stays() -> None:
     assert len(pipeline.decode.requests) == 1
 
 
+async def test_an_answer_waits_for_another_engine_if_all_leave_while_it_moves() -> None:
+    def come_back() -> None:
+        pipeline.decode.lost.clear()
+        pipeline.decode.waiters.wake()
+
+    def prefill(sent: Sent) -> AsyncIterator[Any]:
+        if sent.header["generated"]:
+            pipeline.decode.lost |= {"d0", "d1", "d2"}
+            asyncio.get_running_loop().call_later(0.02, come_back)
+        return good_prefill(sent)
+
+    async def place(*args: Any, **options: Any) -> Any:
+        if not pipeline.decode.live_workers:
+            raise OverloadedError("no decode replica is running yet")
+        return await place_on_any(*args, **options)
+
+    pipeline = Pipeline(prefill=prefill, decode=engines(2))
+    place_on_any, pipeline.router.place = pipeline.router.place, place
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert pipeline.counters.events == ["prefills", "prefills", "moved"]
+
+
 async def test_an_operator_can_switch_moves_off() -> None:
     pipeline = Pipeline(decode=engines(2), moves_at_once=0)
     assert await pipeline.run(stream=True) == WHOLE + END
@@ -109,7 +157,11 @@ def limiter(*names: str, limit: int = 16, slots: int = 0) -> tuple[MoveLimiter, 
     if slots:
         fleet.directory.publish({name: {SLOTS: slots} for name in names})
     decode: Any = fleet
-    return MoveLimiter(decode, DecodeStartEstimator(decode), limit), fleet
+    return MoveLimiter(DecodeStartEstimator(decode), outliers_of(fleet), limit), fleet
+
+
+def outliers_of(fleet: FakeFleet) -> OutlierDetector:
+    return OutlierDetector(fleet, IngressCounters())
 
 
 def answer_context() -> Any:
@@ -130,6 +182,32 @@ def test_only_so_many_answers_move_at_once() -> None:
         assert moves.is_moving(second.request_id)
     assert not moves.is_moving(second.request_id)
     assert not moves.end(second.request_id)
+
+
+@pytest.mark.parametrize(
+    ("workers", "begins"), [(("a/0", "a/1"), False), (("a/0", "a/1", "b/0"), False), (("a/0", "c/0"), True)]
+)
+def test_an_answer_moves_only_to_an_engine_that_placement_does_not_avoid(
+    workers: tuple[str, ...], begins: bool
+) -> None:
+    moves, _ = limiter(*workers)
+    context = answer_context()
+    context.failures.decode_workers.append("b/1")
+    assert moves.begin(context, "a/0") == begins
+
+
+def test_an_answer_does_not_move_to_an_ejected_engine() -> None:
+    fleet = FakeFleet(answer_with(), "a", "b", "c", "d")
+    fleet.directory.publish({name: {SLOTS: 2} for name in fleet.live_workers})
+    decode: Any = fleet
+    outliers = outliers_of(fleet)
+    moves = MoveLimiter(DecodeStartEstimator(decode), outliers, 16)
+    context = answer_context()
+    context.drained_workers.append("c")
+    for _ in range(FAILURES):
+        outliers.record_failure("b", ChannelLostError("it is dead"))
+        outliers.record_failure("d", ChannelLostError("it is dead"))
+    assert not moves.begin(context, "a")
 
 
 def test_an_answer_moves_a_limited_number_of_times() -> None:

@@ -58,7 +58,7 @@ class Service:
         fleets: Any = self.prefill, self.decode
         tokenizer: Any = PromptTokenizer("") if whole else None
         self.services = Services(
-            fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+            fleets=Fleets(*fleets, PrefillRouterOptions(), decode_engines_prefill=whole),
             router_client=self.router,
             counters=self.counters,
             options=PathOptions(retry_backoff_s=0.0, **options),
@@ -88,7 +88,7 @@ class Service:
 
     def report_measurement(self, rate: float = RATE, *, queued: float = 0.0, replica: str = "p0") -> None:
         """Let a replica report its throughput and its queue."""
-        fleet = self.decode if self.services.fleets.whole else self.prefill
+        fleet = self.decode if self.services.fleets.decode_engines_prefill else self.prefill
         self._reports += 1
         report = {"number": self._reports, "rate": rate, "measured_s": 60.0, "num_ingresses": 2}
         reports = {

@@ -128,8 +128,9 @@ async def test_an_invalid_request_is_not_retried(leg: str) -> None:
         # The engine may still read the blocks, until their KV lease ends.
         (ChannelLostError("away"), False, 0),
         (refusal(500), True, 1),
+        (refusal(503), False, 1),
     ],
-    ids=["lost", "fails"],
+    ids=["lost", "fails", "full"],
 )
 async def test_decode_failures_before_a_token_cause_a_second_prefill_elsewhere(
     failure: Any, suspects_prefill: bool, released: int
@@ -285,10 +286,10 @@ async def test_a_request_waits_for_the_first_decode_replica() -> None:
 @pytest.mark.parametrize("change", [Fleet._update, Fleet._sample_reports])
 async def test_channels_and_reports_wake_waiting_requests(change: Callable[[Fleet], None]) -> None:
     fleet, loop = Fleet(ReplicaDirectory()), asyncio.get_running_loop()
-    with fleet.waiters.take_turn() as wait_until:
+    with fleet.waiters.take_turn() as turn:
         loop.call_soon(change, fleet)
         async with asyncio.timeout(0.5):
-            await wait_until(loop.time() + 60.0)
+            await turn.wait_until(loop.time() + 60.0)
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["away", "dies"])

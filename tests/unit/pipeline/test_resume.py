@@ -18,7 +18,16 @@ from eldr_serve.pipeline.context.request_context import RequestContext
 from eldr_serve.queues.call_rate_limiter import CallRateLimiter
 from tests.support.clock import Clock
 from tests.support.fake_fleet import TOKEN_IDS, answer_with, in_turn, prefill_result, refusal
-from tests.support.request_path import END, EVENTS, TOKENS, WHOLE, Pipeline, pack_ids, request_context
+from tests.support.request_path import (
+    END,
+    EVENTS,
+    TOKENS,
+    WHOLE,
+    Pipeline,
+    good_prefill,
+    pack_ids,
+    request_context,
+)
 
 LOST = ChannelLostError("it is dead")
 
@@ -27,7 +36,7 @@ class Engines:
     """Decode engines that generate tokens 0, 1, 2 and so on. Each call fails after a number of frames.
 
     Args:
-        cuts: (frames, error) of each call.
+        cuts: (frames, error) of each call; without an error the call ends there.
         sizes: tokens of each frame, repeated.
         send_ids: whether frames have token ids.
     """
@@ -42,6 +51,8 @@ class Engines:
         cut, error = self.cuts.pop(0) if self.cuts else (None, None)
         while True:
             if frames == cut:
+                if error is None:
+                    return
                 raise error
             size = min(self.sizes[frames % len(self.sizes)], TOKENS - at)
             ids = range(at, at + size)
@@ -92,6 +103,20 @@ async def test_a_stream_that_has_lost_too_many_engines_does_not_resume() -> None
     assert len(pipeline.decode.requests) == 2
 
 
+async def test_a_stream_whose_call_ends_before_its_last_event_resumes() -> None:
+    pipeline = Pipeline(decode=Engines((3, None)))
+    assert await pipeline.run(stream=True) == WHOLE + END
+    assert "resumed" in pipeline.counters.events
+
+
+async def test_a_stream_resumes_even_if_one_decode_attempt_is_allowed() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST)), decode_attempts=1)
+    assert await pipeline.run(stream=True) == WHOLE + END
+    pipeline = Pipeline(decode=Engines((3, LOST), (0, LOST)), decode_attempts=1)
+    assert b'"engine_lost"' in await pipeline.run(stream=True)
+    assert len(pipeline.decode.requests) == 2
+
+
 async def test_a_stream_resumes_on_a_third_engine() -> None:
     pipeline = Pipeline(decode=Engines((3, LOST), (0, LOST)))
     assert await pipeline.run(stream=True) == WHOLE + END
@@ -135,6 +160,14 @@ async def test_a_resumed_answer_is_prefilled_by_its_decode_engine_if_its_second_
     assert pipeline.counters.events == ["prefills", "prefilled_by_decode", "resumed"]
 
 
+async def test_the_counts_of_a_resumed_answer_are_sent_with_their_number_of_tokens() -> None:
+    prefill = in_turn(good_prefill, good_prefill, answer_with(prefill_result()))
+    pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST), (2, LOST)))
+    assert await pipeline.run(stream=False) == WHOLE
+    assert [request.counted_tokens for request, _ in pipeline.router.placements] == [7, 7 + 3, 7]
+    assert [counts is None for _, counts in pipeline.router.placements] == [False, False, True]
+
+
 async def test_a_prefill_replica_is_not_blamed_for_an_attempt_without_it() -> None:
     prefill = in_turn(answer_with(prefill_result()), answer_with(refusal(400)))
     pipeline = Pipeline(prefill=prefill, decode=Engines((3, LOST), (0, refusal(500))))
@@ -160,17 +193,24 @@ async def test_a_resumed_answer_is_prefilled_by_its_decode_engine_if_prefill_eng
 
 
 async def test_a_stream_that_no_engine_resumes_ends_with_an_error() -> None:
-    pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9))
+    pipeline = Pipeline(decode=Engines((3, LOST), *[(0, refusal(400))] * 9), decode_attempts=2)
     answer = await pipeline.run(stream=True)
     assert answer.startswith(b"".join(EVENTS[:3]) + b'data: {"error"')
     assert b"failed: no; send the request again" in answer
+
+
+async def test_an_unstreamed_answer_that_an_engine_does_not_resume_begins_again() -> None:
+    pipeline = Pipeline(decode=Engines((3, LOST), (0, refusal(400))))
+    assert await pipeline.run(stream=False) == WHOLE
+    assert [sent.header["generated"] for sent in pipeline.decode.requests] == [b"", pack_ids(0, 1, 2), b""]
+    assert pipeline.router.resumed_at == [0, 3, 0]
 
 
 async def test_engines_that_refuse_resumed_answers_are_not_ejected() -> None:
     def decode(sent: Any) -> AsyncIterator[Any]:
         return answer_with(refusal(400))(sent) if sent.header["generated"] else Engines((3, LOST))(sent)
 
-    pipeline = Pipeline(decode=decode)
+    pipeline = Pipeline(decode=decode, decode_attempts=2)
     for _ in range(4):
         assert b'"engine_lost"' in await pipeline.run(stream=True)
     assert "ejected" not in pipeline.counters.events

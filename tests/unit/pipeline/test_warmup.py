@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock, Mock, call
 
 import msgspec
 import pytest
+from ray.exceptions import RayError
 
 from eldr_serve.experts.signature import pack_counts
 from eldr_serve.fleet import measured_counts
@@ -27,6 +28,8 @@ from tests.support.request_path import COUNTS, good_prefill
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_FIRST_PERIOD_S", 0.001)
     monkeypatch.setattr(warmup, "_PERIOD_S", 0.001)
+    monkeypatch.setattr(warmup, "_RETRY_S", 0.001)
+    monkeypatch.setattr(warmup, "_MAX_RETRY_S", 0.002)
     monkeypatch.setattr(measured_counts, "_MAX_DELAY_S", 0.01)
 
 
@@ -34,7 +37,7 @@ def warmup_of(prefill: FakeFleet, decode: FakeFleet, *, whole: bool = False, hea
     handle: Any = Mock(check_health=Mock(remote=health or AsyncMock()))
     fleets: Any = prefill, decode
     return Warmup(
-        fleets=Fleets(*fleets, PrefillRouterOptions(), whole=whole),
+        fleets=Fleets(*fleets, PrefillRouterOptions(), decode_engines_prefill=whole),
         handles=[handle],
         router=Mock(expect_counts=AsyncMock()),
         model_id="m",
@@ -49,15 +52,15 @@ async def test_a_pair_is_warm_after_counts_and_all_samplers(caplog: pytest.LogCa
     decode.lost = {"d1"}  # no channel to it yet
     running = asyncio.create_task(warm.run())
     await wait_until(lambda: len(prefill.released) >= 2)
-    assert (warm.ready, warm.num_warm_pairs, decode.requests) == (False, 0, [])
+    assert (warm.all_warm, warm.num_warm_pairs, decode.requests) == (False, 0, [])
     client.expect_counts.assert_not_called()
     assert prefill.released[0][0] == "p0"
     assert "p0 sends no expert counts" in caplog.text
     prefill.answer = good_prefill
     await wait_until(lambda: warm.num_warm_pairs == 1)
-    assert not warm.ready
+    assert not warm.all_warm
     decode.lost = set()
-    await wait_until(lambda: warm.ready)
+    await wait_until(lambda: warm.all_warm)
     running.cancel()
     assert client.expect_counts.await_args_list == [call(3, 4)] * 2
     for name in ("d0", "d1"):
@@ -82,9 +85,10 @@ async def test_requests_wait_for_all_pairs_at_first_and_later_for_one_engine() -
     await wait_until(lambda: warm.not_ready_reason is None)
     decode.lost = {"d2"}
     decode.directory.publish({"d0": {}, "d1": {}, "d2": {}})  # a third one, which is cold
-    assert (warm.ready, warm.not_ready_reason) == (False, None)
+    assert (warm.all_warm, warm.not_ready_reason) == (False, None)
     prefill.directory.publish({})  # requests are prefilled by decode engines
-    assert warm.not_ready_reason is None
+    await wait_until(lambda: not warm._warm_pairs)
+    assert (warm.all_warm, warm.not_ready_reason) == (False, None)
     decode.directory.publish({"d2": {}})
     assert warm.not_ready_reason == "no decode engine is up"
     running.cancel()
@@ -114,7 +118,58 @@ async def test_pairs_of_replicas_that_have_gone_do_not_count() -> None:
     decode.directory.publish({"d1": {}})
     assert warm.num_warm_pairs == 1
     await wait_until(lambda: warm._warm_pairs == {("p0", "d1")})
+    prefill.directory.publish({"p1": {}})
+    await wait_until(lambda: warm._warm_pairs == {("p1", "d1")})
     running.cancel()
+
+
+async def test_an_engine_that_stays_cold_does_not_keep_the_service_from_being_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode = FakeFleet(unstreamed_answer, "d0", "d1")
+    decode.lost = {"d1"}
+    warm = warmup_of(FakeFleet(good_prefill, "p0"), decode)
+    running = asyncio.create_task(warm.run())
+    await wait_until(lambda: warm.num_warm_pairs == 1)
+    assert warm.not_ready_reason == "1 of 2 pairs of engines are warm"
+    monkeypatch.setattr(warmup, "_MAX_WAIT_S", 0.0)
+    assert (warm.all_warm, warm.not_ready_reason) == (False, None)
+    running.cancel()
+
+
+async def test_the_warm_up_continues_after_a_replica_has_died_at_its_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    health = AsyncMock(side_effect=[RayError("the replica has died"), None])
+    warm = warmup_of(FakeFleet(good_prefill, "p0"), FakeFleet(unstreamed_answer, "d0"), health=health)
+    running = asyncio.create_task(warm.run())
+    await wait_until(lambda: warm.all_warm)
+    running.cancel()
+    assert "the engines are not up yet: the replica has died" in caplog.text
+
+
+async def test_a_cold_pair_is_logged_once_for_each_error(caplog: pytest.LogCaptureFixture) -> None:
+    prefill, decode = FakeFleet(good_prefill, "p0"), FakeFleet(unstreamed_answer, "d0")
+    decode.lost = {"d0"}
+    running = asyncio.create_task(warmup_of(prefill, decode).run())
+    await wait_until(lambda: len(prefill.released) > 3)
+    assert caplog.text.count("pair p0-d0 is not warm yet") == 1
+    prefill.lost = {"p0"}
+    await wait_until(lambda: "there is no channel to p0" in caplog.text)
+    running.cancel()
+    assert caplog.text.count("pair p0-d0 is not warm yet") == 2
+
+
+async def test_a_cold_pair_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "_RETRY_S", 100.0)
+    monkeypatch.setattr(warmup, "_MAX_RETRY_S", 500.0)
+    warm = warmup_of(FakeFleet(good_prefill, "p0"), FakeFleet(unstreamed_answer, "d0", "d1"))
+    retries = []
+    for _ in range(5):
+        warm._record_failure(("p0", "d0"), "no")
+        retries.append(warm._failures["p0", "d0"].retry_s)
+    assert retries == [100.0, 200.0, 400.0, 500.0, 500.0]
+    assert warm._due_pairs() == [("p0", "d1")]
 
 
 async def test_engines_become_warm_without_a_router(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +178,7 @@ async def test_engines_become_warm_without_a_router(caplog: pytest.LogCaptureFix
     client: Any = warm._router
     client.expect_counts.side_effect = ConnectionError("Ray is shut down")
     running = asyncio.create_task(warm.run())
-    await wait_until(lambda: warm.ready and client.expect_counts.await_count == 2)
+    await wait_until(lambda: warm.all_warm and client.expect_counts.await_count == 2)
     await asyncio.sleep(0.01)
     assert not running.done()
     running.cancel()
@@ -145,7 +200,7 @@ async def test_a_whole_replica_is_warm_after_its_answers(caplog: pytest.LogCaptu
     warm = warmup_of(prefill, decode, whole=True)
     client: Any = warm._router
     running = asyncio.create_task(warm.run())
-    await wait_until(lambda: warm.ready)
+    await wait_until(lambda: warm.all_warm)
     running.cancel()
     assert warm.num_warm_pairs == 2
     assert client.expect_counts.await_args_list == [call(3, 4)]

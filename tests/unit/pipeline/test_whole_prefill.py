@@ -26,7 +26,7 @@ from eldr_serve.request import RequestFields, has_exact_ids
 from eldr_serve.scheduling.prefixes import prompt_blocks
 from tests.support.fake_fleet import Sent, answer_with
 from tests.support.fake_router import wait_until
-from tests.support.request_path import COUNTS, Pipeline, pack_ids, request_context
+from tests.support.request_path import COUNTS, END, Pipeline, pack_ids, request_context
 
 
 async def whole_replica(sent: Sent) -> Any:
@@ -218,12 +218,12 @@ async def test_the_prompt_of_a_resumed_answer_includes_its_tokens(monkeypatch: p
         if not sent.header["generated"]:
             yield b"a", 2, pack_ids(8, 9)
             raise ChannelLostError("it is dead")
-        yield b"b", 1, pack_ids(10)
+        yield b"b" + END, 1, pack_ids(10)
 
     pipeline = Pipeline(decode=lost_once, whole=True)
     finished: list[int] = []
     monkeypatch.setattr(
         pipeline.services.prefill_admission, "finish", lambda ticket, tokens: finished.append(tokens)
     )
-    assert await pipeline.run(prompt=[5, 6, 7], stream=True) == b"ab"
+    assert await pipeline.run(prompt=[5, 6, 7], stream=True) == b"ab" + END
     assert finished == [3, 5]

@@ -217,7 +217,7 @@ def test_a_shipped_deployment_would_start(name: str, outcomes: dict[str, CheckOu
     for engines, _, answer in outcome.results:
         assert answer.kv_tokens >= answer.max_model_len, engines.role
         assert answer.kernels
-        assert not any(hidden for _, hidden in answer.kernels)
+        assert all(reveals_experts for _, reveals_experts in answer.kernels)
 
 
 def test_the_recipe_to_get_started_would_start(outcomes: dict[str, CheckOutcome]) -> None:

@@ -165,7 +165,7 @@ def test_a_port_of_another_process_is_reported(where: str, tmp_path: Path) -> No
         part["port"] = port = server.getsockname()[1]
         outcome = check(tmp_path, document)
         assert sentences(outcome) == [
-            f"{where}.port is {port}: another process listens there at 127.0.0.1; stop it, "
+            f"{where}.port is {port}: another process listens there at 127.0.0.1; stop that process, "
             "or set another port"
         ]
         assert check(tmp_path, document, OTHER_MACHINE).can_start
@@ -179,7 +179,7 @@ def test_a_port_of_an_own_service_is_a_warning(tmp_path: Path) -> None:
         outcome = check(tmp_path, document)
         assert outcome.can_start
         assert sentences(outcome, "warning")[0].startswith(
-            f"ingress.port is {port}, where a service of yours"
+            f"ingress.port is {port}, and your running service listens there"
         )
 
 

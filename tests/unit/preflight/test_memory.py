@@ -41,14 +41,14 @@ def test_the_rest_is_the_share_minus_the_reserve() -> None:
 def test_a_small_cpu_cache_names_the_setting_of_its_size() -> None:
     spec: Any = SimpleNamespace(model_source="m", host_kv_variable="KV_SPACE")
     engines = EngineDeployment("whole", spec, 1, 1, 1, False, [], "PACK", "")
-    answer = ProbeResult(weights=1, kv=GIB, kv_tokens=0, max_model_len=999, kernels=(("Experts", False),))
+    answer = ProbeResult(weights=1, kv=GIB, kv_tokens=0, max_model_len=999, kernels=(("Experts", True),))
     (on_cpu,) = check_memory(engines, None, answer)
     assert on_cpu.sentence.endswith(
         "holds no sequence of max_model_len 999: raise KV_SPACE in "
         "decode_config.runtime_env.env_vars, or lower max_model_len"
     )
     (on_gpu,) = check_memory(engines, gpu_of("H100"), answer)
-    assert on_gpu.sentence.endswith("lower it, or raise gpu_memory_utilization")
+    assert on_gpu.sentence.endswith("lower max_model_len, or raise gpu_memory_utilization")
 
 
 @pytest.mark.parametrize(("ranks", "sentences"), [(1, 0), (2, 0), (3, 1)])

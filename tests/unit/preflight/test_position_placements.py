@@ -1,6 +1,7 @@
 """`eldr check` refuses expert placements that the decode engines could not take, in one sentence each."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,17 @@ def errors(
     monkeypatch: pytest.MonkeyPatch,
     *,
     file: str = "cpu_demo_ep",
+    text: str = "",
     positions: int = 2,
     changes: dict[str, Any] | None = None,
     shape: tuple[int, int] = (6, 64),
     **placement: Any,
 ) -> list[str]:
-    """Return the errors of a shipped file with expert placements, as if vLLM had accepted its engines."""
+    """Return the errors of a shipped file with expert placements, as if vLLM had accepted its engines.
+
+    Args:
+        text: content to check instead of that of the file.
+    """
 
     def probe(engines: list[EngineProbe]) -> list[ProbeResult]:
         return [ProbeResult(expert_shape=shape) for _ in engines]
@@ -40,7 +46,8 @@ def errors(
     (folder / "models").symlink_to(ROOT / "deployments/models")
     save_placements(folder, range(positions), **DEMO | {"redundant": 16} | placement)
     unit_table(positions, **DEMO).save(folder / "table.safetensors")
-    document = json.loads(json.dumps(yaml.safe_load((ROOT / f"deployments/{file}.yaml").read_text())))
+    text = text or (ROOT / f"deployments/{file}.yaml").read_text()
+    document = json.loads(json.dumps(yaml.safe_load(text)))
     arguments = document["applications"][0]["args"]
     arguments["router"] |= {"table": str(folder / "table.safetensors"), "expert_placements": str(folder)}
     for path, value in (changes or {}).items():
@@ -53,6 +60,17 @@ def errors(
 
 def test_placements_that_fit_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors(tmp_path, monkeypatch) == []
+
+
+def test_the_lines_that_are_commented_out_in_the_file_fit_placements_without_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = (ROOT / "deployments/cpu_demo_ep.yaml").read_text()
+    text, replaced = re.subn(r"(?m)^( +)(\w+): .*\n\1# (\2: .*)$", r"\1\3", shipped)
+    assert replaced == 2
+    router = yaml.safe_load(text)["applications"][0]["args"]["router"]
+    assert (router["table"], router["expert_placements"]) == ("table.safetensors", "placements")
+    assert errors(tmp_path, monkeypatch, text=text, redundant=0) == []
 
 
 def test_more_positions_than_replicas_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

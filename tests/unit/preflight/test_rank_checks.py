@@ -1,5 +1,6 @@
-"""`eldr check` on the GPUs and ports of an engine's ranks; test_check.py has what vLLM must be asked for."""
+"""`eldr check` without vLLM: GPUs and ports of an engine's ranks, and the policy that scales engines."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from eldr_serve.preflight import check as checking
 from eldr_serve.preflight.deployment import EngineDeployment
 from eldr_serve.preflight.engines import ProbeResult
 from eldr_serve.preflight.machine import NodePool, gpu_of
+from eldr_serve.preflight.report import show
 from eldr_serve.preflight.rules import check_gpus
 from tests.support.shipped import ROOT
 from tests.unit.preflight.document_edits import edit
@@ -82,6 +85,19 @@ def test_each_rank_of_each_replica_has_a_port_of_its_own(
     assert {name for node in result.assignment.nodes for name, _ in node.replicas} >= {"prefill", "decode"}
 
 
+def test_a_policy_that_assumes_other_slots_than_the_engines_have_gets_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = outcome(tmp_path, monkeypatch, {"router.parameters": {"slots": 64}})
+    assert [finding.sentence for finding in result.findings if "slots" in finding.sentence] == [
+        "the policy balance-band assumes 64 slots in each worker of decode, but its max_num_seqs is 128: set "
+        "router.parameters.slots to 128"
+    ]
+    (tmp_path / "models").unlink()
+    result = outcome(tmp_path, monkeypatch, {})
+    assert not [finding for finding in result.findings if "slots" in finding.sentence]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -117,3 +133,39 @@ def test_ranks_find_no_node_with_fewer_gpus(tmp_path: Path, monkeypatch: pytest.
     (sentence,) = errors(outcome(tmp_path, monkeypatch, {}, gpus=4))
     assert sentence.startswith("4 of 4 decode replicas find no node: each needs")
     assert "8 GPU" in sentence
+
+
+@pytest.mark.parametrize("policy", [{}, {"policy_kwargs": {}}])
+def test_a_policy_without_a_function_is_serves_own(
+    policy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {f"{D}.deployment_config.autoscaling_config.policy": policy}
+    result = outcome(tmp_path, monkeypatch, changes)
+    (error,) = errors(result)
+    assert error.startswith("decode's autoscaling policy is Serve's own")
+    text = io.StringIO()
+    show(result, Console(file=text, width=200))
+    assert "default_autoscaling_policy" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("found", "kernels", "engine", "counted"),
+    [
+        (None, None, "-", "-"),
+        (gpu_of("H200"), (), "H200", "no"),
+        (gpu_of("H200"), (("Experts", True),), "H200", "yes"),
+        (gpu_of("H200"), (("Experts", True), ("Monolith", False)), "H200", "no"),
+    ],
+)
+def test_the_table_shows_only_what_was_found(
+    found: Any, kernels: Any, engine: str, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = outcome(tmp_path, monkeypatch, {})
+    answer = ProbeResult() if kernels is None else ProbeResult(weights=1, kernels=kernels)
+    result.results[:] = [(engines, found, answer) for engines, *_ in result.results]
+    text = io.StringIO()
+    show(result, Console(file=text, width=200))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines()]
+    cells = {row[0]: row[1:] for row in rows if row}
+    assert all(engine in cell and "CPU" not in cell for cell in cells["an engine"])
+    assert cells["experts counted"] == [counted] * 2

@@ -405,7 +405,10 @@ def test_without_a_current_report_each_ingress_is_assumed_to_have_as_many_calls_
 def test_prompt_sizes_are_learnt_and_token_ids_are_counted() -> None:
     sizes = PromptSizes()
     assert sizes.estimate([1, 2, 3], None) == 3
+    assert sizes.estimate([[1, 2, 3], [4] * 9], None) == 12
+    assert sizes.estimate([[]], None) == sizes.estimate([], None) == 1
     text = "x" * 4000
+    assert sizes.estimate([text, text], None) == 2000
     assert sizes.estimate(text, None) == 1000
     chat = [{"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "url": text}]}]
     assert sizes.estimate(None, chat) == 1000

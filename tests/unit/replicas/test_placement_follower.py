@@ -15,7 +15,7 @@ from eldr_serve.engine.experts_change import ExpertPlacementOfPosition, ExpertsC
 from eldr_serve.engine.fake import FakeEngine
 from eldr_serve.engine.report_fields import EXPERTS
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import ExpertPlacement
+from eldr_serve.experts.expert_placement import ExpertPlacement
 from eldr_serve.replicas import expert_placement, servers
 from tests.support.channel_calls import read_all
 from tests.support.engine_server import generate, serving

@@ -65,7 +65,7 @@ def test_the_share_of_sampled_requests_is_the_configured_one(share: float) -> No
     sampler = Sampler(share)
     total = 0
     for number in range(4000):
-        with sampler.admit(f"r-{number}") as sampled:
+        with sampler.track(f"r-{number}") as sampled:
             total += sampled
     assert total == pytest.approx(4000 * share, abs=120 if 0 < share < 1 else 0)
     assert sampler.running == 0
@@ -74,23 +74,23 @@ def test_the_share_of_sampled_requests_is_the_configured_one(share: float) -> No
 def test_a_retried_request_has_the_same_decision() -> None:
     one, other = Sampler(0.5), Sampler(0.5)
     for number in range(200):
-        with one.admit(f"{number}") as first, other.admit(f"{number}") as second:
+        with one.track(f"{number}") as first, other.track(f"{number}") as second:
             assert first == second
 
 
 def test_the_number_of_concurrent_samples_is_limited() -> None:
     sampler = Sampler()
     with ExitStack() as running:
-        entered = [running.enter_context(sampler.admit(f"{number}")) for number in range(MAX_SAMPLED + 5)]
+        entered = [running.enter_context(sampler.track(f"{number}")) for number in range(MAX_SAMPLED + 5)]
         assert entered == [True] * MAX_SAMPLED + [False] * 5
-    with sampler.admit("next") as sampled:
+    with sampler.track("next") as sampled:
         assert sampled
 
 
 def test_a_failed_request_frees_its_sampling_slot() -> None:
     sampler = Sampler()
     for _ in range(MAX_SAMPLED + 1):
-        with suppress(RuntimeError), sampler.admit("fails") as sampled:
+        with suppress(RuntimeError), sampler.track("fails") as sampled:
             assert sampled
             raise RuntimeError
     assert sampler.running == 0

@@ -50,8 +50,8 @@ def test_a_folder_is_read_where_the_application_is_built(tmp_path: Path) -> None
             "position 2 is for m with 2 x 16 experts, but the table is for m with 2 x 8",
         ),
         ([0, 1], {"model": "n"}, "position 2 is for n with 2 x 8 experts, but the table is for m with 2 x 8"),
-        ([0, 1], {"ranks": 4}, "position 2 has 8 slots on 4 ranks, but that of position 0 has 8 on 2"),
-        ([0, 1], {"redundant": 2}, "position 2 has 10 slots on 2 ranks, but that of position 0 has 8 on 2"),
+        ([0, 1], {"ranks": 4}, "position 2 has 8 slots on 4 ranks, but position 0 has 8 slots on 2"),
+        ([0, 1], {"redundant": 2}, "position 2 has 10 slots on 2 ranks, but position 0 has 8 slots on 2"),
     ],
 )
 def test_a_set_that_does_not_fit_is_refused_in_one_sentence(

@@ -47,6 +47,15 @@ class Broken(QueuedPolicy):
     on_finished = on_progress = update_cost_model = on_assigned
 
 
+class BrokenProperties(Broken):
+    @property
+    def has_queue(self) -> bool:
+        raise OverflowError
+
+    def slots_per_worker(self) -> int | None:
+        raise OverflowError
+
+
 class Chooses(QueuedPolicy):
     """A policy that chooses a worker for each of these queued requests."""
 
@@ -119,6 +128,13 @@ def test_no_request_waits_for_a_queued_policy_that_fails() -> None:
     guard.on_progress({"r": 1})
     guard.on_finished("r")
     assert len(failures) == 4
+
+
+def test_a_queued_policy_whose_properties_fail_places_by_load() -> None:
+    guard, failures = guarded_policy(BrokenProperties())
+    assert not guard.has_queue
+    assert [decision.position for _, decision in guard.dispatch([request()], LOADS, RNG)] == [2]
+    assert len(failures) == 3
 
 
 @pytest.mark.parametrize(("slots", "workers"), [(1, []), (2, [2]), (3, [2, 0, 2]), (9, [2, 0, 2, 0, 2])])

@@ -233,6 +233,17 @@ async def test_predictions_replace_missing_counts_and_measured_counts_train_the_
         assert client.scorer.predictor.num_prompts == 1
 
 
+async def test_only_the_first_placement_of_a_prompt_trains_the_predictor() -> None:
+    async with router_and_client("r0", "r1", **PREDICTING) as (_, client):
+        await client.place(request("first"), counts(0))
+        await client.place(request("a", 3), counts(1), token_ids=IDS)
+        await client.place(request("a", 3, worker_failed=True), counts(1), token_ids=IDS)
+        resumed = request("a", 3, resumed_tokens=4)
+        await client.place(resumed, counts(1, 7), token_ids=IDS, generated_tokens=4)
+        assert client.scorer.predictor is not None
+        assert client.scorer.predictor.num_prompts == 1
+
+
 async def test_measured_counts_reach_the_router_and_its_restart() -> None:
     actor = FakeActor(policy="marginal-cost", table=None)
     actor.state.live_settings.swap_predictor(FILE, "t")

@@ -14,7 +14,7 @@ from eldr_serve.router import state as state_module
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router.state import RouterState
 from eldr_serve.router.status import router_status
-from eldr_serve.router_protocol.messages import Restore
+from eldr_serve.router_protocol.messages import NamedPolicy, Restore
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost import StepSums
 from eldr_serve.scheduling.cost_file import FittedCost
@@ -76,6 +76,14 @@ def test_an_ingress_without_workers_of_its_own_gets_those_of_others() -> None:
     assert place_one(state, "a", exclude=("r1",)).worker == "r1"  # the others cannot be reached
     state.ingresses.set_reachable_workers("c", [])
     assert place_one(state, "b", 0).worker == "r0"
+
+
+def test_an_ingress_that_returns_replaces_its_report_unless_it_knows_no_worker_yet() -> None:
+    state = router_state(ingresses="c")
+    state.restore_from_ingress(Restore("c"))
+    assert state.positions.num_live == 3
+    state.restore_from_ingress(Restore("c", ()))
+    assert state.positions.num_live == 0
 
 
 def test_workers_of_a_lost_ingress_stay_until_it_is_dropped() -> None:
@@ -161,6 +169,44 @@ def test_a_restarted_router_restores_settings_and_leases_from_its_ingresses() ->
     assert new.settings == old.settings
     assert new.counters["leases_restored"] == 1
     assert loads(new) == loads(old)
+
+
+def test_a_restarted_router_restores_positions_from_the_first_ingress_that_knows_them() -> None:
+    old = router_state()
+    sent: list[tuple[str | None, ...]] = []
+    old.set_callbacks(on_positions=sent.append)
+    old.ingresses.set_reachable_workers("c", ["r1", "r2"])
+    old.ingresses.set_reachable_workers("c", ["r1", "r2", "z"])
+    old.ingresses.set_reachable_workers("c", ["r1", "r2", "z"])  # no change
+    old.ingresses.set_reachable_workers("c", ["a", "r1", "r2", "z"])
+    assert sent == [(None, "r1", "r2"), ("z", "r1", "r2"), ("z", "r1", "r2", "a")]
+    new = router_state(workers=0, ingresses="")
+    new.restore_from_ingress(Restore("late", positions=("x",)))  # it reaches no worker yet
+    new.restore_from_ingress(Restore("c", ("a", "r1", "z"), positions=sent[-1]))  # r2 was lost meanwhile
+    assert new.positions.workers == ["z", "r1", None, "a"]
+    new.restore_from_ingress(Restore("d", ("a", "b", "r1", "z"), positions=("r1", "z", "b")))
+    assert new.positions.workers == ["z", "r1", "b", "a"]
+    assert [place_one(new, str(n), n).worker for n in range(2)] == ["z", "r1"]
+
+
+def test_the_deployed_policy_replaces_a_restored_one_that_cannot_be_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = router_state()
+    live = replace(old.settings, version=7, policy="missing_module:Policy", shadow=NamedPolicy("random"))
+    new = router_state(policy="least-tokens")
+    new.restore_from_ingress(Restore("c", ("r0", "r1", "r2"), settings=live))
+    assert (new.settings.policy, new.settings.shadow) == ("least-tokens", NamedPolicy("random"))
+    assert new.settings.version > live.version  # then ingresses do not restore the policy again
+    live = replace(new.settings, version=new.settings.version + 1, policy="random")
+    new.restore_from_ingress(Restore("d", settings=replace(live, shadow=NamedPolicy("random", {"gone": 1}))))
+    assert (new.settings.policy, new.settings.shadow) == ("random", None)
+    assert new.counters["policies_discarded"] == 2
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "the deployed policy replaces the restored one",
+        "the deployed shadow replaces the restored one",
+    ]
+    assert place_one(new, "a").state is LeaseState.GRANTED
 
 
 def test_a_restored_table_of_another_shape_is_discarded_and_the_rest_is_kept(

@@ -6,20 +6,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from eldr_serve.channel import CallFailedError, ChannelLostError
+from eldr_serve.errors import SwapRefusedError
 from eldr_serve.fleet.directory import ReplicaDirectory
 from eldr_serve.router.actor import DecodeRouter
 from eldr_serve.router.settings import RouterSettings
 from eldr_serve.router_client.calls import RouterCalls
 from eldr_serve.router_client.client import RouterClient
 from eldr_serve.router_protocol import methods
+from eldr_serve.router_protocol.messages import LiveSettings
 from tests.support.fake_router import wait_until
 from tests.support.tables import counts_for, request, unit_table
 
@@ -32,7 +34,7 @@ class Cluster:
         self.error: Exception | None = None  # error that the handle raises
         self.look_ups = self.addresses = 0
         self.address = self
-        self.configure = SimpleNamespace(remote=lambda settings: self.router.configure(settings))
+        self.configure = SimpleNamespace(remote=lambda *args: self.router.configure(*args))
 
     def find(self) -> Any:
         self.look_ups += 1
@@ -56,9 +58,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def run_cluster() -> AsyncIterator[tuple[Cluster, RouterCalls]]:
+async def run_cluster(settings: RouterSettings | None = None) -> AsyncIterator[tuple[Cluster, RouterCalls]]:
     cluster = Cluster()
-    calls = RouterCalls(cluster.find)
+    calls = RouterCalls(cluster.find, settings)
     try:
         yield cluster, calls
     finally:
@@ -93,8 +95,10 @@ async def test_a_large_table_is_returned_whole() -> None:
 
 
 @asynccontextmanager
-async def running_client() -> AsyncIterator[tuple[Cluster, RouterCalls, RouterClient]]:
-    async with run_cluster() as (cluster, calls):
+async def running_client(
+    settings: RouterSettings | None = None,
+) -> AsyncIterator[tuple[Cluster, RouterCalls, RouterClient]]:
+    async with run_cluster(settings) as (cluster, calls):
         directory = ReplicaDirectory()
         directory.publish({"r0": {}, "r1": {}})
         client = RouterClient(calls, lambda: directory.known_workers, timeout_s=5.0)
@@ -149,15 +153,73 @@ async def test_a_cancelled_call_ends_in_the_actor(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_clients_of_a_redeployed_router_restore_their_leases() -> None:
-    async with running_client() as (cluster, calls, client):
+    async with running_client() as (cluster, _, client):
         for name in "ab":
             await client.place(request(name), None)
         before = cluster.router._state
-        await calls.configure(RouterSettings(model_id="m", policy="random"))
+        newer = RouterCalls(cluster.find, RouterSettings(model_id="m", policy="random"))
+        await newer.configure(None)
+        newer.close()
         assert cluster.router._state is not before
         client.release("a")
         await wait_until(lambda: cluster.router._state.placer.running.keys() == {"b"})
         assert (await client.place(request("c"), None)).policy == "random"
+
+
+async def test_a_client_configures_each_process_of_the_router_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployed = RouterSettings(model_id="m", policy="locality-band", ingress_timeout_s=9.0)
+    configured: list[LiveSettings | None] = []
+    configure = DecodeRouter.configure
+
+    async def record(router: DecodeRouter, settings: RouterSettings, live: LiveSettings | None) -> None:
+        configured.append(live)
+        await configure(router, settings, live)
+
+    monkeypatch.setattr(DecodeRouter, "configure", record)
+    async with running_client(deployed) as (cluster, calls, client):
+        lease = await client.place(request("a"), None)
+        put = await client.operator.set_policy("round-robin", {})
+        await wait_until(lambda: client.settings == put)
+        channel = await calls.get_channel()
+        channel.close("cut")
+        await wait_until(lambda: client._subscription._channel not in (None, channel))
+        await client.place(request("b"), None)
+        assert configured == [None]
+        await cluster.restart()  # with the settings of the first deployment
+        await wait_until(lambda: cluster.router._state.placer.running.keys() == {"a", "b"})
+        assert configured == [None, put]
+        assert cluster.router._ingress_calls._grace_s == 9.0
+        assert client.settings == put
+        assert lease.worker == cluster.router._state.placer.running["a"].worker
+
+
+def _task_error(error: Exception) -> RayTaskError:
+    """Return Ray's error of an actor's method or constructor that has raised this one."""
+    text = f"Traceback (most recent call last):\n  File x\n{type(error).__name__}: {error}"
+    return RayTaskError("f", text, error, proctitle="ray", pid=1, ip="::1")
+
+
+@pytest.mark.parametrize("in_constructor", [False, True])
+async def test_refused_settings_are_told_in_one_sentence(in_constructor: bool) -> None:
+    refused = _task_error(SwapRefusedError("the table is for model 'x'"))
+    async with run_cluster(RouterSettings(model_id="m", policy="random")) as (cluster, calls):
+        if in_constructor:
+            cluster.error = ActorDiedError(refused)
+        else:
+            cluster.configure.remote = AsyncMock(side_effect=refused.as_instanceof_cause())
+        with pytest.raises(SwapRefusedError) as refused:
+            await calls.configure(None)
+    assert str(refused.value).startswith("the router refuses the deployed settings: ")
+    assert str(refused.value).endswith("the table is for model 'x'")
+    assert "\n" not in str(refused.value)
+    assert not isinstance(refused.value, RayError)
+
+
+async def test_an_actor_that_dies_later_refuses_nothing() -> None:
+    async with run_cluster(RouterSettings(model_id="m", policy="random")) as (cluster, calls):
+        cluster.error = ActorDiedError()
+        with pytest.raises(ActorDiedError):
+            await calls.configure(None)
 
 
 async def test_a_slow_lookup_does_not_block_the_loop_and_is_shared() -> None:

@@ -270,7 +270,7 @@ async def test_local_fallback_decides_if_the_router_cannot_place(
         else:
             actor.state.ingresses.set_reachable_workers(client.name, [])
         lease = await client.place(request("b"), None)
-        assert (lease.worker, lease.reason) == ("r0", "no-worker")
+        assert (lease.worker, lease.reason) == ("r0", "router-error" if fails else "no-worker")
         assert ("cannot place 1 requests" in caplog.text) == fails
         monkeypatch.undo()
         await wait_until(lambda: actor.running.keys() == {"a", "b"})

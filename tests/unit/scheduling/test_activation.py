@@ -3,7 +3,7 @@
 import numpy as np
 
 from eldr_serve.scheduling import PlacementRequest
-from eldr_serve.scheduling.activation import ExpectedActivation
+from eldr_serve.scheduling.activation import ExpectedActivation, levels_of
 from tests.support.tables import request
 
 L, E, TOKENS = 9, 16, 50
@@ -48,6 +48,13 @@ def test_a_request_that_moves_or_is_measured_again_counts_once() -> None:
     for name in "ab":
         activation.on_finished(name)
     assert not activation.squared_levels.any()
+
+
+def test_the_counts_of_a_resumed_answer_are_divided_by_all_their_tokens() -> None:
+    activation, resumed = ExpectedActivation(), 3 * TOKENS
+    counts = np.full((1, E), TOKENS, np.uint16)
+    assign(activation, request("a", TOKENS, expert_counts=counts, resumed_tokens=resumed), 0)
+    np.testing.assert_array_equal(activation.running["a"][1], levels_of(np.full(E, 0.25)))
 
 
 def test_rows_from_before_the_first_counts_change_nothing() -> None:

@@ -223,6 +223,18 @@ def test_invalid_predictions_do_not_stop_routing(answer: Any) -> None:
     assert policy.predictor_failures > 0
 
 
+@pytest.mark.parametrize(("count_down", "steps"), [(False, H), (True, H - 3)])
+def test_the_policy_counts_down_from_the_horizon_if_its_parameter_is_true(
+    count_down: bool, steps: int
+) -> None:
+    policy: Any = make_policy(
+        "balance-route-horizon", horizon=H, refresh=4, count_down_from_horizon=count_down
+    )
+    policy.on_assigned(request("r", 50, 999), 0)
+    assert remaining_steps(policy._forecast, 0) == H
+    assert remaining_steps(policy._forecast, 3) == steps
+
+
 @pytest.mark.parametrize("name", ["balance-route-horizon", "balance-band"])
 def test_the_lengths_of_incomplete_answers_are_not_learnt(name: str) -> None:
     policy: Any = make_policy(name)

@@ -9,7 +9,7 @@ import pytest
 from eldr_serve.router_protocol.messages import decoder, encode
 from eldr_serve.scheduling import StepCost
 from eldr_serve.scheduling.cost import StepSums
-from eldr_serve.scheduling.decode_loads import DecodeLoads, StepTimeModel, WorkerLoads
+from eldr_serve.scheduling.decode_loads import CachedShare, DecodeLoads, StepTimeModel, WorkerLoads
 from eldr_serve.scheduling.prefixes import prompt_blocks
 from tests.support.fake_router import place_one, router_and_client, router_state
 
@@ -94,3 +94,14 @@ def test_the_share_of_cached_tokens_is_that_of_all_placed_prompts() -> None:
     place_one(state, "a", blocks=_blocks(33), prompt_tokens=33)
     place_one(state, "b", blocks=_blocks(33), prompt_tokens=33)
     assert state.decode_loads(None).cached_share == pytest.approx(32 / 66)
+
+
+def test_only_the_newest_prompts_count_in_the_cached_share() -> None:
+    share, rng = CachedShare(prompts=5), np.random.default_rng(0)
+    assert share.value == 0.0
+    prompts = [(int(rng.integers(n + 1)), n) for n in rng.integers(0, 100, 40).tolist()]
+    for number, prompt in enumerate(prompts):
+        share.record(*prompt)
+        newest = prompts[max(0, number - 4) : number + 1]
+        expected = sum(cached for cached, _ in newest) / max(sum(tokens for _, tokens in newest), 1)
+        assert share.value == pytest.approx(expected)

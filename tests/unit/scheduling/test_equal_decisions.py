@@ -2,8 +2,9 @@
 
     python tests/unit/scheduling/test_equal_decisions.py            records them again
 
-The decisions were recorded at commit 2458aa0, except those of marginal-cost and balance-band. Both policies
-have changed since: if a request is assigned again, they no longer learn it a second time.
+The decisions were recorded at commit 2458aa0, except those of marginal-cost and balance-band, and the
+simulated ones of balance-route-horizon. The first two policies have changed since: if a request is assigned
+again, they no longer learn it a second time. A simulation no longer tells policies the lengths of answers.
 """
 
 import hashlib
@@ -72,7 +73,7 @@ class Traffic:
         self.state.set_callbacks(on_granted=self.granted.extend)
         self.state.expect_counts(L, E)
         for ingress, leases in self.held.items():
-            replicas = tuple(self.replicas) if ingress == "a" else ()  # "b" reports none, so it reaches all
+            replicas = tuple(self.replicas) if ingress == "a" else None  # "b" reports none, so it reaches all
             self.state.restore_from_ingress(Restore(ingress, replicas, tuple(leases), self.settings))
             for lease in leases.values():
                 self.state.leases.adopt_lease(replace(lease, ingress=ingress))

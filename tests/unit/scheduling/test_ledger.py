@@ -23,7 +23,8 @@ def test_the_loads_are_sums_over_the_requests_of_each_worker(events: list[Any]) 
     ledger = LoadLedger()
     requests: dict[str, list[int]] = {}  # worker, prompt, generated
     workers: list[int] = []
-    rows = ledger.rows(workers)
+    ledger.name_workers(workers)
+    rows = ledger.rows_of(workers)
     for what, *given_ in events:
         if what == "add":
             name, worker, prompt = given_
@@ -40,7 +41,8 @@ def test_the_loads_are_sums_over_the_requests_of_each_worker(events: list[Any]) 
             ledger.release(given_[0])
         else:
             workers = given_[0]
-            rows = ledger.rows(workers)
+            ledger.name_workers(workers)
+            rows = ledger.rows_of(workers)
         loads = ledger.loads(rows)
         by_worker = [[request for request in requests.values() if request[0] == worker] for worker in workers]
         np.testing.assert_array_equal(loads.in_flight, list(map(len, by_worker)))
@@ -54,7 +56,8 @@ def test_workers_that_come_and_go_do_not_fill_the_memory() -> None:
     ledger = LoadLedger()
     for generation in range(300):
         workers = [f"{generation}.{number}" for number in range(20)]
-        rows = ledger.rows([*workers, None])
+        ledger.name_workers([*workers, None])
+        rows = ledger.rows_of([*workers, None])
         for worker in workers:
             ledger.add(worker, worker, 10)
         assert ledger.loads(rows).in_flight.tolist() == [1] * 20 + [0]

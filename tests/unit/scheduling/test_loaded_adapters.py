@@ -17,21 +17,21 @@ WORKERS = ["w0", None, "w1"]
 def test_a_worker_keeps_the_adapters_that_were_used_last() -> None:
     adapters = LoadedAdapters(["a", "b", "c"], 2)
     assert [adapters.lacks_adapter(WORKERS, name).all() for name in "abc"] == [True, False, False]
-    adapters.use("w0", "a")
-    adapters.use("w0", "")
-    adapters.use("w0", "c")
+    adapters.record_request("w0", "a")
+    adapters.record_request("w0", "")
+    adapters.record_request("w0", "c")
     assert [adapters.lacks_adapter(WORKERS, name).tolist() for name in "ab"] == [
         [False, True, True],
         [True, False, False],
     ]
-    adapters.keep(["w1"])  # w0 has restarted, with the adapters of its start
+    adapters.keep_only(["w1"])  # w0 has restarted, with the adapters of its start
     assert adapters.lacks_adapter(["w0"], "a").tolist() == [True]
 
 
 def test_nothing_is_loaded_again_if_all_adapters_fit() -> None:
     adapters = LoadedAdapters(["a", "b"], 2)
     for name in "abba":
-        adapters.use("w0", name)
+        adapters.record_request("w0", name)
         assert not any(adapters.lacks_adapter(WORKERS, other).any() for other in "ab")
 
 

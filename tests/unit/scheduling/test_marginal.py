@@ -13,11 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from eldr_serve.scheduling import Loads, PlacementRequest, StepCost, make_policy
 from eldr_serve.scheduling.activation import activation_of
 from eldr_serve.scheduling.cost import StepSums, solve_non_negative
+from eldr_serve.scheduling.policies import marginal_cost
 from eldr_serve.scheduling.policies.marginal_cost import MarginalCost
+from eldr_serve.scheduling.prefixes import PromptBlocks
 
 L, E, TOP_K = 3, 16, 2
 RNG = np.random.default_rng(0)
 COST = StepCost(2e-3, 1e-4, 1e-7, 5e-5)
+NO_BLOCKS = PromptBlocks(np.zeros(0, np.uint64), 16)  # of a request whose worker also prefills
 JUMPING = replace(COST, batch_s={1: 0.0, 3: 1e-4, 4: 3e-3, 8: 4e-3})
 
 
@@ -175,7 +178,7 @@ def test_prefill_and_decode_are_compared_in_seconds_of_all_requests(
     positions = rng.integers(workers, size=requests).tolist()
     assign(policy, running, positions)
     placement = by_worker(running, positions, workers)
-    newcomer = replace(request_like("new", seed + 999), max_new_tokens=most)
+    newcomer = replace(request_like("new", seed + 999), max_new_tokens=most, blocks=NO_BLOCKS)
     cached = rng.integers(0, newcomer.prompt_tokens + 1, workers)
     lacking = [rng.integers(0, 40, rng.integers(len(p) + 1)) for p in placement]  # tokens not yet computed
     loads_now = replace(
@@ -213,7 +216,8 @@ def test_without_a_tail_power_the_price_is_exactly_the_added_seconds(
     running = [request_like(f"r{i}", seed + i) for i in range(requests)]
     positions = rng.integers(4, size=requests).tolist()
     assign(policy, running, positions)
-    newcomer, load = request_like("new", seed + 999), loads(by_worker(running, positions, 4))
+    newcomer = replace(request_like("new", seed + 999), blocks=NO_BLOCKS)
+    load = loads(by_worker(running, positions, 4))
     loads_now = replace(load, prefill_tokens=rng.integers(0, 99, 4) if prefills else None)
     added = policy.added_cost(newcomer, loads_now)
     more = policy.activation.p_idle[:4] @ activation_of(policy.activation.estimate_levels(newcomer))
@@ -246,7 +250,8 @@ def test_a_tail_power_raises_the_price_of_slow_and_full_workers_alone(
     positions = rng.integers(workers, size=requests).tolist()
     for policy in (plain, convex):
         assign(policy, running, positions)
-    placement, newcomer = by_worker(running, positions, workers), request_like("new", seed + 999)
+    placement = by_worker(running, positions, workers)
+    newcomer = replace(request_like("new", seed + 999), blocks=NO_BLOCKS)
     pending = rng.integers(0, 90, workers)
     loads_now = replace(loads(placement), prefill_tokens=pending)
     tokens_s = cost.per_prompt_token_s / newcomer.max_new_tokens
@@ -295,8 +300,23 @@ def test_a_cached_prefix_counts_by_the_time_that_it_saves() -> None:
         policy = make_policy("marginal-cost", affinity=0.0, cost={"per_prompt_token_s": per_token})
         assign(policy, [request_like("a", 1), request_like("b", 2)], [1, 1])
         seen = replace(Loads.from_counts([0, 2], [0, 80]), cached_tokens=np.array([0, 32]))
-        chosen.append(policy.select(request_like("new", 3), seen, RNG).position)
+        newcomer = replace(request_like("new", 3), blocks=NO_BLOCKS)
+        chosen.append(policy.select(newcomer, seen, RNG).position)
     assert chosen == [0, 0, 1]
+
+
+@pytest.mark.parametrize("power", [1, 16])
+def test_a_prompt_that_arrives_prefilled_costs_no_prefill(power: int) -> None:
+    """A step cost of `eldr cost` has a prompt token's time, also where prefill engines are separate."""
+    added = []
+    for per_token in (0.0, 1e-3):
+        cost = replace(COST, per_prompt_token_s=per_token).as_dict()
+        policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost, tail_power=power)
+        running = [request_like(str(n), n) for n in range(5)]
+        assign(policy, running, [0, 0, 0, 1, 1])
+        load = loads(by_worker(running, [0, 0, 0, 1, 1], 2))
+        added.append(policy.added_cost(request_like("new", 9), load).tolist())
+    assert added[0] == added[1]
 
 
 class Requests(RuleBasedStateMachine):
@@ -450,6 +470,53 @@ def test_the_choice_among_very_many_workers_is_nearly_the_best() -> None:
     assert policy.activation.p_idle.shape == (700, 16 * 32)
     assert float(np.mean(regret)) < 0.02
     assert max(regret) < 0.1
+
+
+def request_using(name: str, experts: slice) -> PlacementRequest:
+    """Return a request whose tokens all use these of 16 experts of one layer."""
+    counts = np.zeros((1, E), np.uint32)
+    counts[0, experts] = 100
+    return PlacementRequest(name, 100, 10, expert_counts=counts)
+
+
+def test_all_of_very_many_workers_say_which_batch_is_large() -> None:
+    """Worker 0 has the newcomer's experts, and a batch that is large only beside the 31 next cheapest."""
+    own, others = slice(0, 4), slice(4, 8)
+    cost = StepCost(0.0, 0.0, 0.0, 1e-3).as_dict()
+    policy: Any = make_policy("marginal-cost", affinity=0.0, cost=cost)
+    sizes = [5] + [1] * 31 + [4] * 481
+    positions = np.repeat(np.arange(len(sizes)), sizes).tolist()
+    requests = [request_using(str(n), others if w else own) for n, w in enumerate(positions)]
+    assign(policy, requests, positions)
+    load, newcomer = loads(by_worker(requests, positions, len(sizes))), request_using("new", own)
+    assert int(policy.added_cost(newcomer, load).argmin()) == 0
+    assert policy.select(newcomer, load, RNG).position == 0
+
+
+@pytest.mark.parametrize("affinity", [0.0, 0.2, 5.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_finalists_are_compared_as_all_workers_are(
+    affinity: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one layer, which the finalists are selected by, the choice is that among all workers."""
+    rng, workers = np.random.default_rng(seed), 24
+    tastes = rng.dirichlet(np.full(E, 0.3), size=5)
+
+    def drawn(name: str) -> PlacementRequest:
+        counts = np.minimum(rng.multinomial(400, tastes[rng.integers(5)]), 200).astype(np.uint32)
+        return PlacementRequest(name, 200, 10, expert_counts=counts[None])
+
+    policy: Any = make_policy("marginal-cost", affinity=affinity, cost=COST.as_dict())
+    positions = [*range(workers), *rng.integers(workers, size=60).tolist()]
+    requests = [drawn(str(n)) for n in range(len(positions))]
+    assign(policy, requests, positions)
+    load = loads(by_worker(requests, positions, workers))
+    for newcomer in (drawn(f"new{n}") for n in range(5)):
+        monkeypatch.setattr(marginal_cost, "_MAX_EXACT_WORKERS", workers)
+        expected = policy.select(newcomer, load, RNG).position
+        monkeypatch.setattr(marginal_cost, "_MAX_EXACT_WORKERS", workers - 1)
+        monkeypatch.setattr(marginal_cost, "_FINALISTS", 4)
+        assert policy.select(newcomer, load, RNG).position == expected
 
 
 def test_a_request_without_counts_is_placed_by_load_or_the_mean_of_others() -> None:

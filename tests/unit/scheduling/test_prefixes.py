@@ -17,6 +17,7 @@ from eldr_serve.scheduling.prefixes import (
     PrefixCacheSize,
     PrefixMap,
     PromptBlocks,
+    TrackedBlocks,
     prompt_blocks,
 )
 from eldr_serve.scheduling.types import Lease, LeaseState
@@ -66,7 +67,7 @@ class Naive:
     def __init__(self, room: int) -> None:
         self.room, self.used = room, list[int]()  # newest first
 
-    def use(self, hashes: list[int]) -> None:
+    def record_prompt(self, hashes: list[int]) -> None:
         first = hashes[: self.room]
         self.used = (first + [block for block in self.used if block not in first])[: self.room]
 
@@ -85,8 +86,8 @@ def test_a_cache_is_bounded_and_keeps_the_newest_prefixes(
         if number == len(chains) // 2:
             cache.resize(later)
             naive.room, naive.used = later, naive.used[:later]
-        cache.use(chain)
-        naive.use(chain)
+        cache.record_prompt(chain)
+        naive.record_prompt(chain)
         assert len(cache) <= cache.capacity
         assert cache.count_hits(chain) == min(len(chain), cache.capacity)
         for other in chains:
@@ -116,7 +117,7 @@ def test_the_map_holds_the_prefixes_of_live_workers_only() -> None:
     assert prefix_map.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 5 * SIZE]
     prefix_map.set_capacity("b", kv_tokens=3 * SIZE, block_tokens=SIZE)
     assert prefix_map.cached_tokens("ab", prompt).tolist() == [2 * SIZE, 3 * SIZE]
-    prefix_map.keep("b")
+    prefix_map.keep_only("b")
     assert prefix_map.cached_tokens("ab", prompt).tolist() == [0, 3 * SIZE]
     prefix_map.record_prompt("a", prompt)
     assert prefix_map.cached_tokens("a", prompt).tolist() == [5 * SIZE]  # its capacity is forgotten too
@@ -142,19 +143,40 @@ def test_a_prompt_counts_as_cached_until_its_engine_has_not_reported_it_for_long
     assert cached() == SIZE
     prefix_map.record_prompt("a", prompt)
     assert cached() == 3 * SIZE
-    prefix_map.report("a", BlockChanges(ids(prompt, 1), ids(prompt, 2)))  # the last was computed and evicted
+    prefix_map.report("a", BlockChanges(ids(prompt, 1)))
+    prefix_map.report("a", BlockChanges(removed=ids(prompt, 2)))  # it was computed and evicted
     assert cached() == 2 * SIZE
     assert prefix_map.reported_blocks("a") == 2
     prefix_map.record_prompt("a", other)  # this request is cancelled
     for _ in range(prefixes._UNCONFIRMED_REPORTS):
-        prefix_map.report("a", BlockChanges())
         assert cached(other) == 3 * SIZE
-    prefix_map.report("a", BlockChanges())
+        prefix_map.report("a", None)  # an idle engine has no changes
     assert [cached(other), cached()] == [0, 2 * SIZE]
     prefix_map.report("a", BlockChanges(ids(other, 0), full=True))
     assert [cached(other), cached()] == [SIZE, 0]
-    prefix_map.keep("b")
+    prefix_map.keep_only("b")
     assert cached(other) == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("reported", [False, True])
+def test_blocks_that_an_engine_evicted_before_it_got_their_prompt_are_computed_again(
+    reported: bool, full: bool
+) -> None:
+    prefix_map, prompt = PrefixMap(), blocks(*range(13))
+    prefix_map.report("a", BlockChanges(ids(prompt, 0, 1, 2) if reported else b"", full=True))
+    prefix_map.record_prompt("a", prompt)
+    prefix_map.report("a", BlockChanges(ids(prompt, 0) if full else b"", ids(prompt, 1, 2), full))
+    assert prefix_map.cached_tokens("a", prompt).tolist() == [3 * SIZE]
+    prefix_map.report("a", BlockChanges(removed=ids(prompt, 2)))
+    assert prefix_map.cached_tokens("a", prompt).tolist() == [2 * SIZE]
+
+
+def test_changes_cannot_replace_a_set_of_blocks() -> None:
+    tracked = TrackedBlocks()
+    with pytest.raises(ValueError, match="full report"):
+        tracked.apply(BlockChanges(b"12345678", full=True))
+    assert tracked.take_changes() is None
 
 
 def test_prompts_to_be_computed_are_bounded() -> None:
@@ -165,6 +187,11 @@ def test_prompts_to_be_computed_are_bounded() -> None:
     prefix_map.record_prompt("a", prompt)
     assert prefix_map.cached_tokens("a", prompt).tolist() == [2 * SIZE]
     assert (len(prefix_map), prefix_map.reported_blocks("a")) == (2, 0)
+    prefix_map.set_capacity("a", kv_tokens=SIZE, block_tokens=SIZE)
+    assert prefix_map.cached_tokens("a", prompt).tolist() == [SIZE]
+    prefix_map.set_capacity("a", kv_tokens=9 * SIZE, block_tokens=SIZE)
+    prefix_map.record_prompt("a", prompt)
+    assert prefix_map.cached_tokens("a", prompt).tolist() == [5 * SIZE]
 
 
 def test_prompts_whose_ids_are_not_the_engines_are_compared_with_each_other_only() -> None:
@@ -225,6 +252,17 @@ def test_policies_see_the_cached_tokens_of_each_worker_and_leases_those_of_their
     placer.set_workers(["w0", "new"])  # w1 was restarted under another name
     assert place("d", *system, 2).cached_tokens == 0
     assert place("e", *other).cached_tokens == 8
+
+
+@pytest.mark.parametrize(("generated", "pending"), [(0, 9), (1, 0)])
+def test_the_prompt_of_an_adopted_lease_is_to_be_prefilled_until_its_first_token(
+    generated: int, pending: int
+) -> None:
+    placer = Placer(Longest(), on_policy_error=fail)
+    placer.set_workers(["w0", "w1"])
+    of_ingress = request("a", 9, blocks=blocks(*range(9)))
+    placer.adopt_lease(Lease(of_ingress, LeaseState.GRANTED, worker="w1", generated_tokens=generated))
+    assert placer.workers.loads().prefill_tokens.tolist() == [0, pending]
 
 
 def test_the_router_counts_cached_tokens_within_each_replicas_capacity() -> None:

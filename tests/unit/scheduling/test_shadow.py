@@ -1,5 +1,6 @@
 """The shadow equals both placements priced from scratch, and never delays a placement."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -182,6 +183,44 @@ def test_the_shadow_includes_running_requests_and_drops_removed_workers() -> Non
     placer.set_generated_tokens({"r1": 4, "r0": 9})
     shadow.catch_up()
     assert shadow.totals[0] == before + 4
+
+
+class Following(OneWorker):
+    """Knows the requests that have been assigned since the last change of workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: dict[str, int] = {}
+        self.known: list[set[str]] = []  # those known at each decision
+
+    def on_workers_changed(self, workers: Sequence[str | None]) -> None:
+        self.positions.clear()
+
+    def on_assigned(self, request: PlacementRequest, position: int, decision: Decision | None = None) -> None:
+        self.positions[request.request_id] = position
+
+    def select(self, request: PlacementRequest, loads: Loads, rng: np.random.Generator) -> Decision:
+        self.known.append(set(self.positions))
+        return super().select(request, loads, rng)
+
+
+def test_a_change_of_workers_is_followed_by_all_running_requests() -> None:
+    rng, policy = np.random.default_rng(9), Following()
+    shadow = Shadow(policy)
+    placer = shadowed_placer("round-robin", shadow, "a", "b")
+    placer.submit([Lease(a_request(name, rng), LeaseState.SENT) for name in ("r0", "r1")])
+    placer.set_workers(["a", "b"], draining=["a"])
+    placer.submit([Lease(a_request("r2", rng), LeaseState.SENT)])
+    shadow.catch_up()
+    everywhere = {"r0": 0, "r1": 0, "r2": 1}
+    assert policy.positions == everywhere
+    placer.set_workers(["a", "b", "c"])
+    shadow.catch_up()
+    assert policy.positions == everywhere
+    placer.set_workers([None, "b", "c"])  # in the shadow r0 and r1 lose their worker
+    shadow.catch_up()
+    assert policy.positions["r2"] == policy.positions["r1"] == 1
+    assert policy.known[-1] >= {"r2"}
 
 
 def test_the_first_counts_may_come_after_the_first_tokens() -> None:

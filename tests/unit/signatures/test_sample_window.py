@@ -39,7 +39,10 @@ def test_a_repeated_request_id_is_kept_once() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"shape": (LAYERS, 8)}, "other_model: 2 layers x 8 experts, but those in the pool have 2 x 16"),
+        (
+            {"shape": (LAYERS, 8)},
+            "other_model: 2 layers x 8 experts, but the samples in the pool have 2 x 16",
+        ),
         ({"decode_steps": 0}, "odd_total: decode counts"),
         ({"decode_steps": 7}, "odd_total: decode counts"),
         ({"token_ids": np.zeros(5, np.uint32)}, "incomplete_prompt: not include all tokens"),

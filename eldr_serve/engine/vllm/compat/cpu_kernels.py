@@ -14,7 +14,7 @@ with internal_imports():
 
 
 def choose_mla_for_amx() -> None:
-    """Make vLLM choose its MLA backend for AMX, which uses oneDNN and so also runs without AMX.
+    """Make vLLM choose its MLA backend for AMX; it uses oneDNN, and therefore runs without AMX too.
 
     Raises:
         RuntimeError: the CPU has neither AMX nor AVX-512 with bfloat16.

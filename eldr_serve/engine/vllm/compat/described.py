@@ -35,11 +35,11 @@ from eldr_serve.engine.vllm.compat.kv_cache import counted_group
 from eldr_serve.engine.vllm.compat.moe import (
     avoid_kernels_that_hide_choices,
     check_kernel_of_ranks,
-    hides_choices,
+    reveals_experts,
 )
 from eldr_serve.errors import ConfigurationError
 
-# Copied from vLLM: its functions that look for kernel libraries of the GPU wheel, absent on this machine.
+# Copied from vLLM: names of functions that look for the GPU wheel's kernel libraries, which are absent here.
 _GPU_WHEEL = (
     "has_deep_gemm",
     "has_flashinfer",
@@ -185,9 +185,9 @@ class DescribedEngine:
         return sum(p.numel() * p.element_size() for p in self._model.parameters())
 
     def kernels(self) -> set[tuple[str, bool]]:
-        """Return (name, whether it hides the experts that it chooses) of the MoE layers' kernels."""
+        """Return (name, whether it reveals the experts that it chooses) of the MoE layers' kernels."""
         return {
-            (kind.__name__, bool(method.is_monolithic) and (kind is type(method) or hides_choices(kind)))
+            (kind.__name__, not method.is_monolithic or (kind is not type(method) and reveals_experts(kind)))
             for kind, method in self._kernels()
         }
 

@@ -21,7 +21,7 @@ from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.transfer import start_layer
 from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 
 with internal_imports():
     from vllm.distributed import get_ep_group
@@ -46,7 +46,7 @@ def register_layers() -> None:
         )
     if not current_platform.is_cpu():
         raise UnsupportedEngineError(
-            "ELDR_EXPERT_PARALLEL is for CPUs; on GPUs vLLM has expert parallelism: unset it"
+            "ELDR_EXPERT_PARALLEL is for CPUs; on GPUs vLLM has its own expert parallelism: unset it"
         )
     for base, subclass in ((UnquantizedFusedMoEMethod, PlacedMoEMethod), (MoERunner, PlacedMoERunner)):
         if base.__name__ not in op_registry_oot:
@@ -54,7 +54,7 @@ def register_layers() -> None:
 
 
 class PlacedMoERunner(MoERunner):
-    """vLLM's MoE layer as one opaque operator for the compiler, since its sizes depend on the data.
+    """vLLM's MoE layer as one opaque operator for the compiler, since the layer's sizes depend on the data.
 
     With `gather: before-top-k` it routes the tokens of all data-parallel ranks.
     """
@@ -65,7 +65,7 @@ class PlacedMoERunner(MoERunner):
         if use_ep and not isinstance(self._quant_method, PlacedMoEMethod):
             raise UnsupportedEngineError(
                 f"expert parallelism on CPUs does not support {type(self._quant_method).__name__}: "
-                "only experts that are not quantised"
+                "use experts that are not quantised"
             )
         vllm_config = get_current_vllm_config()
         self._gathers_first = use_ep and _gathers_before_top_k(vllm_config)
@@ -125,7 +125,7 @@ class PlacedMoEMethod(UnquantizedFusedMoEMethod):
             self._runners = vllm_config.compilation_config.static_forward_context
 
     def _init_moe_kernel(self, layer: Any) -> None:
-        """Make vLLM's kernel; with data parallelism, replace its exchange of tokens, which CPUs lack."""
+        """Make vLLM's kernel; with data parallelism, replace its token exchange, which fails on CPUs."""
         super()._init_moe_kernel(layer)
         if self.moe.use_ep and self.moe.dp_size > 1:
             runner = self._runners[layer.layer_name]
@@ -146,7 +146,7 @@ def live_experts(vllm_config: VllmConfig, called_together: bool) -> LiveExperts:
     """Return the experts of a worker's model; raise ValueError if they cannot be moved.
 
     Args:
-        called_together: whether data-parallel ranks are called together; others always are.
+        called_together: whether data-parallel ranks are called together; other ranks always are.
     """
     layers = list(_find_layers(vllm_config))
     if not layers:
@@ -198,7 +198,7 @@ def _check_supported(vllm_config: VllmConfig, moe: Any) -> None:
             moe.is_sequence_parallel,
             "data-parallel ranks that are tensor-parallel too: set tensor_parallel_size to 1",
         ),
-        (experts % ranks > 0, f"{experts} experts on {ranks} ranks: they must divide"),
+        (experts % ranks > 0, f"{experts} experts on {ranks} ranks: the ranks must divide the experts"),
         (vllm_config.speculative_config is not None, "speculative decoding"),
     )
 

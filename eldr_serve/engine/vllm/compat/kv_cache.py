@@ -37,14 +37,14 @@ class CountedGroup:
 
 
 def counted_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CountedGroup:
-    """Return the group whose blocks hold all tokens of a prompt until it ends: one of full attention.
+    """Return the group whose blocks hold all tokens of a prompt until it ends: a full-attention group.
 
     Groups of sliding windows, chunks and recurrent states free blocks earlier, or hold a state instead of
     tokens.
 
     Raises:
         UnsupportedEngineError: the engine has no such group, or a prefix hit could end within a block of
-            the group, so that the counts of the tokens after the hit could not be separated.
+            the group. The counts of the tokens after such a hit could not be separated.
     """
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -58,7 +58,7 @@ def counted_group(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Co
     kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups)
     raise UnsupportedEngineError(
         f"the ELDR connector does not support a KV cache without full attention ({kinds}): blocks are freed "
-        "before their prompt ends; set max_model_len to at most the sliding window, if it has one"
+        "before their prompt ends; set max_model_len to at most the sliding window, if the model has one"
     )
 
 
@@ -69,10 +69,10 @@ def _check_whole_hits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, b
     _, unit = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     if unit % block_size and kv_cache_utils.partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, unit):
         unset = cache.prefix_match_unit is None
-        remedy = "enable_prefix_caching to false" if unset else "no prefix_match_unit"
+        remedy = "set enable_prefix_caching to false" if unset else "leave prefix_match_unit out"
         raise UnsupportedEngineError(
             f"the ELDR connector does not support prefix hits that end within a block ({unit} tokens of a "
-            f"block's {block_size}): set {remedy}"
+            f"block's {block_size}): {remedy}"
         )
 
 
@@ -92,7 +92,7 @@ def forward_slots(layer: str) -> Tensor | None:
 
 
 def graph_slots(load_kwargs: dict[str, Any], layer: str) -> Tensor | None:
-    """Return int64[T], a layer's KV slots, from what Model Runner V2 passes to `start_load_kv`; else None."""
+    """Return int64[T], a layer's KV slots, from what Model Runner V2 passes to `start_load_kv`, or None."""
     attention = (load_kwargs.get("attn_metadata") or {}).get(layer)
     slots: Tensor | None = getattr(attention, "slot_mapping", None)
     return slots

@@ -57,7 +57,7 @@ def moe_layers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
             continue
         if not isinstance(router, BaseRouter):
             raise UnsupportedEngineError(
-                f"layer {name} has a router of type {type(router).__name__}, which shows no choices "
+                f"layer {name} has a router of type {type(router).__name__}, which does not show its choices "
                 f"(vLLM {vllm.__version__}; checked on {SUPPORTED_VLLM})"
             )
         _check_router(name, router)
@@ -81,10 +81,10 @@ def _check_ranks(name: str, layer: Any) -> None:
         )
 
 
-def _routes_for_all_ranks(what: str) -> str:
-    """Return why choices that are made after the exchange of tokens cannot be counted."""
+def _explain_shared_routing(part: str) -> str:
+    """Return the error's text for a part that chooses experts after ranks have exchanged their tokens."""
     return (
-        f"{what} routes the tokens of all data-parallel ranks together, so that a rank cannot count its own; "
+        f"{part} routes the tokens of all data-parallel ranks together, so that a rank cannot count its own; "
         "choose another kernel with moe_backend"
     )
 
@@ -93,20 +93,20 @@ def check_kernel_of_ranks(kernel: Any, moe_config: Any) -> None:
     """Raise UnsupportedEngineError if data-parallel ranks have an MoE kernel that routes internally.
 
     vLLM gathers the tokens of all ranks before such a kernel, whatever the `all2all_backend` is. Other
-    kernels get them after each rank has routed its own.
+    kernels get the tokens after each rank has routed its own.
 
     Args:
         kernel: class of the kernel.
         moe_config: vLLM's configuration of the layer.
     """
     if moe_config.dp_size > 1:
-        raise UnsupportedEngineError(_routes_for_all_ranks(kernel.__name__))
+        raise UnsupportedEngineError(_explain_shared_routing(kernel.__name__))
 
 
 def _check_rotary(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedEngineError if vLLM's CPU kernel would embed wrong positions.
 
-    It treats a separate axis of heads as tokens, so all heads but the first get a wrong position.
+    The kernel treats a separate axis of heads as tokens, so all heads but the first get a wrong position.
     """
     model = vllm_config.model_config.hf_text_config.model_type
     if (
@@ -132,7 +132,7 @@ def _check_router(name: str, router: BaseRouter) -> None:
     if router.scoring_func not in ("softmax", "sqrtsoftplus"):
         raise UnsupportedEngineError(
             f"layer {name} scores experts by {router.scoring_func} and without groups, which vLLM "
-            f"{vllm.__version__} cannot on CPUs; serve this model on GPUs"
+            f"{vllm.__version__} does not support on CPUs; serve this model on GPUs"
         )
     if router.scoring_func == "softmax" and router.e_score_correction_bias is not None:
         raise UnsupportedEngineError(
@@ -156,9 +156,9 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     for index, other in routers:
         if (other.global_num_experts, other.top_k) != (source.global_num_experts, source.top_k):
             raise UnsupportedEngineError(
-                f"MoE layer {index} chooses {other.top_k} of {other.global_num_experts} experts and layer "
-                f"{first} {source.top_k} of {source.global_num_experts}; counts need them equal: serve "
-                "this model with vLLM's own connector, without locality"
+                f"MoE layer {index} chooses {other.top_k} of {other.global_num_experts} experts, and layer "
+                f"{first} chooses {source.top_k} of {source.global_num_experts}; expert counts need the same "
+                "numbers in all layers: serve this model with vLLM's own connector, without locality"
             )
     return routers
 
@@ -166,7 +166,7 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
 def _find_source(index: int, layer: Any) -> Any:
     method = getattr(layer, "_quant_method", None)
     if getattr(layer, "do_naive_dispatch_combine", False):
-        raise UnsupportedEngineError(_routes_for_all_ranks(f"MoE layer {index}"))
+        raise UnsupportedEngineError(_explain_shared_routing(f"MoE layer {index}"))
     if not getattr(method, "is_monolithic", False):
         return getattr(layer, "own_choices", layer.router)
     experts = getattr(getattr(getattr(method, "moe_kernel", None), "impl", None), "fused_experts", None)
@@ -174,8 +174,8 @@ def _find_source(index: int, layer: Any) -> Any:
         check_kernel_of_ranks(type(experts), experts.moe_config)
         return RoutingKernel(layer, experts)
     raise UnsupportedEngineError(
-        f"MoE layer {index} runs {type(experts or method).__name__}, which routes internally and hides its "
-        "choices; choose another kernel with moe_backend"
+        f"MoE layer {index} runs {type(experts or method).__name__}, whose router runs inside the kernel, "
+        "so the chosen experts cannot be read; choose another kernel with moe_backend"
     )
 
 
@@ -206,7 +206,7 @@ def avoid_kernels_that_hide_choices(vllm_config: VllmConfig) -> None:
     if (
         kernels.moe_backend != "auto"
         or vllm_config.model_config.quantization != "gpt_oss_mxfp4"
-        or vllm_config.parallel_config.enable_eplb  # vLLM selects no such kernel then
+        or vllm_config.parallel_config.enable_eplb  # with EPLB vLLM selects no such kernel
         or not current_platform.is_cuda()
     ):
         return
@@ -221,21 +221,26 @@ def avoid_kernels_that_hide_choices(vllm_config: VllmConfig) -> None:
         for kernel in mxfp4.backend_to_kernel_cls(backend)
         if kernel._supports_current_device()
     )
-    if hides_choices(first):
+    if not reveals_experts(first):
         kernels.moe_backend = "marlin"
         logger.warning(
             "MoE kernel: marlin, since vLLM's first choice, %s, hides the experts it chooses", first.__name__
         )
 
 
-def hides_choices(kernel: Any) -> bool:
-    """Return whether a kernel class routes internally without reporting its choices."""
+def reveals_experts(kernel: Any) -> bool:
+    """Return whether a kernel class routes outside the kernel, or reports its choices."""
     replay = FusedMoEExpertsMonolithic.supports_routing_replay_capture
-    return issubclass(kernel, FusedMoEExpertsMonolithic) and kernel.supports_routing_replay_capture is replay
+    return (
+        not issubclass(kernel, FusedMoEExpertsMonolithic)
+        or kernel.supports_routing_replay_capture is not replay
+    )
 
 
 def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a layer's experts as a function that runs vLLM's kernel, bf16: on CUDA Triton's, else for CPU.
+    """Return a layer's experts as a function.
+
+    It computes in bf16, by vLLM's Triton kernel on CUDA and by its CPU kernel elsewhere.
 
     Args:
         w13: [S, 2I, H], gate over up; w2: [S, H, I].
@@ -267,7 +272,10 @@ def fused_moe(w13: Tensor, w2: Tensor) -> Callable[[Tensor, Tensor, Tensor], Ten
 
 
 def check_vllm_names() -> None:
-    """Raise UnsupportedEngineError if vLLM lacks a name that this module uses."""
+    """Raise UnsupportedEngineError if vLLM lacks a method that this module uses.
+
+    Attributes that vLLM sets on instances are not checked.
+    """
     check_names(
         "the ELDR connector",
         (BaseRouter, "set_capture_fn"),

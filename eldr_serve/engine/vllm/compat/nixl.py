@@ -59,8 +59,8 @@ def check_side_channel(scheduler: Any) -> None:
     except OSError as error:
         raise UnsupportedEngineError(
             f"NIXL's side channel cannot listen at {host}:{port} ({error.strerror}); set "
-            "VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine and VLLM_NIXL_SIDE_CHANNEL_PORT, "
-            "under Ray NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs, to a free port"
+            "VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT to a "
+            "free port; under Ray set NIXL_SIDE_CHANNEL_PORT_BASE in experimental_configs instead of the port"
         ) from error
 
 
@@ -205,7 +205,7 @@ _NO_OPERATIONS = {
 def disable_progress_thread() -> Iterator[None]:
     """Make NIXL agents without a progress thread on CPUs, where engines share cores.
 
-    The thread spins: it takes a whole core for each engine, even if idle, and vLLM has no setting for it.
+    The thread spins: it takes a whole core for each engine, even an idle one, and vLLM has no setting for it.
     Without the thread, transfers progress when the engine checks them in every step. The engine runs steps as
     long as a transfer or a lease is open.
     """

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ray
+import vllm
 from pydantic import ValidationError
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from eldr_serve.engine.vllm.compat.checked import check_uses_attributes, internal_imports
+from eldr_serve.engine.vllm.compat.checked import SUPPORTED_VLLM, check_uses_attributes, internal_imports
 from eldr_serve.engine.vllm.compat.messages import SERVING_NAMES, AnthropicCountTokensRequest
 from eldr_serve.engine.vllm.ranks import data_ranks
 from eldr_serve.errors import RequestRefusedError
@@ -166,8 +167,8 @@ class OneProcessLLMConfig(LLMConfig):
     """An LLMConfig of an engine whose scheduler and model run in one process for each data-parallel rank.
 
     Ray gives every CPU engine vLLM's multiprocess executor, whatever its arguments say. With this executor,
-    scheduler and worker wait for each other by spinning, which takes a core for each engine under load, and
-    the additional process takes 0.8 GB. Ray gives every GPU engine its own executor, whose worker is a
+    scheduler and worker wait for each other by spinning, which takes a core for each engine under load. The
+    additional process takes 0.8 GB. Ray gives every GPU engine its own executor, whose worker is a
     separate actor.
     """
 
@@ -226,8 +227,9 @@ def _require(serving: Any, attribute: str, *names: str) -> None:
     for name in names:
         if not hasattr(serving, name):
             raise RuntimeError(
-                f"ray {ray.__version__} has no VLLMEngine._app_state.{attribute}.{name}, which eldr-serve "
-                f"uses; it was checked on ray {_CHECKED}"
+                f"ray {ray.__version__} with vLLM {vllm.__version__} has no "
+                f"VLLMEngine._app_state.{attribute}.{name}, which eldr-serve uses; it was checked on "
+                f"ray {_CHECKED} with vLLM {SUPPORTED_VLLM}"
             )
 
 
@@ -267,7 +269,7 @@ def check_serving(engine: Any) -> None:
     """Raise an error unless vLLM has all serving objects where they are expected, with the names used here.
 
     Ray itself calls the objects for embeddings and scores. An engine that generates text does not have these
-    objects, so the names that Ray reads are looked up in the vLLM function that would set them.
+    objects. The names that Ray reads are therefore looked up in the vLLM function that would set them.
 
     Raises:
         RuntimeError: a serving object is missing.
@@ -292,7 +294,7 @@ def check_serving(engine: Any) -> None:
 
 
 def engine_placement(config: LLMConfig) -> tuple[list[dict[str, float]], str]:
-    """Return bundles and strategy of the placement group that Ray creates for each engine replica."""
+    """Return the bundles and the strategy of the placement group that Ray creates for each engine replica."""
     options = deployment_options(config)
     return options["placement_group_bundles"], options["placement_group_strategy"]
 

@@ -41,7 +41,7 @@ class RankBatches:
         All parts are sent to each rank in one message. Nothing is sent if no rank has tokens.
 
         Args:
-            parts: [T, ...] each, two-dimensional, of this rank's tokens; further rows are ignored.
+            parts: [T, n_i] each, with a row for each token of this rank; further rows are ignored.
         """
         own, longest = self.sizes[self._rank], max(self.sizes)
         packed = torch.cat([part[:own].contiguous().view(torch.uint8) for part in parts], dim=1)
@@ -66,7 +66,7 @@ class RankBatches:
         return self.select_own(partial)
 
     def select_own(self, rows: Tensor) -> Tensor:
-        """Return this rank's rows of those of all ranks."""
+        """Return this rank's rows among the rows of all ranks."""
         start = sum(self.sizes[: self._rank])
         return rows[start : start + self.sizes[self._rank]]
 
@@ -74,6 +74,6 @@ class RankBatches:
 def _unpack(rows: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the columns of bytes as tensors of the parts' types."""
     widths = [part.shape[1] * part.element_size() for part in parts]
-    # A view of other types needs aligned rows, which `contiguous` does not make of a single row.
+    # A view as another type needs aligned rows, and `contiguous` does not align a single row.
     columns = [column.clone(memory_format=torch.contiguous_format) for column in rows.split(widths, dim=1)]
     return [column.view(part.dtype) for column, part in zip(columns, parts, strict=True)]

@@ -10,11 +10,11 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from eldr_serve.arrays import Ints
-from eldr_serve.experts.parallel.placement import Topology
+from eldr_serve.experts.expert_placement import Topology
 from eldr_serve.experts.parallel.replica_choice import ReplicaChoice, make_choice
 
 LOG_SIZE = 4096  # batches in the log; new ones replace the oldest
-# Columns of the log, one row per batch; all but the first count on this rank. A pair is (token, expert).
+# Columns of the log, one row per batch; all but the first count this rank's part. A pair is (token, expert).
 # A token's home is its data-parallel rank. Without data parallelism, homes are equal blocks of the batch.
 LOG_COLUMNS = ("tokens", "slots_with_tokens", "pairs", "pairs_at_home", "tokens_from_other_ranks")
 

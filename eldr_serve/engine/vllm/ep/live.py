@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.transfer import transfer
+from eldr_serve.experts.expert_placement import check_placement_fits
 from eldr_serve.experts.parallel.moves import Move, keep_slots, slice_moves
-from eldr_serve.experts.parallel.placement import check_placement_fits
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.validation import unknown_name
 
@@ -28,8 +28,8 @@ class LiveExperts:
         moves_per_slice: maximum number of experts that move between two steps.
         group: process group of the ranks.
         called_together: whether all ranks receive a call between the same two steps. Data-parallel ranks do
-            not, so they refuse changes; otherwise one rank would wait for weights that another rank sends
-            only after its step, while that step would wait for the first rank.
+            not, so they refuse changes. Otherwise one rank would wait for weights that another rank sends
+            only after its own step, and this step would wait for the first rank.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LiveExperts:
             raise ValueError(f"a swap of expert placements is under way: {len(self._slices)} slices to come")
         first = self._layers[0]
         if ranks != first.topology.ranks:
-            raise ValueError(f"the placement is for {ranks} ranks, the engine has {first.topology.ranks}")
+            raise ValueError(f"the placement is for {ranks} ranks, but the engine has {first.topology.ranks}")
         rows = np.asarray(placement)
         check_placement_fits(
             # For the check, fill empty slots with an expert that the layer has.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from eldr_serve.errors import RequestRefusedError
-from eldr_serve.experts.parallel.placement import ExpertPlacement, placement_id
+from eldr_serve.experts.expert_placement import ExpertPlacement, placement_id
 
 if TYPE_CHECKING:
     from eldr_serve.engine.vllm.ep.live import RankMethod  # this imports torch
@@ -104,6 +104,7 @@ class EngineExperts:
     def __init__(self, call: Call) -> None:
         self._rpc = call
         self._swapping = False
+        self._slices_left: int | None = None  # of the swap under way; None while it is planned
         self.status: dict[str, Any] = {}
 
     async def refresh(self) -> None:
@@ -130,11 +131,11 @@ class EngineExperts:
             RequestRefusedError: the placement does not fit (400), or another swap is under way (409).
         """
         if self._swapping:
-            raise RequestRefusedError(
-                f"a swap of expert placements is under way: {self.status['slices_left']} slices to come",
-                status=409,
-            )
+            left = self._slices_left
+            progress = "" if left is None else f": {left} slices to come"
+            raise RequestRefusedError(f"a swap of expert placements is under way{progress}", status=409)
         self._swapping = True
+        self._slices_left = None
         try:
             result = await swap_placement(self._call, placement, load)
         except ExpertPlacementError as error:
@@ -150,5 +151,5 @@ class EngineExperts:
         """Call a method of all ranks, and update `slices_left` in `status` from the answers."""
         answers = await self._rpc(method, args=args)
         if args[0] in ("begin", "move") and isinstance(answers[0], int):
-            self.status["slices_left"] = answers[0]
+            self.status["slices_left"] = self._slices_left = answers[0]
         return answers

@@ -13,8 +13,8 @@ from eldr_serve.artifact_metadata import ArtifactError
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, check_placement_fits
 from eldr_serve.experts.parallel.moves import Move, fill_with_replicas, keep_slots, slice_moves
-from eldr_serve.experts.parallel.placement import ExpertPlacement, Topology, check_placement_fits
 
 
 def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: Any) -> int:
@@ -68,7 +68,7 @@ def transfer(layers: Mapping[int, LayerExperts], moves: Sequence[Move], group: A
 
 
 def _receive(weight: Tensor, slot: int, source: int, rank: int, group: Any, tag: int) -> tuple[Tensor, Any]:
-    """Return the content of a slot of rank `source`, and the request to wait for; None if it is local."""
+    """Return the content of a slot of rank `source`, and the request to wait for (None if it is local)."""
     if source == rank:
         return weight[slot].clone(), None
     content = torch.empty_like(weight[0], memory_format=torch.contiguous_format)
@@ -147,7 +147,7 @@ def _configured_placement(
         raise ValueError(f"{slots} expert slots cannot be split evenly over {ranks} ranks")
     if placement is not None:
         if placement.ranks != ranks:
-            raise ValueError(f"the placement is for {placement.ranks} ranks, the engine has {ranks}")
+            raise ValueError(f"the placement is for {placement.ranks} ranks, but the engine has {ranks}")
         check_placement_fits(
             placement.physical_to_logical,
             layers=num_layers,

@@ -1,4 +1,4 @@
-"""The KV connector, which vLLM loads into its engine core and into each worker: NIXL's, with expert counts.
+"""NIXL's KV connector with expert counts, which vLLM loads into its engine core and into each worker.
 
 Load it with `kv_connector="EldrConnector", kv_connector_module_path="eldr_serve.engine.vllm.kv.connector"`
 (see eldr_serve.engine.vllm.config). Its roles are kv_producer (prefill), kv_consumer (decode) and kv_both
@@ -41,8 +41,8 @@ from eldr_serve.engine.vllm.stats import EldrPromMetrics, EldrStats
 class EldrConnector(NixlPullConnector):
     """NIXL's pull connector, which also returns expert counts in `kv_transfer_params`.
 
-    vLLM makes one connector for its scheduler and one for each worker. Each has a part of NIXL's, which
-    transfers blocks, and a part of eldr_serve's, which counts experts. In each step:
+    vLLM makes one connector for its scheduler and one for each worker. Each has a part from NIXL, which
+    transfers blocks, and a part from eldr_serve, which counts experts. In each step:
 
     1. Scheduler: `build_connector_meta` lists the prompts that end in the step, and their blocks.
     2. Worker: `get_transfer_results` counts experts after the forward, and `build_connector_worker_meta`
@@ -63,8 +63,8 @@ class EldrConnector(NixlPullConnector):
         check_engine(vllm_config, vllm_config.device_config.device_type)
         self.kv_group = counted_group(vllm_config, kv_cache_config)
         if vllm_config.kv_transfer_config.kv_role == "kv_both":
-            # NixlPullConnector's constructor does one thing more than the base's: it makes the part that
-            # transfers blocks, which needs NIXL. The base leaves this part to its subclasses.
+            # NixlPullConnector's constructor does one thing more than the base class's: it makes the part
+            # that transfers blocks, which needs NIXL. The base leaves this part to its subclasses.
             NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
             transfers: Any = WithoutTransfers()
             self.connector_scheduler = transfers if role == KVConnectorRole.SCHEDULER else None
@@ -87,7 +87,7 @@ class EldrConnector(NixlPullConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        if not isinstance(self.connector_scheduler, WithoutTransfers):  # else no other engine will connect
+        if not isinstance(self.connector_scheduler, WithoutTransfers):  # otherwise no other engine connects
             self._side_channel.open(metadata)
 
     def on_new_request(self, request: Any) -> None:
@@ -160,7 +160,7 @@ class EldrConnector(NixlPullConnector):
         return None if counts is None else EldrConnectorWorkerMetadata(counts)
 
     def abandon(self, names: list[str]) -> None:
-        """Free the blocks of prompts that no decode engine will read, once these have ended."""
+        """Free the blocks of prompts that no decode engine will read, once the prompts have ended."""
         self.worker_side.abandoned.abandon(names)
 
     # -- stats -------------------------------------------------------------------------------------

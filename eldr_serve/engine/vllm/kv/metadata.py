@@ -22,7 +22,7 @@ class StepPlan:
 
     Attributes:
         new_blocks: ids of the KV blocks whose first slot is written in this step.
-        finished_prompts: request id -> KV block ids of its prompt, for prompts whose prefill ends here.
+        finished_prompts: request id -> KV block ids of the prompt, for prompts whose prefill ends here.
         decode_slots: request id -> position of the first token generated in this step, and the KV slots of
             all tokens generated in it, for requests whose decode experts are counted.
         requests, tokens, kv_tokens: size of the step, and number of KV tokens that it attends to.

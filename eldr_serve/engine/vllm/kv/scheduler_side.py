@@ -53,7 +53,7 @@ class EldrConnectorScheduler:
         self._limit_to_one_token(request)
         params = request.kv_transfer_params or {}
         self._requests[request.request_id] = request
-        # Otherwise rejected drafts would be counted as decode steps.
+        # An engine that drafts counts no decode steps, since it would also count rejected drafts.
         calibrate = bool(params.get(CALIBRATE_KEY)) and not self._drafts
         if calibrate or params.get("do_remote_decode") or REQUEST_KEY in params:
             routes = bool(params.get(ROUTES_KEY))
@@ -132,7 +132,7 @@ class EldrConnectorScheduler:
                 tracked.decode.add(first, chosen, counts.routes.num_experts)
 
     def _store_prompt_counts(self, request: Any, counts: NDArray[np.int32]) -> None:
-        """Store the expert counts of a prompt that decodes in this engine for `take_prompt_counts`."""
+        """Store for `take_prompt_counts` the expert counts of a prompt that decodes in this engine."""
         params = request.kv_transfer_params or {}
         if REQUEST_KEY in params and not params.get("do_remote_decode"):
             self._prompt_counts[str(params[REQUEST_KEY])] = request.num_prompt_tokens, pack_counts(counts)

@@ -60,7 +60,7 @@ class RouteCounts:
         return self._next - self._first
 
     def total(self, shape: tuple[int, int]) -> NDArray[np.uint32]:
-        """Return the sum, uint32[L,E]; without decode steps it has this shape."""
+        """Return the sum, uint32[L,E]; without decode steps, return zeros of this shape."""
         self._sum()
         if self._cells is None:
             return np.zeros(shape, np.uint32)
@@ -97,7 +97,7 @@ class TrackedRequest:
         """Return the fields of the answer that describe the decode steps; empty if counts are missing.
 
         Args:
-            prefilled_here: whether this engine prefilled the prompt; the answer must then include its counts.
+            prefilled_here: whether this engine prefilled the prompt; the answer then includes its counts.
         """
         end = self.request.num_tokens - 1  # the last sampled token is never routed
         if self.decode is None or not self.decode.covers(end):

@@ -54,7 +54,7 @@ class EldrConnectorWorker:
         # All ranks of tensor parallelism choose the same experts, so only the first one reports.
         self._reports = get_tensor_model_parallel_rank() == 0
         self._plan = StepPlan()  # plan of the current step
-        self._kv_slots: Tensor | None = None  # int64[T], KV slots of its tokens
+        self._kv_slots: Tensor | None = None  # int64[T], KV slots of the step's tokens
         self._counts = StepCounts()  # counts of the newest step, until they are taken
         self._stats = EldrStats()
 
@@ -124,7 +124,7 @@ class EldrConnectorWorker:
             self.timer.finish(size | {self._prompt_key: plan.prompt_tokens}, None)
 
     def take_counts(self) -> StepCounts | None:
-        """Return the counts of the step that `count_step` has just counted; None if it has none."""
+        """Return the counts of the step that `count_step` has just counted; None if the step has none."""
         counts, self._counts = self._counts, StepCounts()
         return counts if counts.prompts or counts.routes is not None else None
 

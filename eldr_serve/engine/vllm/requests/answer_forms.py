@@ -50,7 +50,7 @@ def to_events(method: str, serving: Any, answer: Any) -> AsyncGenerator[str, Non
     Args:
         method: "chat", "completions", "messages" or "responses".
         serving: vLLM's serving object.
-        answer: its stream.
+        answer: the object's stream.
     """
     if method == "messages":
         answer = to_message_events(serving, answer)

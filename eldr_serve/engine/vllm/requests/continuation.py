@@ -1,10 +1,10 @@
 """The continuation of an answer on another engine, after the engine that began it was lost.
 
 This module runs in the replica. The ingress receives the ids of generated tokens with the bytes made from
-them, so that, if the engine is lost, another engine can compute the prompt and these ids as one prompt. There
-vLLM's output processor first replays the ids, whose output is dropped because it was already sent, and then
-processes the new tokens. In this way buffered text, stop strings, log-probabilities, usage and finish reasons
-are the same as from a single engine.
+them. If the engine is lost, another engine can therefore compute the prompt and these ids as one prompt.
+There vLLM's output processor first replays the ids; their output is dropped, because it was already sent.
+Then it processes the new tokens. In this way buffered text, stop strings, log-probabilities, usage and finish
+reasons are the same as from a single engine.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def prompt_with_generated(prompt: Any, generated: list[int]) -> Any:
 def is_resumable(params: SamplingParams, *, stream: bool) -> bool:
     """Return whether another engine can generate the rest of an answer from the prompt and the generated ids.
 
-    It cannot if the generator is seeded, since its state is lost, or if a parameter treats prompt and
-    generated tokens differently. It would lose the log-probabilities of an unstreamed answer.
+    It cannot if the generator is seeded, since the generator's state is lost, or if a parameter treats prompt
+    and generated tokens differently. The log-probabilities of an unstreamed answer would be lost.
     """
     return (
         params.sampling_type is not SamplingType.RANDOM_SEED

@@ -31,10 +31,11 @@ Overtakes = Annotated[
 class BalanceRoute(QueuedPolicy):
     """BR-0, which balances the workers by their current KV tokens (paper, section 3).
 
-    A worker's margin is its KV tokens below the fullest worker's. F is the gain of a placement (see FScore).
-    Requests wait in the decode queue until a worker has a free slot. While many slots are free, the worker
-    with the most free slots takes the request with the largest F. Then workers, ordered by free slots and
-    margin, take the best set of the longest-waiting requests. No slot stays free while a request waits.
+    A worker's margin is how many fewer KV tokens it has than the fullest worker. F is the gain of a
+    placement (see FScore). Requests wait in the decode queue until a worker has a free slot. While many slots
+    are free, the worker with the most free slots takes the request with the largest F. Then workers, ordered
+    by free slots and margin, take the best set of the longest-waiting requests. No slot stays free while a
+    request waits.
     """
 
     name = "balance-route"

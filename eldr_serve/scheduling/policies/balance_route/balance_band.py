@@ -22,10 +22,11 @@ class BalanceBand(BalanceRouteHorizon):
     """The inverse of ELDR's rule: balance selects the candidates, and expert affinity decides between them.
 
     While there is a free slot for every waiting request, a request goes to the worker where it adds the least
-    decode time, as in marginal-cost with `affinity` 0. While more wait than slots are free, the pairs of a
-    request and a free worker whose F is within a band of the best are compared, and the pair with the fewest
-    excess experts wins: experts that the request adds there beyond those at its best worker. Batches are full
-    in any case then, so the choice is only which request comes next.
+    decode time, as in marginal-cost with `affinity` 0. While more requests wait than slots are
+    free, the policy compares the pairs of a request and a free worker whose F is within a band of the best F.
+    The pair with the fewest excess experts wins. These are the experts that the request adds at the worker
+    beyond those that it would add at its best worker. Since batches are then full in any case, the policy
+    chooses only which request comes next.
 
     If no waiting request has expert counts, or without the queue, the policy is balance-route-horizon.
     """
