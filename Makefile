@@ -61,7 +61,7 @@ test: setup browser promtool ## run ruff, then mypy and the whole suite, on real
 	$(BIN)/python tests/suite.py
 
 test-unit: setup browser promtool ## run the fast part, under 3 minutes: no engine, no Ray
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not faults' tests/unit
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not faults and not benchmarks' tests/unit
 
 test-engine: setup ## test the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
@@ -69,8 +69,8 @@ test-engine: setup ## test the engine extension on a real vLLM CPU engine
 test-families: setup ## test every MoE family on a real engine, under both runners (ELDR_CPU=avx2: no AVX-512)
 	$(BIN)/python -m pytest -m families tests/engine
 
-test-benchmarks: setup ## test small runs of the serving benchmarks on real processes
-	$(BIN)/python -m pytest -m benchmarks tests/e2e
+test-benchmarks: setup browser ## test small runs of benchmarks on real processes
+	$(BIN)/python -m pytest -m benchmarks tests/unit tests/engine tests/e2e
 
 test-faults: setup ## run the long fault harness: every mutation of the code is found; processes die in turn
 	$(BIN)/python -m pytest -m faults tests/unit tests/e2e

@@ -16,14 +16,11 @@ from benchmarks.engine.model_families import RUNNERS, family_rows
 from benchmarks.lib.families import FAMILIES
 from tests.support.cpu_features import available
 
-ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, recurrent states, convolutions
+ALWAYS = {  # one kind of KV cache each: full attention, MLA, sliding windows, recurrent states
     ("Qwen3-MoE", "V1"),
     ("DeepSeek-V2", "V1"),
-    ("DeepSeek-V2 for AMX", "V1"),
     ("GPT-OSS", "V1"),
     ("Qwen3-Next", "V1"),
-    ("LFM2-MoE", "V1"),
-    ("GPT-OSS", "V2"),
 }
 GROUPS = {"GPT-OSS": 2, "Gemma-4": 6, "Llama-4": 4, "Qwen3-Next": 4, "LFM2-MoE": 4, "Qwen3.5-MoE": 4}
 REFUSED = {"ERNIE-4.5": "correction bias"}

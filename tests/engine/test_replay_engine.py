@@ -23,6 +23,7 @@ from offline.simulation.calibration import fit_step_cost
 from tests.engine.scripts import ROOT
 from tests.support.processes import output
 
+pytestmark = pytest.mark.benchmarks
 SHORT = 100  # characters
 WIDE = 1024  # neurons per expert
 # The capture also runs its engine in its own process, and so imports vLLM once.

@@ -62,7 +62,11 @@ def test_help_shows_units_and_defaults(name: str) -> None:
     ("name", "options"),
     [
         ("cache_memory", ""),
-        ("capture_overhead", "--requests 0 --wide-requests 0 --calls 3 --tokens 64"),
+        pytest.param(
+            "capture_overhead",
+            "--requests 0 --wide-requests 0 --calls 3 --tokens 64",
+            marks=pytest.mark.benchmarks,
+        ),
         ("signature_bytes", "--prompts 1"),
     ],
 )

@@ -20,7 +20,7 @@ def _capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ep_nodes, "_run_jobs", time_layers_of_jobs)
 
 
-@pytest.mark.slow
+@pytest.mark.benchmarks
 def test_fewer_bytes_cross_if_a_token_is_sent_once_to_each_node(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = {"batch": "8,64", "bandwidth": "100,1", "batches": 4, "rounds": 3, "out": out}

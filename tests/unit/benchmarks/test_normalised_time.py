@@ -109,7 +109,7 @@ def test_the_sensitivity_of_steps_is_fitted_to_trials_of_a_policy(sensitivity: f
         assert np.ptp(took) < 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.benchmarks
 def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> None:
     began = time.time()
     with record_cpu_speed(tmp_path):
@@ -129,7 +129,7 @@ def test_the_speed_of_every_core_is_sampled_until_the_end(tmp_path: Path) -> Non
     assert [f.read_text() for f in files] == lines
 
 
-@pytest.mark.slow
+@pytest.mark.benchmarks
 def test_nothing_is_sampled_if_the_parent_ended_during_the_imports(tmp_path: Path) -> None:
     core, other = min(os.sched_getaffinity(0)), os.getppid()  # this is not the parent of the new process
     done = python("-m", "benchmarks.lib.cpu_speed", core, tmp_path / "speed.jsonl", other)

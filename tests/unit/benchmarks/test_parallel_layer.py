@@ -114,7 +114,7 @@ def outputs_of_rank(rank: int, cases: list[LayerCase]) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.benchmarks)])
 def test_ranks_together_compute_the_result_of_one_process(ranks: int) -> None:
     sizes = [tuple(some[:ranks]) for some in SIZES]
     every = itertools.product(PLACEMENTS, ROUTINGS, sizes, ("gathered", *NODES))

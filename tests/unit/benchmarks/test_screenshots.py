@@ -10,7 +10,7 @@ from PIL import Image
 from benchmarks.lib.screenshots import screenshot_of_report
 
 
-@pytest.mark.slow
+@pytest.mark.benchmarks
 @pytest.mark.parametrize(("height", "shown"), [(1200, 1200), (4000, 1500)])
 async def test_a_screenshot_shows_the_page_from_its_top(tmp_path: Path, height: int, shown: int) -> None:
     page = tmp_path / "report.html"

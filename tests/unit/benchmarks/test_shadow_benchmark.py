@@ -72,7 +72,7 @@ def test_bad_input_is_reported_in_one_sentence(bad: dict[str, str]) -> None:
         shadow(**bad)
 
 
-@pytest.mark.slow
+@pytest.mark.benchmarks
 def test_each_policy_is_live_once_in_each_round_with_the_other_as_shadow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
