@@ -7,7 +7,7 @@ from benchmarks.serving.backlog import row, send_all, texts
 from examples.demo_model import WEIGHTS
 from tests.e2e.service import ROOT, Service, wait_for
 
-REQUESTS, TOKENS = 60, 1500  # six times what the bound of 8 s admits
+REQUESTS, TOKENS = 40, 1500  # four times what the bound of 8 s admits
 
 
 def test_each_prompt_is_answered_or_gets_retry_after_and_no_engine_is_ejected(service: Service) -> None:

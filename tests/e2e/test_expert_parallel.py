@@ -171,6 +171,7 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
     assert texts == [complete(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
 
 
+@pytest.mark.faults
 async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     expert_parallel: Service,
     placed: tuple[Path, list[str]],

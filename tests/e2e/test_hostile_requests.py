@@ -14,6 +14,7 @@ from tests.fuzz.__main__ import Outcome, corpus, send_all
 from tests.fuzz.connections import occupy, slow_request
 
 MODEL = "eldr-demo"
+CASES = 300
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_hostile_requests_cause_no_failure(service: Service, own_policy: None) -
     address = urlsplit(service.url)
     assert address.hostname is not None
     assert address.port is not None
-    cases = corpus(service.url, MODEL, 600, seed=0, admin_key=ADMIN_KEY)
+    cases = corpus(service.url, MODEL, CASES, seed=0, admin_key=ADMIN_KEY)
     where = address.hostname, address.port
 
     async def send_cases() -> list[Outcome]:
@@ -36,7 +37,7 @@ def test_hostile_requests_cause_no_failure(service: Service, own_policy: None) -
             return await send_all(cases, *where, in_flight=8, limit_s=90)
 
     outcomes = asyncio.run(send_cases())
-    assert len(outcomes) == len(cases) == 600
+    assert len(outcomes) == len(cases) == CASES
     assert not [(o.problem, o.case.label, o.case.raw[-300:]) for o in outcomes if o.problem]
     assert settle(service.url, MODEL, ADMIN_KEY) == []
 

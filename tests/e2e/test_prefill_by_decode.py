@@ -1,11 +1,9 @@
 """Decode engines that compute short prompts beside a prefill engine whose queue is long."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.applications import arguments_of, running
 from tests.e2e.service import Service, wait_for
 
 REPEATS = 40  # copies of each prompt
@@ -14,39 +12,31 @@ REPEATS = 40  # copies of each prompt
 INTERVALS_S = (0.01, 0.005, 0.003, 0.002, 0.001)
 
 
-@pytest.fixture(scope="module")
-def split(ray_cluster: str) -> Iterator[Service]:
-    """Run one prefill engine and two decode engines, which may compute any prompt."""
-    arguments = arguments_of("cpu_demo.yaml")
-    arguments["path"] = {"local_prefill_tokens": 2048}
-    with running("local", arguments) as service:
-        yield service
-
-
 async def test_greedy_answers_equal_a_single_engine_wherever_their_prompts_are_computed(
-    split: Service, single_engine: dict[str, list[str]], prompts: list[str]
+    wide: Service, single_engine: dict[str, list[str]], prompts: list[str]
 ) -> None:
     def decode_engines_are_measured() -> bool:
         for prompt in prompts:  # two answers to one prompt come from a decode engine alone
-            split.complete(prompt, n=2, max_tokens=16)
-        return split.status()["step_cost"]["steps"] > 100
+            wide.complete(prompt, n=2, max_tokens=16)
+        return wide.status()["step_cost"]["steps"] > 100
 
     def num_prefilled() -> list[int]:
         """Return how many prompts have been prefilled by decode and by prefill engines."""
-        return split.settled_counters("prefilled_locally", "prefills")
+        return wide.settled_counters("prefilled_locally", "prefills")
 
     async def send_all(interval_s: float) -> int:
         """Send all prompts; return how many of them decode engines have prefilled."""
 
         async def send(number: int, prompt: str) -> str:
             await asyncio.sleep(number * interval_s)
-            return await split.greedy_async(prompt)
+            return await wide.greedy_async(prompt)
 
         before = num_prefilled()
         answers = await asyncio.gather(*(send(n, prompt) for n, prompt in enumerate(prompts * REPEATS)))
         assert answers == single_engine["completions"] * REPEATS
         expected = sum(before) + len(answers)
-        wait_for(lambda: sum(num_prefilled()) == expected, "each prompt is counted once", 30)
+        # More if the prefill engine was silent for so long that another one computed a prompt again.
+        wait_for(lambda: sum(num_prefilled()) >= expected, "each prompt is counted", 30)
         num_local, num_split = (now - then for now, then in zip(num_prefilled(), before, strict=True))
         assert num_split > 0
         return num_local

@@ -20,14 +20,14 @@ from tests.e2e.service import ADMIN_KEY, PROMPTS, Service, run, wait_for
 
 NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
-AT_ONCE, CROWD = 8, 30  # concurrent requests; so many as CROWD start another decode engine
+AT_ONCE, CROWD = 8, 16  # concurrent requests; so many as CROWD start another decode engine
 TOKENS = 8
-# With more than 20 requests in flight it scales up to three engines, and does not scale down.
+# With more than 10 requests in flight it scales up to three engines, and does not scale down.
 _SCALING = {
     "min_replicas": 2,
     "initial_replicas": 2,
     "max_replicas": 3,
-    "target_ongoing_requests": 10,
+    "target_ongoing_requests": 5,
     "upscale_delay_s": 1,
     "downscale_delay_s": 600,
     "look_back_period_s": 2,
@@ -42,7 +42,7 @@ class Pool:
     service: Service
 
     def __post_init__(self) -> None:
-        self._client = httpx.Client(timeout=120)
+        self._client = httpx.Client(timeout=240)
         self._numbers = itertools.count()
 
     def send(
@@ -162,7 +162,7 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
 
     everything = (*FIRST, *SHIFTED)
     with ThreadPoolExecutor(1) as crowd:  # long answers, so that most requests are in decode engines
-        sending = crowd.submit(pool.send, everything, 2 * CROWD, CROWD, 200)
+        sending = crowd.submit(pool.send, everything, 2 * CROWD, CROWD, 120)
         wait_for(lambda: replicas() == 3, "Serve starts a third decode replica", 120)
         sending.result()
     # Without load, which would slow the start of the new engine.
