@@ -9,7 +9,7 @@ export PYTHONUNBUFFERED := 1
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser promtool test test-unit test-engine test-families test-benchmarks test-faults test-demo \
+.PHONY: help setup browser promtool test test-unit test-engine test-long test-families test-benchmarks test-faults test-demo \
 	test-e2e test-package lint format demo bench like-vllm tables docs package clean
 
 help: ## list the targets
@@ -65,6 +65,9 @@ test-unit: setup browser promtool ## run the fast part, under 3 minutes: no engi
 
 test-engine: setup ## test the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
+
+test-long: setup ## test engines and applications at further sizes, runners and kinds of expert parallelism
+	$(BIN)/python -m pytest -m long tests/engine tests/e2e
 
 test-families: setup ## test every MoE family on a real engine, under both runners (ELDR_CPU=avx2: no AVX-512)
 	$(BIN)/python -m pytest -m families tests/engine

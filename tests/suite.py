@@ -23,7 +23,7 @@ PARALLEL += ["--max-worker-restart", "0"]
 # Files that need no application of other tests. Half of their time they wait, and engine tests compute then.
 ALONE = ["tests/e2e/test_own_model.py"]
 # The longest files first, so that both cores end together.
-_LONG = ["aborted_reads", "samples", "replay_engine", "ep", "families", "dp", "speculative"]
+_LONG = ["exact", "aborted_reads", "families", "speculative", "samples", "dp", "prefixes", "ep"]
 _ENGINE = [f"tests/engine/test_{name}.py" for name in _LONG]
 _OTHERS = {f"tests/engine/{file.name}" for file in (ROOT / "tests/engine").glob("test_*.py")} - {*_ENGINE}
 PARTS = {

@@ -31,6 +31,7 @@ from tests.e2e.service import ADMIN_KEY, Background, Service, core_of, until, wa
 from tests.e2e.streams import Stream, complete
 from tests.support.tables import save_placements, unit_table
 
+pytestmark = pytest.mark.long
 DEMO: dict[str, Any] = {"model": "eldr-demo", "num_layers": 6, "num_experts": 64}
 
 
@@ -171,7 +172,6 @@ def test_a_job_places_the_experts_for_the_newest_prompts(
     assert texts == [complete(expert_parallel, p)[1] for p in prompts] == single_engine["completions"]
 
 
-@pytest.mark.faults
 async def test_a_dead_rank_ends_its_engine_but_loses_no_answer(
     expert_parallel: Service,
     placed: tuple[Path, list[str]],

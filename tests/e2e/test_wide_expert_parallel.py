@@ -72,7 +72,7 @@ def test_a_client_cannot_choose_the_rank(wide: Service, where: str) -> None:
     assert "because the router chooses the rank: leave it out" in answer.json()["error"]["message"]
 
 
-@pytest.mark.faults
+@pytest.mark.long
 async def test_a_killed_rank_ends_its_engine_but_no_answer(
     wide: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:

@@ -37,15 +37,26 @@ from tests.engine.scripts import ROOT, run_script
 EXPERT_PARALLEL = {"ELDR_EXPERT_PARALLEL": "1"}
 
 
-def test_two_ranks_answer_like_one_process_under_any_placement(model: Path, tmp_path: Path) -> None:
-    expected = tmp_path / "alone.json"
-    run_script("ep_script.py", model, "alone", expected)
-    run_script("ep_script.py", model, "ranks", expected, **EXPERT_PARALLEL)
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file with the answers and counts of one process."""
+    answers = tmp_path_factory.mktemp("alone") / "alone.json"
+    run_script("ep_script.py", model, "alone", answers)
+    return answers
+
+
+def test_two_ranks_answer_like_one_process_under_any_placement(model: Path, alone: Path) -> None:
+    run_script("ep_script.py", model, "ranks", alone, **EXPERT_PARALLEL)
+
+
+@pytest.mark.long
+def test_two_compiled_ranks_answer_like_one_process(model: Path, alone: Path) -> None:
     # Traced as for GPUs; vLLM's switch for tests skips the C++ compiler, which saves a minute.
     compiled = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_CI_ENV": "1"}
-    run_script("ep_script.py", model, "compiled", expected, **EXPERT_PARALLEL, **compiled)
+    run_script("ep_script.py", model, "compiled", alone, **EXPERT_PARALLEL, **compiled)
 
 
+@pytest.mark.long
 def test_four_ranks_migrate_between_the_placements_of_several_methods(tmp_path: Path) -> None:
     model, expected = (str(tmp_path / name) for name in ("model", "alone.json"))
     widen(WEIGHTS, 32, Path(model), heads=4)

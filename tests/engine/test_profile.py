@@ -15,7 +15,7 @@ COUNTS = {"copy_", "index_put_", "scatter_add_", "index_select", "argsort", "sea
 OURS, EXCLUDED = "eldr_serve/engine/", "host_copy.py("  # copies to the host have their own stream
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", ["V1", pytest.param("V2", marks=pytest.mark.long)])
 def test_no_step_waits_for_the_device(model: Path, tmp_path: Path, runner: str) -> None:
     run_script("profile_script.py", model, tmp_path, v2=runner == "V2")
     assert (tmp_path / "runner").read_text() == f"vllm.v1.worker.{RUNNERS[runner]}"

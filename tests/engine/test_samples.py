@@ -18,7 +18,7 @@ from tests.engine.scripts import run_script
 RUNS = {"decode": ("decode", 30), "whole": ("whole", 30), "whole, v2": ("whole", 10)}
 
 
-@pytest.fixture(scope="module", params=list(RUNS))
+@pytest.fixture(scope="module", params=["decode", "whole", pytest.param("whole, v2", marks=pytest.mark.long)])
 def run(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, Any]]:
