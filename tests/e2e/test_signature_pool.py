@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from tests.e2e.service import ADMIN_KEY, PROMPTS, Service, run, wait_for
 
 NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
-AT_ONCE, CROWD = 8, 16  # concurrent requests; so many as CROWD start another decode engine
+AT_ONCE, CROWD = 8, 20  # concurrent requests; so many as CROWD start another decode engine
 TOKENS = 8
 # With more than 10 requests in flight it scales up to three engines, and does not scale down.
 _SCALING = {
@@ -67,12 +67,20 @@ class Pool:
         answer = self._client.post(url, json=body, headers={"x-eldr-domain": domain})
         assert answer.status_code == 200, answer.text
 
-    def send_until(self, domains: tuple[str, ...], done: Any, what: str) -> None:
+    def send_until(
+        self,
+        domains: tuple[str, ...],
+        done: Callable[[], bool],
+        what: str,
+        *,
+        at_once: int = AT_ONCE,
+        tokens: int = TOKENS,
+    ) -> None:
         """Keep sending until the condition holds."""
         deadline = time.monotonic() + 240
         while not done():
             assert time.monotonic() < deadline, f"{what}: {self.signatures()}"
-            self.send(domains, 2 * AT_ONCE)
+            self.send(domains, 2 * at_once, at_once, tokens)
 
     def signatures(self) -> dict[str, Any]:
         return self.service.status()["signatures"]
@@ -161,10 +169,9 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
         return sum(decode.replica_states.values())
 
     everything = (*FIRST, *SHIFTED)
-    with ThreadPoolExecutor(1) as crowd:  # long answers, so that most requests are in decode engines
-        sending = crowd.submit(pool.send, everything, 2 * CROWD, CROWD, 120)
-        wait_for(lambda: replicas() == 3, "Serve starts a third decode replica", 120)
-        sending.result()
+    # The answers are long, so that most requests are in decode engines.
+    what = "Serve starts a third decode replica"
+    pool.send_until(everything, lambda: replicas() == 3, what, at_once=CROWD, tokens=300)
     # Without load, which would slow the start of the new engine.
     wait_for(lambda: len(pool.service.status()["workers"]) == 3, "the third decode replica runs", 200)
     pool.send_until(
