@@ -61,13 +61,13 @@ test: setup browser promtool ## run ruff, then mypy and the whole suite, on real
 	$(BIN)/python tests/suite.py
 
 test-unit: setup browser promtool ## run the fast part, under 3 minutes: no engine, no Ray
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not faults and not benchmarks' tests/unit
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not long and not faults and not benchmarks' tests/unit
 
 test-engine: setup ## test the engine extension on a real vLLM CPU engine
 	$(BIN)/python -m pytest tests/engine
 
-test-long: setup ## test engines and applications at further sizes, runners and kinds of expert parallelism
-	$(BIN)/python -m pytest -m long tests/engine tests/e2e
+test-long: setup ## test the wheel, and engines with further runners, kernels and kinds of expert parallelism
+	$(BIN)/python -m pytest -m long tests/unit tests/engine tests/e2e
 
 test-families: setup ## test every MoE family on a real engine, under both runners (ELDR_CPU=avx2: no AVX-512)
 	$(BIN)/python -m pytest -m families tests/engine

@@ -23,7 +23,7 @@ import numpy as np
 
 from tests.engine.transfer_script import PATIENCE_S, engine, run
 
-ROUNDS, LENGTH, OUTPUT = 12, 200, 6
+ROUNDS, LENGTH, OUTPUT = 6, 200, 6
 BLOCKS = 24  # KV blocks of the prefill engine; a prompt has 7
 
 

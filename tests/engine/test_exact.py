@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,12 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return report
 
 
-@pytest.fixture(scope="module", params=list(RUNS))
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return the parameters for runs of these names. Only `make test-long` has other kernels."""
+    return [pytest.param(name, marks=pytest.mark.long) if name == "avx2" else name for name in names]
+
+
+@pytest.fixture(scope="module", params=cases(RUNS))
 def name(request: pytest.FixtureRequest) -> str:
     case: str = request.param
     return case
@@ -67,6 +72,7 @@ def test_the_engine_runs_the_intended_model_runner(report: dict[str, Any], name:
     assert report["runner"] == f"vllm.v1.worker.{RUNNERS[name]}"
 
 
+@pytest.mark.long
 def test_vllm_loads_the_kernels_for_the_visible_cpu_features(run: Callable[[str], dict[str, Any]]) -> None:
     assert run("avx2")["kernels"] == ["_C_AVX2.abi3.so"]
     assert len(run("async")["kernels"]) == 1
@@ -105,7 +111,7 @@ def test_every_decode_step_has_a_record(report: dict[str, Any]) -> None:
         assert step["seconds"] > 0
 
 
-@pytest.mark.parametrize("other", [name for name, run in RUNS.items() if "short" in run])
+@pytest.mark.parametrize("other", cases(name for name, run in RUNS.items() if "short" in run))
 def test_answers_and_counts_equal_those_of_the_default(
     run: Callable[[str], dict[str, Any]], other: str
 ) -> None:

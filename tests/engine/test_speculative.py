@@ -79,7 +79,9 @@ def decode_steps(report: dict[str, Any]) -> list[dict[int, tuple[int, list[int]]
     return [s for s in steps if s and all(at >= len(PROMPTS[number]) for number, (at, _) in s.items())]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft model", "asynchronous", "EAGLE", "MTP"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "draft model", "asynchronous", "EAGLE", pytest.param("MTP", marks=pytest.mark.long)]
+)
 def test_a_record_counts_the_experts_of_all_tokens_that_a_step_verifies(
     run: Callable[[str], dict[str, Any]],
     chosen_by: Callable[[str], Callable[[list[int]], np.ndarray]],

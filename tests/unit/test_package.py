@@ -63,7 +63,7 @@ def test_the_wheel_contains_everything_that_the_demo_needs(wheel: Path) -> None:
     assert wheel.stat().st_size < 20e6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_runs_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     """Use an environment with our dependencies, but without this checkout."""
     venv.create(tmp_path / "venv", with_pip=False)
