@@ -142,7 +142,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     command = [sys.executable, "-m", "offline.demo", "--keep"]
     log = out / "demo.txt"
     # By default each test of a metric waits for 10 s, and of spans for 5 s.
-    os.environ |= {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
+    os.environ |= {"RAY_metrics_report_interval_ms": "3000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
     # By default each test of autoscaling waits for 10 s.
     os.environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
     STRANGER.parent.mkdir(exist_ok=True)

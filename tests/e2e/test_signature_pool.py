@@ -180,7 +180,7 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
     everything = (*FIRST, *SHIFTED)
     # The answers are long, so that most requests are in decode engines.
     what = "Serve starts a third decode replica"
-    pool.send_until(everything, lambda: replicas() == 3, what, at_once=CROWD, tokens=300)
+    pool.send_until(everything, lambda: replicas() == 3, what, at_once=CROWD, tokens=120)
     # Without load, which would slow the start of the new engine.
     wait_for(lambda: len(pool.service.status()["workers"]) == 3, "the third decode replica runs", 200)
     pool.send_until(
