@@ -20,7 +20,8 @@ OUT = ROOT / "out" / "suite"
 PARALLEL = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # long files first, in the given order
 # With "loadfile", pytest-xdist waits without end for a worker that replaces a dead one.
 PARALLEL += ["--max-worker-restart", "0"]
-# Files that need no application of other tests. Half of their time they wait, and engine tests compute then.
+# Files that start an application of their own. Beside the engine tests, whose processes use both cores, its
+# engines would be so slow that the ingress counts them as lost.
 ALONE = ["tests/e2e/test_own_model.py"]
 # The longest files first, so that both cores end together.
 _LONG = ["exact", "aborted_reads", "families", "speculative", "samples", "dp", "prefixes", "ep"]
@@ -28,7 +29,8 @@ _ENGINE = [f"tests/engine/test_{name}.py" for name in _LONG]
 _OTHERS = {f"tests/engine/{file.name}" for file in (ROOT / "tests/engine").glob("test_*.py")} - {*_ENGINE}
 PARTS = {
     "unit": [*PARALLEL, "--timeout", "300", "tests/unit"],
-    "engine": [*PARALLEL, *ALONE, *_ENGINE, *sorted(_OTHERS)],
+    "engine": [*PARALLEL, *_ENGINE, *sorted(_OTHERS)],
+    "own-model": ALONE,
     "end-to-end": ["tests/e2e", *(f"--ignore={file}" for file in ALONE)],
 }
 BESIDE = {"types": [sys.executable, "-m", "mypy"]}  # commands like mypy, which start with the first part
