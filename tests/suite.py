@@ -24,7 +24,7 @@ PARALLEL += ["--max-worker-restart", "0"]
 # engines would be so slow that the ingress counts them as lost.
 ALONE = ["tests/e2e/test_own_model.py"]
 # The longest files first, so that both cores end together.
-_LONG = ["exact", "aborted_reads", "families", "speculative", "samples", "dp", "prefixes", "ep"]
+_LONG = ["exact", "aborted_reads", "families", "speculative", "samples", "prefixes", "ep"]
 _ENGINE = [f"tests/engine/test_{name}.py" for name in _LONG]
 _OTHERS = {f"tests/engine/{file.name}" for file in (ROOT / "tests/engine").glob("test_*.py")} - {*_ENGINE}
 PARTS = {

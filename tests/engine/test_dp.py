@@ -11,6 +11,8 @@ from benchmarks.lib.tiny_model import LAYERS, TOP_K
 from tests.engine.dp_transfer_script import LENGTH, RANKS
 from tests.engine.scripts import run_script
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -20,7 +22,6 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return answers
 
 
-@pytest.mark.long
 def test_data_parallel_ranks_answer_like_one_process(model: Path, alone: Path) -> None:
     for ranks in (2, 4):
         run_script("dp_script.py", model, ranks, alone, ELDR_EXPERT_PARALLEL="1")
@@ -30,7 +31,6 @@ def test_ranks_that_gather_before_top_k_answer_like_one_process(model: Path, alo
     run_script("dp_script.py", model, 2, alone, "before-top-k", ELDR_EXPERT_PARALLEL="1")
 
 
-@pytest.mark.long
 def test_every_rank_reads_prompts_from_every_rank(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     run_script("dp_transfer_script.py", model, out, ELDR_EXPERT_PARALLEL="1")
