@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.e2e.applications import arguments_of, running
 from tests.e2e.collector import Collector
 from tests.e2e.service import (
     AGENT_PORT,
@@ -39,6 +40,7 @@ LAST = (
     "test_whole_replicas.py",
     "test_dead_core.py",  # it kills an engine
     "test_wide_expert_parallel.py",
+    "test_prefill_by_decode.py",  # it uses the application of the previous file
     "test_when_workers_leave.py",
 )
 _POLICY = """
@@ -142,7 +144,7 @@ def starting_demo(tmp_path_factory: pytest.TempPathFactory, collector: Collector
     command = [sys.executable, "-m", "offline.demo", "--keep"]
     log = out / "demo.txt"
     # By default each test of a metric waits for 10 s, and of spans for 5 s.
-    os.environ |= {"RAY_metrics_report_interval_ms": "3000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
+    os.environ |= {"RAY_metrics_report_interval_ms": "1000", "OTEL_BSP_SCHEDULE_DELAY": "500"}
     # By default each test of autoscaling waits for 10 s.
     os.environ |= {"RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1"}
     STRANGER.parent.mkdir(exist_ok=True)
@@ -228,6 +230,21 @@ def ray_cluster(demo: Demo) -> Iterator[str]:
 def service(demo: Demo, ray_cluster: str) -> Service:
     """Return the demo's running and warm service: deployments/cpu_demo.yaml."""
     return Service(demo.url)
+
+
+@pytest.fixture(scope="session")
+def wide(ray_cluster: str) -> Iterator[Service]:
+    """Run deployments/cpu_demo_wide_ep.yaml beside the demo. Its decode engine may also compute prompts."""
+    arguments = arguments_of("cpu_demo_wide_ep.yaml")
+    # Serve replaces a dead replica at its next health check, and answers wait for the new one.
+    arguments["decode_config"]["deployment_config"] |= {
+        "health_check_period_s": 1,
+        "graceful_shutdown_timeout_s": 3,
+    }
+    arguments["path"] = {"replica_wait_s": 200.0, "local_prefill_tokens": 2048}
+    with running("wide", arguments) as service:
+        service.set_policy("round-robin")
+        yield service
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from tests.support.processes import output
 
 PORT = 8271
 URL = f"http://127.0.0.1:{PORT}"
-# Few short answers at a time, so that some end in each trial on a slow machine, too.
+# Few short answers at a time: some end in a trial although the engine tests have most of the machine.
 FEW = ["--warm-up-seconds", "2", "--in-flight", "4", "--max-tokens", "8"]
 # Settings that no user changes: small sizes, and ports that differ from the suite's service.
 SHORTER = {

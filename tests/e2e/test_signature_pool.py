@@ -1,9 +1,5 @@
-"""The shipped ELDR deployment: requests follow a table that the service fits to its own traffic.
+"""The shipped ELDR deployment: requests follow a table that the service fits to its own traffic."""
 
-Its decode engines compute short prompts while the queue of the prefill engine is long.
-"""
-
-import asyncio
 import itertools
 import json
 import time
@@ -26,10 +22,6 @@ NAME = "pool"
 FIRST, SHIFTED = ("code", "math"), ("zh", "ru")  # domains
 AT_ONCE, CROWD = 8, 20  # concurrent requests; so many as CROWD start another decode engine
 TOKENS = 8
-REPEATS = 40  # copies of each prompt
-# Times between arrivals, s, down to one at which the prefill queue becomes so long that decode engines are
-# sooner. If all prompts came at once, the router would not report its loads of most of them in time.
-INTERVALS_S = (0.003, 0.002, 0.001)
 # With more than 10 requests in flight it scales up to three engines, and does not scale down.
 _SCALING = {
     "min_replicas": 2,
@@ -106,7 +98,6 @@ def pool(ray_cluster: str) -> Iterator[Pool]:
     engines = arguments["decode_config"]["deployment_config"]
     del engines["num_replicas"]
     engines["autoscaling_config"] = _SCALING
-    arguments["path"] = {"local_prefill_tokens": 2048}  # not before a decode engine has been measured
     arguments["signatures"] |= {"window": 256, "rate": 50, "every_s": 3}
     with running(NAME, arguments) as service:
         yield Pool(service)
@@ -180,7 +171,7 @@ def test_a_third_decode_replica_gets_a_centroid(pool: Pool) -> None:
     everything = (*FIRST, *SHIFTED)
     # The answers are long, so that most requests are in decode engines.
     what = "Serve starts a third decode replica"
-    pool.send_until(everything, lambda: replicas() == 3, what, at_once=CROWD, tokens=120)
+    pool.send_until(everything, lambda: replicas() == 3, what, at_once=CROWD, tokens=300)
     # Without load, which would slow the start of the new engine.
     wait_for(lambda: len(pool.service.status()["workers"]) == 3, "the third decode replica runs", 200)
     pool.send_until(
@@ -207,40 +198,3 @@ def test_a_dead_pool_loses_only_its_samples(pool: Pool) -> None:
     after = pool.service.status()["table"]
     assert after["version"] >= table["version"]
     assert after["workers_fitted"] == 3
-
-
-async def test_greedy_answers_equal_a_single_engine_wherever_their_prompts_are_computed(
-    pool: Pool, single_engine: dict[str, list[str]], prompts: list[str]
-) -> None:
-    def decode_engines_are_measured() -> bool:
-        for prompt in prompts:  # two answers to one prompt come from a decode engine alone
-            pool.service.complete(prompt, n=2, max_tokens=16)
-        return pool.service.status()["step_cost"]["steps"] > 100
-
-    def num_prefilled() -> list[int]:
-        """Return how many prompts have been prefilled by decode and by prefill engines."""
-        return pool.service.settled_counters("prefilled_locally", "prefills")
-
-    async def send_all(interval_s: float, repeats: int = REPEATS) -> int:
-        """Send all prompts; return how many of them decode engines have prefilled."""
-
-        async def send(number: int, prompt: str) -> str:
-            await asyncio.sleep(number * interval_s)
-            return await pool.service.greedy_async(prompt)
-
-        before = num_prefilled()
-        answers = await asyncio.gather(*(send(n, prompt) for n, prompt in enumerate(prompts * repeats)))
-        assert answers == single_engine["completions"] * repeats
-        expected = sum(before) + len(answers)
-        # More if the prefill engine was silent for so long that another one computed a prompt again.
-        wait_for(lambda: sum(num_prefilled()) >= expected, "each prompt is counted", 30)
-        num_local, num_split = (now - then for now, then in zip(num_prefilled(), before, strict=True))
-        assert num_split > 0
-        return num_local
-
-    wait_for(decode_engines_are_measured, "the cost of prompts on decode engines is measured")
-    await send_all(0.05, repeats=8)  # this measures the prefill engine and the hand-over
-    for interval_s in INTERVALS_S:
-        if await send_all(interval_s):
-            return
-    pytest.fail("no prompt was prefilled by a decode engine")

@@ -4,33 +4,14 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from eldr_serve.scheduling.worker_names import rank_of, replica_of, worker_names
 from loadgen.processes import is_alive
-from tests.e2e.applications import arguments_of, running
 from tests.e2e.service import HTTP, Service, pid_of, until, wait_for
 from tests.e2e.streams import Stream, complete
-
-pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def wide(ray_cluster: str) -> Iterator[Service]:
-    """Run deployments/cpu_demo_wide_ep.yaml beside the demo."""
-    arguments = arguments_of("cpu_demo_wide_ep.yaml")
-    # Serve replaces a dead replica at its next health check, and answers wait for the new one.
-    arguments["decode_config"]["deployment_config"] |= {
-        "health_check_period_s": 1,
-        "graceful_shutdown_timeout_s": 3,
-    }
-    arguments["path"] = {"replica_wait_s": 200.0}
-    with running("wide", arguments) as service:
-        service.set_policy("round-robin")
-        yield service
 
 
 def replica(service: Service) -> str:
@@ -91,6 +72,7 @@ def test_a_client_cannot_choose_the_rank(wide: Service, where: str) -> None:
     assert "because the router chooses the rank: leave it out" in answer.json()["error"]["message"]
 
 
+@pytest.mark.long
 async def test_a_killed_rank_ends_its_engine_but_no_answer(
     wide: Service, prompts: list[str], single_engine: dict[str, list[str]]
 ) -> None:
