@@ -73,7 +73,7 @@ def application(cors_origins: Sequence[str] = ()) -> Starlette:
         routes=[_route(endpoint) for endpoint in ENDPOINTS],
         middleware=[
             *([cors] if cors_origins else []),
-            # As an exception handler it would answer outside `cors`, and browsers would hide the answer.
+            # Starlette runs an exception handler of Exception outside `cors`: answers would lack its headers.
             Middleware(ServerErrorMiddleware, handler=_fault),
             Middleware(AdmissionMiddleware, gate=lambda: _ingress_parts().gate, public_paths=PUBLIC_PATHS),
         ],

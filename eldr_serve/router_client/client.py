@@ -90,7 +90,7 @@ class RouterClient:
         self._fallback = LocalFallback(workers)
         self._place_calls: dict[str, OpenCall] = {}  # open calls by request id
         self._reporting: asyncio.Task[None] | None = None
-        # What the next `_report` sends to the router:
+        # Sent by the next `_report`: ids of requests with progress, and latencies of ended streams.
         self._unreported: set[str] = set()
         self._ended_streams: deque[StreamLatencies] = deque(maxlen=_MAX_STREAMS)
         self._reported_prediction: dict[str, Any] | None = None

@@ -162,7 +162,7 @@ class RouterSubscription:
             self._subscription.note(encode(Workers(workers)))
 
     def _known_workers(self) -> tuple[str, ...] | None:
-        """Return the live decode workers; None if this ingress has not known any yet."""
+        """Return the live decode workers; None until this ingress has found the first one."""
         workers = self._workers()
         return None if not workers and self._reported_workers is None else workers
 

@@ -35,7 +35,7 @@ class WaitingRequests:
 
     Args:
         timeout_s: maximum time for an answer, s.
-        on_late: called when the router has not answered for longer than `timeout_s`.
+        on_late: called with a TimeoutError when a request has had no answer for `timeout_s`.
         on_expired: called when a request is refused since no worker is free in time.
     """
 

@@ -66,7 +66,7 @@ class Restore(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
     Attributes:
         ingress: id of the ingress.
-        workers: decode workers that the ingress can reach; None: it has not known any yet.
+        workers: decode workers that the ingress can reach; None until it has found the first one.
         leases: ids of the requests that hold a lease; all other requests of the ingress have ended or wait.
         settings: newest settings that the ingress knows, which a restarted router adopts.
         counts_shape: (MoE layers, experts) as engines report it, if known.

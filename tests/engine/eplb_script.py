@@ -157,7 +157,7 @@ def run(rank: int, port: int, path: Path) -> None:
     placement = np.array(PLACEMENT)
     hosts = hosts_of(placement, EXPERTS, RANKS)
     ours, papers = (plan(hosts).route(np.ones((LAYERS, EXPERTS), int)) for plan in METRO_PLANS.values())
-    assert not np.array_equal(ours, papers), "the placement does not tell the two forms apart"
+    assert not np.array_equal(ours, papers), "both forms of METRO make the same choice under this placement"
     choices = [("even", True), *((metro, own) for metro in METRO_PLANS for own in (True, False))]
     for choice, own_tokens in (*choices, ("local", True), ("weighted", True), ("weighted", False)):
         _, state, layers = worker(rank, path, kernel_router, choice, own_tokens)

@@ -161,7 +161,7 @@ def test_an_engine_that_replaces_another_one_gets_the_placement_of_its_position(
     assert service.held() == [first, second, first]  # position 2 shares centroid 0
     service.positions[1] = "new"
     del service.experts["r1"]
-    assert list(placements.check()) == []  # the new engine has not reported its experts
+    assert list(placements.check()) == []  # until the new engine has reported its experts
     service.start("new")
     assert list(placements.check()) == [f"position 1: 3 experts moved, placement {second}"]
     service.experts["r0"]["placement"] = "an operator's"
