@@ -51,7 +51,7 @@ KEY = "demo"
 POLICIES = ["shortest-queue", "marginal-cost", "locality-band"]
 console = Console()
 _LINE_S = 15.0  # time between two lines about a running step, if the output is not a terminal
-_MAX_TABLE_LOADS = 6  # maximum repetitions of the load for the routing table
+_MAX_TABLE_LOADS = 6  # maximum number of loads for the routing table
 _TABLE_S = 30.0  # time limit for the routing table once there are enough samples
 _SHOWN_COLUMNS = (
     "active_experts",
@@ -211,22 +211,21 @@ def _make_table(service: OperatorClient, plan: _Plan) -> tuple[Path, Path]:
     """
     load = replace(
         plan.load,
-        seconds=plan.table_load_s,
         warm_up_s=0,
         max_tokens=max(1, plan.load.max_tokens // 2),  # with shorter answers more requests end
         min_tokens=max(1, plan.load.min_tokens // 2),
     )
     what = "load from which the service fits its routing table"
-    for number in range(_MAX_TABLE_LOADS):
-        _run_load(service, plan, ScheduledTrial(number, 0, POLICIES[0], seed=number), load, what=what)
+    seconds = [plan.table_load_s * (number + 1) for number in range(_MAX_TABLE_LOADS)]
+    for number, seconds_of_load in enumerate(seconds):  # on a slow machine few answers end in a short load
+        step = ScheduledTrial(number, 0, POLICIES[0], seed=number)
+        _run_load(service, plan, step, replace(load, seconds=seconds_of_load), what=what)
         with _show_step("waiting for the routing table") as log:
             live, note = _wait_for_table(service, log)
         if live:
             break
     else:
-        raise UserInputError(
-            f"no routing table after {_MAX_TABLE_LOADS} times {plan.table_load_s} s of load: {note}"
-        )
+        raise UserInputError(f"no routing table after {sum(seconds)} s of load: {note}")
     trace, table = plan.out / "trace.safetensors", plan.out / "table.safetensors"
     write_atomically(trace, service.trace())
     write_atomically(table, service.table())
@@ -356,7 +355,7 @@ def demo(
         int, typer.Option(min=16, help="Requests from which the service fits its routing table.")
     ] = 120,
     table_seconds: Annotated[
-        int, typer.Option(min=1, help="Load for the first routing table, s; repeated until it is live.")
+        int, typer.Option(min=1, help="Load for the first routing table, s; repeated, longer each time.")
     ] = 8,
     greedy: Annotated[int, typer.Option(min=1, help="Prompts whose greedy answers are compared.")] = 5,
     port: Annotated[int, typer.Option(help="HTTP port; the next one is Serve's proxy's.")] = 8000,

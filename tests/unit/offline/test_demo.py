@@ -197,14 +197,20 @@ class _Service:
 
 
 @pytest.mark.parametrize(("refusals", "loads"), [(0, 1), (2, 3), (100, demo._MAX_TABLE_LOADS)])
-def test_load_continues_until_the_service_has_a_routing_table(
+def test_load_repeats_longer_each_time_until_the_service_has_a_routing_table(
     refusals: int, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = _Service(refusals)
-    monkeypatch.setattr(demo, "_run_load", lambda *_, **__: setattr(service, "loads", service.loads + 1))
+    seconds: list[int] = []
+
+    def run_load(_service: Any, _plan: Any, _step: Any, load: LoadSpec, **_: Any) -> None:
+        service.loads += 1
+        seconds.append(load.seconds)
+
+    monkeypatch.setattr(demo, "_run_load", run_load)
     if refusals < loads:
         demo._make_table(service, plan(tmp_path))
     else:
-        with pytest.raises(UserInputError, match="no routing table after 6 times 8 s of load: a note"):
+        with pytest.raises(UserInputError, match="no routing table after 168 s of load: a note"):
             demo._make_table(service, plan(tmp_path))
-    assert service.loads == loads
+    assert seconds == [8 * (number + 1) for number in range(loads)]
