@@ -221,7 +221,6 @@ class RouterClient:
                 prompt_tokens=prompt_tokens,
                 predicted=False,
             )
-            self._fallback.add(lease)
             if request_id in self._place_calls:  # the blocks were sent with the placement
                 self._place_calls[request_id].note(encode(Counted(replace(lease.request, blocks=None))))
 
@@ -231,7 +230,6 @@ class RouterClient:
         if lease is not None:
             lease.generated_tokens = generated_tokens
             self._unreported.add(request_id)
-            self._fallback.set_generated_tokens(request_id, generated_tokens)
 
     def release(self, request_id: str, *, is_complete: bool = True) -> None:
         """End a request's lease in any state. Further calls have no effect.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
-
-import numpy as np
 
 from eldr_serve.errors import OverloadedError
 from eldr_serve.router_protocol.messages import LOCAL_FALLBACK
-from eldr_serve.scheduling.ledger import LoadLedger
 from eldr_serve.scheduling.types import Lease, LeaseState
 
 
@@ -22,20 +20,25 @@ class LocalFallback:
 
     def __init__(self, workers: Callable[[], tuple[str, ...]]) -> None:
         self._workers = workers
-        self._ledger = LoadLedger()
+        self._worker_of: dict[str, str] = {}  # worker of each lease, by request id
+        self._num_leases: Counter[str] = Counter()  # number of leases on each worker
+
+    def __len__(self) -> int:
+        return len(self._worker_of)
 
     def add(self, lease: Lease) -> None:
         """Count a lease on its worker; it replaces an earlier lease of the request."""
-        self._ledger.add(lease.request_id, lease.worker, lease.request.prompt_tokens)
-        self._ledger.set_generated_tokens(lease.request_id, lease.generated_tokens)
-
-    def set_generated_tokens(self, request_id: str, generated_tokens: int) -> None:
-        """Update the number of tokens that a request has generated so far."""
-        self._ledger.set_generated_tokens(request_id, generated_tokens)
+        self.release(lease.request_id)
+        self._worker_of[lease.request_id] = lease.worker
+        self._num_leases[lease.worker] += 1
 
     def release(self, request_id: str) -> None:
         """Remove a lease; ignore an unknown one."""
-        self._ledger.release(request_id)
+        worker = self._worker_of.pop(request_id, None)
+        if worker is not None:
+            self._num_leases[worker] -= 1
+            if not self._num_leases[worker]:
+                del self._num_leases[worker]
 
     def lease(self, lease: Lease, reason: str) -> None:
         """Lease the least loaded worker that is not excluded, and break ties randomly.
@@ -50,10 +53,9 @@ class LocalFallback:
         candidates = [name for name in workers if name not in lease.request.exclude] or list(workers)
         if not candidates:
             raise OverloadedError("no decode replica is running yet", retry_after_s=5)
-        self._ledger.name_workers(candidates)
-        in_flight = self._ledger.loads(self._ledger.rows_of(candidates)).in_flight
         lease.become(LeaseState.GRANTED)
-        least_loaded = np.flatnonzero(in_flight == in_flight.min())
-        lease.worker, lease.position = candidates[int(random.choice(least_loaded))], -1
+        fewest = min(self._num_leases[name] for name in candidates)
+        least_loaded = [name for name in candidates if self._num_leases[name] == fewest]
+        lease.worker, lease.position = random.choice(least_loaded), -1
         lease.num_candidates, lease.reason, lease.policy = len(candidates), reason, LOCAL_FALLBACK
         self.add(lease)

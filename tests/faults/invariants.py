@@ -102,7 +102,7 @@ def find_leftovers(world: World) -> list[str]:
             f"{process} open calls to the router": ingress._router._place_calls,
             f"{process} progress to report": ingress._router._unreported,
             f"{process} ended streams to report": len(ingress._router._ended_streams),
-            f"{process} local fallback": len(ingress._router._fallback._ledger),
+            f"{process} local fallback": len(ingress._router._fallback),
             f"{process} background": services.kv_release.num_pending,
             f"{process} prompts that wait for prefill": services.prefill_admission.queues.outstanding_tokens,
             f"{process} open calls": sum(ingress._fleets.prefill.open_calls.values())
