@@ -241,7 +241,8 @@ def wide(ray_cluster: str) -> Iterator[Service]:
         "health_check_period_s": 1,
         "graceful_shutdown_timeout_s": 3,
     }
-    arguments["path"] = {"replica_wait_s": 200.0, "local_prefill_tokens": 2048}
+    # A burst of prompts can lower the measured rate of prefill until the predicted wait exceeds the default.
+    arguments["path"] = {"replica_wait_s": 200.0, "prefill_queue_s": 200.0, "local_prefill_tokens": 2048}
     with running("wide", arguments) as service:
         service.set_policy("round-robin")
         yield service
