@@ -21,6 +21,7 @@ from eldr_serve.fleet.directory import get_directory
 from eldr_serve.fleet.fleet import Fleet
 from eldr_serve.ingress.admin_endpoints import AdminEndpoints
 from eldr_serve.ingress.admission import Gate
+from eldr_serve.ingress.garbage_collection import make_full_collections_rare
 from eldr_serve.ingress.http_application import application as http_application
 from eldr_serve.ingress.http_server import HttpServer
 from eldr_serve.ingress.metrics_export import IngressMetrics
@@ -117,7 +118,7 @@ class EldrIngress:
             options=path_options,
             tokenizer=self._tokenizer,
         )
-        show_request_lines()
+        _prepare_process()
         self._tracing = _tracing(options.tracing)
         handles = [handle for handle in (prefill, decode) if handle is not None]
         model_id = router_settings.model_id
@@ -279,6 +280,12 @@ class EldrIngress:
         await self._router.stop()
         await self._fleets.prefill.stop()
         await self._fleets.decode.stop()
+
+
+def _prepare_process() -> None:
+    """Apply the settings of an ingress that hold for its whole process."""
+    show_request_lines()
+    make_full_collections_rare()
 
 
 def _fleets(application: str, options: PrefillRouterOptions, *, whole: bool) -> Fleets:

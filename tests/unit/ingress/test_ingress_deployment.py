@@ -22,14 +22,16 @@ from tests.support.ingress_app import running_app
 from tests.support.shipped import ROOT
 
 _REPLICA = """
-import asyncio, sys
+import asyncio, gc, sys
 from ray import cloudpickle
 
 async def main():
     kind, arguments = map(cloudpickle.loads, cloudpickle.load(sys.stdin.buffer))
     import eldr_serve.integrations.decode_request_router  # its handles choose replicas there
     replica = kind.__new__(kind)
+    assert gc.get_threshold()[2] == 10
     await kind.__init__(replica, **arguments)
+    assert gc.get_threshold()[2] == 50, "full collections would stop the event loop"
     cors, *_ = replica.app.user_middleware
     assert cors.kwargs["allow_origins"] == ("https://chat.example.com",), cors
     replica._router.start()
