@@ -76,7 +76,7 @@ class PositionPlacements:
         }
         if not positions:
             raise UserInputError(
-                "no decode engine reports experts that it can move: it must be expert-parallel, on a CPU"
+                "no decode engine reports experts that it can move: see docs/expert_parallel_engines.md"
             )
         engine = live[min(positions)]
         self._fit(table, engine["ranks"], engine["slots"])
@@ -95,7 +95,7 @@ class PositionPlacements:
         if slots != table.num_experts:
             raise UserInputError(
                 f"the engines have {slots} slots for {table.num_experts} experts, but a placement by "
-                "activation has no replicas: remove `redundant_experts` from additional_config"
+                "activation has no replicas: start the engines without redundant slots"
             )
         trace = CalibrationTrace.from_bytes(self._client.trace())
         self._placements = placements_of_clusters(table, trace, ranks, self._batch)

@@ -1,4 +1,4 @@
-"""Run vLLM's own EPLB state, weight exchange and replica kernel on two gloo ranks with our placement.
+"""Run vLLM's own EPLB state, weight exchange and replica kernel on two gloo ranks with our placements.
 
 vLLM has no expert parallelism on CPUs, so a stand-in replaces the engine: a model of bare layers.
 vLLM builds the replica kernel only for GPUs. It runs in Triton's interpreter here.
@@ -6,6 +6,7 @@ vLLM builds the replica kernel only for GPUs. It runs in Triton's interpreter he
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 import tempfile
@@ -30,9 +31,12 @@ from vllm.model_executor.models.interfaces import MixtureOfExperts
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
-from eldr_serve.engine.vllm import eplb
+from eldr_serve.engine.vllm import eplb, eplb_placement
 from eldr_serve.engine.vllm.compat import moe
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.ep.swap import EngineExperts
+from eldr_serve.engine.vllm.worker import EldrWorkerExtension
+from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.expert_placement import ExpertPlacement, hosts_of
 from eldr_serve.experts.parallel.metro import MetroPlan
 from eldr_serve.experts.parallel.replica_choice import slots_by_rank
@@ -99,7 +103,11 @@ class Model(MixtureOfExperts):
         self.num_local_physical_experts = SLOTS // RANKS
 
 
-def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bool) -> Any:
+class ExtendedWorker(eplb.PlacedWorker, EldrWorkerExtension):
+    """The worker as vLLM extends it."""
+
+
+def worker(rank: int, path: Path | None, router_class: Any, choice: str, own_tokens: bool) -> Any:
     """Return a loaded PlacedWorker, its EPLB state and its layers. vLLM loads no model for it."""
     layers = [Layer(router_class, layer, rank, own_tokens) for layer in range(LAYERS)]
     parallel = SimpleNamespace(
@@ -108,14 +116,16 @@ def worker(rank: int, path: Path, router_class: Any, choice: str, own_tokens: bo
         enable_eplb=True,
         enable_elastic_ep=False,
         enable_dbo=False,
+        data_parallel_size=1,
     )
     state = EplbState(parallel, torch.device("cpu"))
     state.add_model(Model(layers), SimpleNamespace(compute_hash=lambda: "tiny", model="tiny"))
-    placed_worker = object.__new__(eplb.PlacedWorker)
+    placed_worker = object.__new__(ExtendedWorker)
+    settings = {"placement": path and str(path), "replica_choice": choice, "layers_per_slice": 1}
     placed_worker.vllm_config = SimpleNamespace(
         parallel_config=parallel,
         speculative_config=None,
-        additional_config={eplb.CONFIG_KEY: {"placement": str(path), "replica_choice": choice}},
+        additional_config={eplb.CONFIG_KEY: settings},
         compilation_config=SimpleNamespace(
             static_forward_context={f"model.layers.{i}.mlp": layer for i, layer in enumerate(layers)}
         ),
@@ -141,9 +151,9 @@ def run(rank: int, port: int, path: Path) -> None:
     group = SimpleNamespace(
         device_group=world, cpu_group=world, world_size=RANKS, rank_in_group=rank, all_reduce=all_reduce
     )
-    for module, names in ((eplb_state, ("get_ep_group", "get_eplb_group")), (eplb, ("get_ep_group",))):
-        for name in names:
-            setattr(module, name, lambda: group)
+    eplb_state.get_eplb_group = lambda: group
+    for module in (eplb_state, eplb, eplb_placement):
+        module.get_ep_group = lambda: group
     eplb_state.get_node_count = eplb.get_node_count = lambda: 1
     # CPUs have no timed events and no streams.
     timer = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 0.0)
@@ -186,12 +196,84 @@ def run(rank: int, port: int, path: Path) -> None:
                     assert np.array_equal(slots, evenly(own_ids, maps, index)), "vLLM chooses otherwise"
         state.rearrange()  # vLLM does so after step_interval
         check_weights(rank, layers, placement)
+    check_migration(rank, path, kernel_router)
     check_refused(lambda: worker(rank, path, kernel_router, "local", False), "must choose the same")
     other = path.with_name(f"other{rank}.json")
     save([PLACEMENT[0]], other)
     check_refused(lambda: worker(rank, other, kernel_router, "even", True), "1 layers of 8 slots")
     save([[0] * SLOTS] * LAYERS, other, experts=1)
     check_refused(lambda: worker(rank, other, kernel_router, "even", True), "has no slot")
+
+
+def check_migration(rank: int, path: Path, router_class: Any) -> None:
+    """Check that an engine in vLLM's own order takes the placement of the file while it serves."""
+    placed, state, layers = worker(rank, None, router_class, "even", True)
+    start = np.tile([slot % EXPERTS for slot in range(SLOTS)], (LAYERS, 1))
+    new, loads = ExpertPlacement.load(path), EXPECTED_TOKENS
+    check_weights(rank, layers, start)
+    placed.vllm_config.additional_config = None  # only the start of an engine reads it
+
+    for placement, ranks, reason in (
+        (PLACEMENT, 4, "for 4 ranks, but the engine has 2"),
+        (PLACEMENT[:1], RANKS, "1 layers of 8 slots"),
+        ([[0] * SLOTS] * LAYERS, RANKS, "has no slot"),
+        ([[-1, *PLACEMENT[0][1:]]] * LAYERS, RANKS, "outside 0 to 5"),
+    ):
+        assert reason in placed.eldr_experts("begin", placement, ranks, loads)
+    assert "set replica_choice to metro" in placed.eldr_experts("choose", "metro")
+    check_weights(rank, layers, start)
+
+    assert placed.eldr_experts("begin", PLACEMENT, RANKS, loads) == LAYERS
+    assert "2 slices to come" in placed.eldr_experts("begin", PLACEMENT, RANKS, loads)
+    for slices_left in (1, 0):
+        assert placed.eldr_experts("move") == slices_left
+        rows = np.array(placed.eldr_experts("status")["placement"])
+        assert np.array_equal(rows[LAYERS - slices_left :], start[LAYERS - slices_left :])
+        check_weights(rank, layers, rows)
+        check_routing(state, layers, rows)
+    assert np.array_equal(hosts_of(rows, EXPERTS, RANKS), hosts_of(new.physical_to_logical, EXPERTS, RANKS))
+    status = placed.eldr_experts("status")
+    was_here, is_here = (hosts_of(side, EXPERTS, RANKS)[..., rank] for side in (start, rows))
+    slot_bytes = layers[0].weights[0].nbytes
+    assert status["bytes_received"] == slot_bytes * (is_here & ~was_here).sum() > 0
+    assert status["experts_moved"] == (rows != start).sum()
+    assert status["weight_bytes"] == slot_bytes * LAYERS * EXPERTS // RANKS
+    assert status["replica_bytes"] == slot_bytes * LAYERS * (SLOTS - EXPERTS) // RANKS
+
+    assert placed.eldr_experts("begin", start.tolist(), RANKS) == LAYERS
+    assert placed.eldr_experts("move") == 1
+    assert placed.eldr_experts("stop") == 1
+    assert placed.eldr_experts("status")["slices_left"] == 0
+    experts = EngineExperts(call_ranks(placed))
+    swap = asyncio.run(experts.place(new, EXPECTED_TOKENS))
+    assert (swap["placement"], swap["slices"]) == (new.id, 1)
+    assert (experts.status["ranks"], experts.status["slots"]) == (RANKS, SLOTS)
+    check_weights(rank, layers, np.array(placed.eldr_experts("status")["placement"]))
+
+    fixed = EngineExperts(call_ranks(worker(rank, path, router_class, "metro", True)[0]))
+    with pytest.raises(RequestRefusedError, match="set replica_choice to even"):
+        asyncio.run(fixed.place(new))
+    assert fixed.status["placement"] == new.id
+
+
+def call_ranks(placed: Any) -> Any:
+    """Return a `collective_rpc` that both ranks call at the same time."""
+
+    async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
+        answers = [None] * RANKS
+        torch.distributed.all_gather_object(answers, getattr(placed, method)(*args))
+        return answers
+
+    return call
+
+
+def check_routing(state: Any, layers: list[Layer], rows: np.ndarray) -> None:
+    """Check that vLLM's own rule sends tokens to slots that hold their experts."""
+    ids = np.arange(EXPERTS * TOP_K).reshape(-1, TOP_K) % EXPERTS
+    for index, layer in enumerate(layers):
+        _, mapped = layer.router.select_experts(torch.empty(0), torch.from_numpy(ids))
+        assert np.array_equal(rows[index][mapped.numpy()], ids)
+        assert np.array_equal(mapped.numpy(), evenly(ids, state.model_states["tiny"], index))
 
 
 def check_weights(rank: int, layers: list[Layer], placement: np.ndarray) -> None:

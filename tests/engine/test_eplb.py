@@ -51,7 +51,7 @@ def test_a_config_is_read() -> None:
         ({"speculative": object()}, "speculative"),
         ({"given": {}}, "eldr_experts"),
         ({"given": {"eldr_experts": {"placement": "p.json", "replica_choice": "best"}}}, "replica_choice"),
-        ({"given": {"eldr_experts": {}}}, "placement"),
+        ({"given": {"eldr_experts": {"layers_per_slice": 0}}}, "layers_per_slice"),
     ],
 )
 def test_an_engine_that_cannot_hold_a_placement_is_refused(settings: dict[str, Any], reason: str) -> None:

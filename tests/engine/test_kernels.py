@@ -207,6 +207,7 @@ def layers(kernel: type[InsideRouting]) -> tuple[VllmConfig, list[mk.FusedMoEKer
     config: Any = SimpleNamespace(
         speculative_config=None,
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3_moe")),
+        parallel_config=SimpleNamespace(eplb_config=SimpleNamespace(num_redundant_experts=0)),
         compilation_config=SimpleNamespace(static_forward_context=layers_by_name),
     )
     return config, impls, list(layers_by_name.values())

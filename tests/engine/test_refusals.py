@@ -40,6 +40,7 @@ from eldr_serve.engine.vllm.compat.kv_cache import CountedGroup, counted_group
 from eldr_serve.engine.vllm.compat.moe import moe_routers
 from eldr_serve.engine.vllm.compat.nixl import check_side_channel
 from eldr_serve.engine.vllm.config import Role, engine_kwargs
+from eldr_serve.engine.vllm.ep.swap import has_live_experts
 from eldr_serve.engine.vllm.gpu_worker import EldrWorker
 from eldr_serve.errors import ConfigurationError
 
@@ -306,6 +307,14 @@ def test_routers_are_found_in_the_order_of_their_layers() -> None:
     assert moe_routers(config(layers=layers)) == [(n, routers[n]) for n in (0, 2, 10)]
 
 
+def test_replicas_of_eplb_are_not_counted_as_experts() -> None:
+    router = Router(2, 8)
+    ((_, source),) = moe_routers(config(layers={"model.layers.0.mlp.experts": layer(router)}, redundant=2))
+    assert (source.top_k, source.global_num_experts) == (2, 6)
+    source.set_capture_fn(print)
+    assert router.capture_fn is print
+
+
 @pytest.mark.parametrize(
     "drafter", ["model.layers.12.mtp_block", "mtp.layers.0", "draft_model.model.layers.0"]
 )
@@ -462,6 +471,32 @@ def test_engines_without_drafts_are_unchanged(caplog: pytest.LogCaptureFixture) 
 def test_a_gpu_has_a_worker_that_chooses_the_kernel(device: str, worker: str | None) -> None:
     worker_class = engine_kwargs("decode", device=device).get("worker_cls")
     assert worker_class == (worker and f"eldr_serve.engine.vllm.gpu_worker.{worker}")
+
+
+def test_a_gpu_engine_with_expert_settings_has_the_worker_that_applies_them() -> None:
+    settings = {"additional_config": {"eldr_experts": {}}}
+    assert engine_kwargs("decode", **settings)["worker_cls"] == "eldr_serve.engine.vllm.eplb.PlacedWorker"
+    assert "worker_cls" not in engine_kwargs("decode", device="cpu", **settings)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "switch", "settings", "is_live"),
+    [
+        (True, "1", None, True),
+        (True, "0", {"eldr_experts": {}}, True),
+        (True, "0", {"other": {}}, False),
+        (True, "0", None, False),
+        (False, "1", {"eldr_experts": {}}, False),
+    ],
+)
+def test_engines_whose_workers_report_their_experts(
+    parallel: bool, switch: str, settings: Any, is_live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELDR_EXPERT_PARALLEL", switch)
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_expert_parallel=parallel), additional_config=settings
+    )
+    assert has_live_experts(vllm_config) == is_live
 
 
 def test_the_worker_has_the_arguments_of_vllms_worker() -> None:

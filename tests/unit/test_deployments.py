@@ -28,6 +28,7 @@ TOPOLOGIES: dict[str, tuple[int, int, int | tuple[int, int]]] = {
     "gpt_oss_120b_8p16d": (8, 16, 1),
     "gemma_4_26b_8p16d": (8, 16, 1),
     "qwen3_235b_2p8d": (2, 8, 4),
+    "qwen3_235b_2p8d_eldr": (2, 8, 4),
     "qwen3_235b_wide_ep": (2, 4, (4, 8)),
     "deepseek_v3_wide_ep": (1, 4, (8, 8)),
 }

@@ -113,7 +113,16 @@ def test_a_part_imports_only_earlier_parts(part: str) -> None:
 EXPERIMENTAL = ("eldr_serve.experts.parallel", "eldr_serve.engine.vllm.ep", "offline.expert_placement")
 USERS_OF_EXPERIMENTAL_PARTS = {
     f"eldr_serve.engine.vllm.{name}"
-    for name in ("compat.ep", "compat.ep_ranks", "engine", "eplb", "experts_config", "spec", "worker")
+    for name in (
+        "compat.ep",
+        "compat.ep_ranks",
+        "engine",
+        "eplb",
+        "eplb_placement",
+        "experts_config",
+        "spec",
+        "worker",
+    )
 }
 
 

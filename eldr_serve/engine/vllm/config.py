@@ -26,6 +26,7 @@ _NO_DRAFT_KV = (*_SYNCHRONOUS, "ngram_gpu")
 # Tracing arguments. vLLM derives spans from its statistics; without these the first request fails.
 _SPANS = ("otlp_traces_endpoint", "collect_detailed_traces")
 
+CONFIG_KEY = "eldr_experts"  # key of additional_config; see experts_config.py
 _LEASE = "kv_lease_duration"  # name of NIXL's argument for `kv_lease_s`
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ def engine_kwargs(
         defaults |= {"enforce_eager": True, "block_size": 32}
         if overrides.get("enable_lora"):
             defaults["worker_cls"] = "eldr_serve.engine.vllm.cpu_worker.EldrCpuWorker"
+    elif CONFIG_KEY in (overrides.get("additional_config") or {}):
+        defaults["worker_cls"] = "eldr_serve.engine.vllm.eplb.PlacedWorker"
     else:
         defaults["worker_cls"] = "eldr_serve.engine.vllm.gpu_worker.EldrWorker"
     transfer = _transfer(role, device, kv_lease_s, overrides.pop("kv_transfer_config", None) or {})

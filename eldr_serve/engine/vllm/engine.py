@@ -47,8 +47,7 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     wrap_stream,
 )
 from eldr_serve.engine.vllm.counting_client import CountingClient
-from eldr_serve.engine.vllm.ep.plugin import is_switched_on
-from eldr_serve.engine.vllm.ep.swap import EngineExperts
+from eldr_serve.engine.vllm.ep.swap import EngineExperts, has_live_experts
 from eldr_serve.engine.vllm.measurements import MEASUREMENTS
 from eldr_serve.engine.vllm.rank_client import RankClient
 from eldr_serve.engine.vllm.requests.answer_forms import answer_form, to_events, to_json, to_unstreamed_answer
@@ -104,9 +103,8 @@ class VllmEngine:
         buffered_metrics.replace_ray_logger(engine_client(server.engine), buffered_metrics.BufferedStatLogger)
         check_serving(server.engine)  # fail now rather than at the first request
         engine = cls(server, config.model_id)
-        parallel = engine_client(server.engine).vllm_config.parallel_config
         # The experts of data-parallel ranks cannot be moved while they serve.
-        if parallel.enable_expert_parallel and is_switched_on() and engine.ranks() == 1:
+        if has_live_experts(engine_client(server.engine).vllm_config) and engine.ranks() == 1:
             engine._experts = EngineExperts(server.collective_rpc)
             await engine._experts.refresh()
         return engine

@@ -2,13 +2,13 @@
 
 Engine arguments, on GPUs (docs/replica_routing.md):
 
-    worker_cls="eldr_serve.engine.vllm.eplb.PlacedWorker", enable_expert_parallel=True, enable_eplb=True,
+    enable_expert_parallel=True, enable_eplb=True,
     eplb_config={"num_redundant_experts": P - E, "use_async": False, "step_interval": 10**9},
     additional_config={"eldr_experts": {"placement": "placement.json", "replica_choice": "metro"}}
 
-vLLM has no option for a placement or a replica choice. The worker of this module sets both after it has
-loaded the weights, and before memory is profiled and CUDA graphs are captured. A captured graph keeps the
-choice that it was captured with.
+vLLM has no option for a placement or a replica choice. PlacedWorker, the default `worker_cls` of an engine on
+GPUs with `eldr_experts`, sets both after it has loaded the weights, and before memory is profiled and CUDA
+graphs are captured. A captured graph keeps the choice that it was captured with.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
-from eldr_serve.arrays import Ints
+from eldr_serve.arrays import Floats, Ints
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
 from eldr_serve.engine.vllm.compat.eplb import (
-    AbstractEplbPolicy,
-    EplbState,
     check_expert_placement,
     get_ep_group,
     get_node_count,
@@ -34,8 +32,10 @@ from eldr_serve.engine.vllm.compat.eplb import (
     run_before_eplb_mapping,
 )
 from eldr_serve.engine.vllm.compat.moe import moe_layers
-from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, ExpertsConfig, parse_experts_config
-from eldr_serve.experts.expert_placement import ExpertPlacement, Topology, check_placement_fits
+from eldr_serve.engine.vllm.config import CONFIG_KEY
+from eldr_serve.engine.vllm.eplb_placement import EplbExperts, place_experts, placement_of
+from eldr_serve.engine.vllm.experts_config import ExpertsConfig, parse_experts_config
+from eldr_serve.experts.expert_placement import ExpertPlacement, Topology
 from eldr_serve.experts.parallel.replica_choice import (
     Metro,
     NearestReplica,
@@ -55,10 +55,16 @@ class PlacedWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model as the base class does, then place the experts and set the replica choice."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        config = read_experts_config(self.vllm_config)
-        placement = ExpertPlacement.load(config.placement)
-        place_experts(self.model_runner.eplb_state, placement.physical_to_logical)
-        choose_replicas(self.vllm_config, config.replica_choice, placement)
+        config, state = read_experts_config(self.vllm_config), self.model_runner.eplb_state
+        if config.placement is None:
+            rows, load = placement_of(state), None
+        else:
+            placement = ExpertPlacement.load(config.placement)
+            rows, load = placement.physical_to_logical, placement.expected_tokens
+        place_experts(state, rows)
+        choose_replicas(self.vllm_config, config.replica_choice, load)
+        is_alone = self.vllm_config.parallel_config.data_parallel_size == 1
+        self._eldr_experts = EplbExperts(state, config, called_together=is_alone)
 
 
 def read_experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
@@ -70,47 +76,11 @@ def read_experts_config(vllm_config: VllmConfig) -> ExpertsConfig:
     return parse_experts_config(ExpertsConfig, settings[CONFIG_KEY])
 
 
-def place_experts(state: EplbState, placement: Ints) -> None:
-    """Move the weights of all ranks to a placement [L, P] for good; all ranks call this together.
-
-    Raises:
-        UnsupportedEngineError: the placement does not fit the model, or vLLM did not move the experts.
-    """
-    models = list(state.model_states.values())
-    if len(models) != 1:
-        raise UnsupportedEngineError(f"expert placement needs one model under EPLB, not {len(models)}")
-    model = models[0]
-    layers, slots = model.physical_to_logical_map.shape
-    experts = model.logical_replica_count.shape[1]
-    try:
-        check_placement_fits(
-            placement, layers=layers, slots=slots, num_experts=experts, ranks=get_ep_group().world_size
-        )
-    except ValueError as error:
-        raise UnsupportedEngineError(str(error)) from error
-    state.policy = fixed_policy(placement)
-    state.rearrange()
-    if not np.array_equal(model.physical_to_logical_map.cpu().numpy(), placement):
-        raise UnsupportedEngineError("vLLM did not move the experts to the placement")
-
-
-def fixed_policy(placement: Ints) -> type[AbstractEplbPolicy]:
-    """Return an EPLB policy that always returns this placement; later rearrangements move nothing."""
-    slots = torch.from_numpy(placement)
-
-    class FixedPlacement(AbstractEplbPolicy):
-        @classmethod
-        def rebalance_experts(cls, *_: Any, **__: Any) -> Tensor:
-            return slots.clone()
-
-    return FixedPlacement
-
-
-def choose_replicas(vllm_config: VllmConfig, choice: str, placement: ExpertPlacement) -> None:
+def choose_replicas(vllm_config: VllmConfig, choice: str, load: Floats | None) -> None:
     """Set the replica choice of each MoE layer's router; call it after `place_experts`.
 
     Args:
-        placement: the placement of the experts, whose expected tokens `weighted` uses.
+        load: float[L, E], expected number of tokens of each expert, which `weighted` uses; None: all equal.
 
     Raises:
         UnsupportedEngineError: the choice is "local", and routers see the tokens of all ranks, so that all
@@ -120,8 +90,8 @@ def choose_replicas(vllm_config: VllmConfig, choice: str, placement: ExpertPlace
         return
     group = get_ep_group()
     topology = Topology(ranks=group.world_size, nodes=get_node_count())
-    loads = placement.expected_tokens if placement.expected_tokens is not None else itertools.repeat(None)
-    for (index, layer), load in zip(moe_layers(vllm_config), loads, strict=False):
+    loads = itertools.repeat(None) if load is None else load
+    for (index, layer), layer_load in zip(moe_layers(vllm_config), loads, strict=False):
         sees_own_tokens, state = routes_own_tokens(layer), layer.router.eplb_state
         slots, device = _slots(state, topology.ranks), state.logical_replica_count.device
         if choice in ("metro", "metro-paper"):
@@ -129,7 +99,7 @@ def choose_replicas(vllm_config: VllmConfig, choice: str, placement: ExpertPlace
             metro = Metro(slots, device, gather, as_written=choice == "metro-paper")
             set_choice(layer.router, metro)
         elif choice == "weighted":
-            polled = PolledReplica(slots, topology, load=load, local=False)
+            polled = PolledReplica(slots, topology, load=layer_load, local=False)
             set_replica_table(layer.router, polled.table(_COLUMNS))
         elif sees_own_tokens:
             set_choice(layer.router, NearestReplica(slots, topology, group.rank_in_group, device))

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_serve.engine.vllm.compat.checked import UnsupportedEngineError
+from eldr_serve.engine.vllm.config import CONFIG_KEY
 from eldr_serve.errors import one_line_message
 from eldr_serve.experts.parallel.replica_choice import Rule
 
-CONFIG_KEY = "eldr_experts"
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -22,7 +22,8 @@ class ExpertsConfig(BaseModel):
     """The setting of a GPU engine, with vLLM's own expert parallelism (eplb.py).
 
     Attributes:
-        placement: file of an ExpertPlacement (`eldr place --out`), with its sidecar file beside it.
+        placement: file of an ExpertPlacement (`eldr place --out`), with its sidecar file beside it; null:
+            vLLM's own order, experts in equal blocks and replicas of the first ones.
         replica_choice: the rule that chooses the replica for a token:
 
             - even: vLLM's own rule, by the token's position.
@@ -30,12 +31,14 @@ class ExpertsConfig(BaseModel):
             - metro-paper: like metro, but with METRO's Algorithm 1 exactly as the paper has it.
             - local: the rank's own replica, else one on its node, else any.
             - weighted: replicas in turn, in proportion to one over the expected load of their ranks.
+        layers_per_slice: maximum number of layers whose experts move between two steps during a swap.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    placement: Path
+    placement: Path | None = None
     replica_choice: Literal["even", "metro", "metro-paper", "local", "weighted"] = "even"
+    layers_per_slice: int = Field(default=8, ge=1)
 
 
 class CpuExpertsConfig(BaseModel):

@@ -27,9 +27,9 @@ from eldr_serve.engine.vllm.compat.serve_llm import (
     engine_placement,
     to_model_metadata,
 )
-from eldr_serve.engine.vllm.config import ENVIRONMENT, ONE_PROCESS, engine_kwargs
+from eldr_serve.engine.vllm.config import CONFIG_KEY, ENVIRONMENT, ONE_PROCESS, engine_kwargs
 from eldr_serve.engine.vllm.ep.plugin import EXPERT_PARALLEL_ENV
-from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
+from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, ExpertsConfig, parse_experts_config
 from eldr_serve.engine.vllm.ranks import check_gpus, data_ranks, model_ranks, runs_in_one_process
 from eldr_serve.errors import ConfigurationError
 from eldr_serve.experts.expert_placement import ExpertPlacement
@@ -182,30 +182,61 @@ class VllmSpec:
     def check_live_expert_placement(self, placement: ExpertPlacement) -> None:
         """Raise ConfigurationError if the engines could not take the placement while they serve."""
         kwargs = self.config.engine_kwargs
-        if self.device == "gpu":
-            raise ConfigurationError("engines on GPUs cannot move experts while they serve")
         if data_ranks(kwargs) > 1:
             raise ConfigurationError("data-parallel ranks cannot change their experts while they serve")
-        if not kwargs.get("enable_expert_parallel") or self.environment.get(EXPERT_PARALLEL_ENV) != "1":
-            raise ConfigurationError(
-                f"the engines are not expert-parallel: set enable_expert_parallel and {EXPERT_PARALLEL_ENV}=1"
-            )
+        redundant = self._gpu_redundant_slots() if self.device == "gpu" else self._cpu_redundant_slots()
         if placement.ranks != self.ranks:
             raise ConfigurationError(
                 f"the placements are for {placement.ranks} ranks, and the engines have {self.ranks}"
             )
-        settings = (kwargs.get("additional_config") or {}).get(CONFIG_KEY, {})
-        with configuration_errors():
-            config = parse_experts_config(CpuExpertsConfig, settings)
-        redundant = config.redundant_experts
-        if redundant is None and config.placement is None:
-            redundant = 0
-        # The slots of a configured placement are known only where its file is.
         if redundant is not None and placement.num_redundant != redundant:
+            name = "num_redundant_experts of eplb_config"
+            if self.device == "cpu":
+                name = f"redundant_experts of {CONFIG_KEY}"
             raise ConfigurationError(
                 f"the placements have {placement.num_redundant} redundant slots, and the engines have "
-                f"{redundant}: set redundant_experts of {CONFIG_KEY}"
+                f"{redundant}: set {name}"
             )
+
+    def _cpu_redundant_slots(self) -> int | None:
+        """Return the redundant slots of a layer; None: those of the configured placement.
+
+        Raises:
+            ConfigurationError: the engines are not expert-parallel.
+        """
+        kwargs = self.config.engine_kwargs
+        if not kwargs.get("enable_expert_parallel") or self.environment.get(EXPERT_PARALLEL_ENV) != "1":
+            raise ConfigurationError(
+                f"the engines are not expert-parallel: set enable_expert_parallel and {EXPERT_PARALLEL_ENV}=1"
+            )
+        with configuration_errors():
+            settings = (kwargs.get("additional_config") or {}).get(CONFIG_KEY, {})
+            config = parse_experts_config(CpuExpertsConfig, settings)
+        # The slots of a configured placement are known only where its file is.
+        is_known = config.redundant_experts is not None or config.placement is not None
+        return config.redundant_experts if is_known else 0
+
+    def _gpu_redundant_slots(self) -> int:
+        """Return the redundant slots of a layer.
+
+        Raises:
+            ConfigurationError: the engines could not move experts while they serve.
+        """
+        kwargs = self.config.engine_kwargs
+        settings = (kwargs.get("additional_config") or {}).get(CONFIG_KEY)
+        if settings is None or not kwargs.get("enable_expert_parallel") or not kwargs.get("enable_eplb"):
+            raise ConfigurationError(
+                "the engines cannot move experts while they serve: set enable_expert_parallel, enable_eplb "
+                f"and additional_config's {CONFIG_KEY}"
+            )
+        with configuration_errors():
+            choice = parse_experts_config(ExpertsConfig, settings).replica_choice
+        if choice != "even":
+            raise ConfigurationError(
+                f"engines on GPUs with replica_choice {choice} cannot move experts while they serve: set "
+                f"{CONFIG_KEY}.replica_choice to even"
+            )
+        return int((kwargs.get("eplb_config") or {}).get("num_redundant_experts", 0))
 
     def deployment(self, server: type, *, name_prefix: str, **arguments: Any) -> Application:
         """Build the Ray Serve deployment of these engines. Ray need not be running."""

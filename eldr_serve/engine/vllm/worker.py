@@ -14,6 +14,7 @@ with internal_imports():
 
 if TYPE_CHECKING:
     from eldr_serve.engine.vllm.ep.live import LiveExperts, RankMethod
+    from eldr_serve.engine.vllm.eplb_placement import EplbExperts
 
 
 class EldrWorkerExtension:
@@ -26,7 +27,7 @@ class EldrWorkerExtension:
 
     vllm_config: Any
     eldr_called_together = False
-    _eldr_experts: LiveExperts | None = None
+    _eldr_experts: LiveExperts | EplbExperts | None = None  # PlacedWorker sets it
 
     def eldr_abandon(self, names: list[str]) -> None:
         """Free the blocks of prompts that no decode engine will read, once the prompts have ended."""
@@ -34,14 +35,14 @@ class EldrWorkerExtension:
             get_kv_transfer_group().abandon(names)
 
     def eldr_experts(self, method: RankMethod, *arguments: Any) -> Any:
-        """Call a method of `LiveExperts` and return its result; a str is the reason of a refusal."""
+        """Call a method of the experts and return its result; a str is the reason of a refusal."""
         try:
             return getattr(self._live_experts(), method)(*arguments)
         except ValueError as error:
             return str(error)
 
-    def _live_experts(self) -> LiveExperts:
-        """Return the LiveExperts of this worker; raise ValueError if its experts cannot be moved."""
+    def _live_experts(self) -> LiveExperts | EplbExperts:
+        """Return the experts of this worker; raise ValueError if they cannot be moved."""
         if self._eldr_experts is None:
             from eldr_serve.engine.vllm.compat.ep import live_experts  # this imports vLLM's MoE layers
 

@@ -23,6 +23,19 @@ class Move(NamedTuple):
     target: int
 
 
+def check_can_begin(ranks: int, engine_ranks: int, slices_left: int) -> None:
+    """Raise ValueError if an engine cannot begin a swap to a placement.
+
+    Args:
+        ranks, engine_ranks: numbers of ranks of the placement and of the engine.
+        slices_left: number of slices that a swap under way has not yet moved.
+    """
+    if slices_left:
+        raise ValueError(f"a swap of expert placements is under way: {slices_left} slices to come")
+    if ranks != engine_ranks:
+        raise ValueError(f"the placement is for {ranks} ranks, but the engine has {engine_ranks}")
+
+
 def keep_slots(old: ArrayLike, new: ArrayLike, ranks: int) -> Ints:
     """Reorder the slots within each rank of the new placement so that the fewest experts move.
 

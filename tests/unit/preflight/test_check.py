@@ -69,6 +69,21 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {f"{P}.engine_kwargs.moe_backend": "triton"},
         "OAITritonMxfp4ExpertsMonolithic",
     ),
+    "asynchronous_eplb": (
+        "qwen3_235b_2p8d_eldr",
+        {f"{D}.engine_kwargs.eplb_config.use_async": True},
+        "asynchronous EPLB: set use_async to false",
+    ),
+    "a_replica_choice_that_does_not_exist": (
+        "qwen3_235b_2p8d_eldr",
+        {f"{D}.engine_kwargs.additional_config.eldr_experts": {"replica_choice": "best"}},
+        "eldr_experts has the invalid value",
+    ),
+    "experts_that_the_ranks_do_not_divide": (
+        "qwen3_235b_2p8d_eldr",
+        {f"{D}.engine_kwargs.eplb_config.num_redundant_experts": 3},
+        "131 experts and 4 EP ranks",
+    ),
     "longer_than_the_model": ("qwen3_30b_whole", {f"{D}.engine_kwargs.max_model_len": 99999}, "99999"),
     "a_block_size_that_no_attention_takes": (
         "cpu_demo_whole",
@@ -161,6 +176,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt_oss_by_itself": ("gpt_oss_120b_8p16d", both("engine_kwargs.moe_backend", MISSING), ""),
     "on_l40s": (QWEN, {}, ""),
+    "replicas": (
+        "qwen3_235b_2p8d_eldr",
+        {
+            f"{D}.engine_kwargs.eplb_config.num_redundant_experts": 32,
+            f"{D}.engine_kwargs.additional_config.eldr_experts": {"placement": "p.json"},
+        },
+        "",
+    ),
 }
 ON_L40S = set_gpu(CLUSTER, gpu_of("L40S"))
 
@@ -247,6 +270,11 @@ def test_weights_equal_the_published_sizes(outcomes: dict[str, CheckOutcome]) ->
         assert outcomes[name].results[0][2].weights / 2e9 == pytest.approx(published, abs=0.1)
     four = outcomes["qwen3_235b_2p8d"].results[0][2].weights
     assert 4 * four / 2e9 == pytest.approx(235, abs=0.5)
+    placed, replicated = (
+        outcomes[name].results[1][2].weights for name in ("qwen3_235b_2p8d_eldr", "replicas")
+    )
+    assert placed == four
+    assert replicated - placed == 94 * 32 // 4 * 3 * 4096 * 1536 * 2
     # Each of 8 data-parallel ranks has an eighth of the experts, and everything else.
     experts = 94 * 128 * 3 * 4096 * 1536
     rank = outcomes["qwen3_235b_wide_ep"].results[1][2].weights / 2
@@ -262,6 +290,7 @@ def test_the_shape_of_the_experts_is_that_of_the_models_configuration(
     shapes = {
         "qwen3_30b_8p16d": (48, 128),
         "qwen3_235b_2p8d": (94, 128),
+        "replicas": (94, 128),
         "qwen3_235b_wide_ep": (94, 128),
         "deepseek_v3_wide_ep": (58, 256),
         "gpt_oss_120b_8p16d": (36, 128),

@@ -18,6 +18,7 @@ from tests.unit.preflight.document_edits import edit
 D = "decode_config"
 NODES = [NodePool("nodes", 1, {"CPU": 2}, memory_gib=24)]
 DEMO: dict[str, Any] = {"model": "eldr-demo", "num_layers": 6, "num_experts": 64}
+QWEN: dict[str, Any] = {"file": "qwen3_235b_2p8d_eldr", "positions": 8, "ranks": 4, "redundant": 0}
 EXPERTS = f"{D}.engine_kwargs.additional_config.eldr_experts"
 
 
@@ -73,6 +74,13 @@ def test_the_lines_that_are_commented_out_in_the_file_fit_placements_without_rep
     assert errors(tmp_path, monkeypatch, text=text, redundant=0) == []
 
 
+def test_engines_on_gpus_that_place_experts_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentences = errors(tmp_path, monkeypatch, **QWEN)  # this machine has no GPUs
+    assert not [sentence for sentence in sentences if "placement" in sentence]
+
+
 def test_more_positions_than_replicas_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table with more clusters than workers is allowed, too."""
     assert errors(tmp_path, monkeypatch, positions=3) == []
@@ -99,7 +107,15 @@ def test_more_positions_than_replicas_are_accepted(tmp_path: Path, monkeypatch: 
         ),
         (
             {"file": "qwen3_235b_2p8d", "positions": 8, "ranks": 4},
-            "engines on GPUs cannot move experts while they serve",
+            "set enable_expert_parallel, enable_eplb and additional_config's eldr_experts",
+        ),
+        (
+            QWEN | {"changes": {EXPERTS: {"replica_choice": "metro"}}},
+            "engines on GPUs with replica_choice metro cannot move experts while they serve",
+        ),
+        (
+            QWEN | {"redundant": 8},
+            "8 redundant slots, and the engines have 0: set num_redundant_experts of eplb_config",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from eldr_serve.engine.vllm.compat.checked import internal_imports
 
 with internal_imports():
-    from vllm.config import set_current_vllm_config
+    from vllm.config import parallel, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.model_executor.layers.fused_moe import experts
@@ -37,6 +37,8 @@ from eldr_serve.engine.vllm.compat.moe import (
     check_kernel_of_ranks,
     reveals_experts,
 )
+from eldr_serve.engine.vllm.config import CONFIG_KEY
+from eldr_serve.engine.vllm.eplb import read_experts_config
 from eldr_serve.errors import ConfigurationError
 
 # Copied from vLLM: names of functions that look for the GPU wheel's kernel libraries, which are absent here.
@@ -87,6 +89,22 @@ class _Weightless(TorchFunctionMode):
             if tensor.numel() > 4096:
                 return tensor
         return func(*args, **options)
+
+
+@contextmanager
+def _accept_eplb(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Make vLLM accept EPLB, which it has on GPUs only, if a GPU is described."""
+    platform = parallel.current_platform
+
+    class WithEplb(type(platform)):  # type: ignore[misc]
+        def is_cuda_alike(self) -> bool:
+            return capability is not None or super().is_cuda_alike()
+
+    parallel.current_platform = WithEplb()
+    try:
+        yield
+    finally:
+        parallel.current_platform = platform
 
 
 @contextmanager
@@ -160,7 +178,9 @@ class DescribedEngine:
         }
         if capability is None:
             all_arguments["enable_lora"] = False  # adapters on CPUs leave the experts' kernel as it is
-        self.config = AsyncEngineArgs(**all_arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        with _accept_eplb(capability):
+            engine_args = AsyncEngineArgs(**all_arguments)
+            self.config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         if capability is not None and self.config.model_config.use_mla:
             # The MLA backend for CPUs with AMX refuses some numbers of heads that a rank on a GPU may have.
             self.config.attention_config.backend = AttentionBackendEnum.CPU_MLA
@@ -202,14 +222,22 @@ class DescribedEngine:
         """Return (MoE layers, experts of a layer); zeros without MoE layers."""
         all_routers = (getattr(layer, "router", None) for layer in self._layers.values())
         routers = [router for router in all_routers if router is not None]
-        return len(routers), int(routers[0].global_num_experts) if routers else 0
+        redundant = self.config.parallel_config.eplb_config.num_redundant_experts
+        return len(routers), int(routers[0].global_num_experts) - redundant if routers else 0
 
     def check_counting(self) -> None:
-        """Raise UnsupportedEngineError as EldrConnector would, or ConfigurationError for a bad block size."""
+        """Raise UnsupportedEngineError as EldrConnector and PlacedWorker would.
+
+        Raises:
+            UnsupportedEngineError: see above.
+            ConfigurationError: attention on CPUs does not support the block size.
+        """
         check_engine(self.config, "cpu" if self._capability is None else "cuda")
         for kind, method in self._kernels():
             if method.is_monolithic:
                 check_kernel_of_ranks(kind, method.moe)
+        if self._capability is not None and CONFIG_KEY in (self.config.additional_config or {}):
+            read_experts_config(self.config)  # PlacedWorker does the same
         kv_cache = self._plan_kv_cache(2**60)
         counted_group(self.config, kv_cache)
         if self._capability is None:

@@ -17,10 +17,11 @@ from eldr_serve.engine.vllm.compat.checked import (
     raise_first_refusal,
 )
 from eldr_serve.engine.vllm.compat.ep_ranks import OwnChoices, RankDispatch, begin_forward, rank_batches
+from eldr_serve.engine.vllm.config import CONFIG_KEY
 from eldr_serve.engine.vllm.ep.layer import LayerExperts
 from eldr_serve.engine.vllm.ep.live import LiveExperts
 from eldr_serve.engine.vllm.ep.transfer import start_layer
-from eldr_serve.engine.vllm.experts_config import CONFIG_KEY, CpuExpertsConfig, parse_experts_config
+from eldr_serve.engine.vllm.experts_config import CpuExpertsConfig, parse_experts_config
 from eldr_serve.experts.expert_placement import Topology
 
 with internal_imports():

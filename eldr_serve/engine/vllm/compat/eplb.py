@@ -12,13 +12,14 @@ from eldr_serve.engine.vllm.compat.checked import check_names, internal_imports,
 
 with internal_imports():
     from vllm.distributed import get_ep_group
-    from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbState
+    from vllm.distributed.eplb.eplb_state import EplbLayerState, EplbModelState, EplbState
     from vllm.distributed.eplb.policy.abstract import AbstractEplbPolicy
     from vllm.distributed.parallel_state import get_node_count
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 __all__ = [
     "AbstractEplbPolicy",
+    "EplbModelState",
     "EplbState",
     "check_expert_placement",
     "get_ep_group",

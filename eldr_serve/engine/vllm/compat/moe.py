@@ -145,13 +145,16 @@ def moe_routers(vllm_config: VllmConfig) -> list[tuple[int, Any]]:
     """Return (layer index, source of the layer's choices) of each MoE layer, ascending.
 
     The source is the layer's BaseRouter or, if the kernel routes internally, a RoutingKernel. It is an
-    OwnChoices if the layer also routes the tokens of other ranks.
+    OwnChoices if the layer also routes the tokens of other ranks, and a RouterOfReplicas if vLLM's EPLB has
+    redundant experts.
 
     Raises:
         UnsupportedEngineError: a layer hides its choices, or layers differ in experts or top-k.
     """
     _check_rotary(vllm_config)
     routers = [(index, _find_source(index, layer)) for index, layer in moe_layers(vllm_config)]
+    if redundant := vllm_config.parallel_config.eplb_config.num_redundant_experts:
+        routers = [(index, RouterOfReplicas(source, redundant)) for index, source in routers]
     first, source = routers[0]
     for index, other in routers:
         if (other.global_num_experts, other.top_k) != (source.global_num_experts, source.top_k):
@@ -194,6 +197,19 @@ class RoutingKernel:
     def set_capture_fn(self, capture_fn: Callable[[Tensor], None]) -> None:
         """Pass each batch's choices, int16[T, k], to a callback; the interface of BaseRouter."""
         self._layer.routed_experts.routing_sink = RoutedExpertsSink(self._config, capture_fn)
+
+
+class RouterOfReplicas:
+    """A router whose number of experts includes replicas, although its choices name logical experts.
+
+    Args:
+        router: the source of a layer's choices.
+        num_redundant: number of the layer's slots beyond one per expert.
+    """
+
+    def __init__(self, router: Any, num_redundant: int) -> None:
+        self.top_k, self.global_num_experts = router.top_k, router.global_num_experts - num_redundant
+        self.set_capture_fn = router.set_capture_fn
 
 
 def avoid_kernels_that_hide_choices(vllm_config: VllmConfig) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_serve.engine.vllm.ep.layer import LOG_SIZE, LayerExperts
 from eldr_serve.engine.vllm.ep.transfer import transfer
 from eldr_serve.experts.expert_placement import check_placement_fits
-from eldr_serve.experts.parallel.moves import Move, keep_slots, slice_moves
+from eldr_serve.experts.parallel.moves import Move, check_can_begin, keep_slots, slice_moves
 from eldr_serve.experts.parallel.replica_choice import RULES
 from eldr_serve.validation import unknown_name
 
@@ -63,11 +63,8 @@ class LiveExperts:
                 together; nothing was changed.
         """
         self._check_changeable()
-        if self._slices:
-            raise ValueError(f"a swap of expert placements is under way: {len(self._slices)} slices to come")
         first = self._layers[0]
-        if ranks != first.topology.ranks:
-            raise ValueError(f"the placement is for {ranks} ranks, but the engine has {first.topology.ranks}")
+        check_can_begin(ranks, first.topology.ranks, len(self._slices))
         rows = np.asarray(placement)
         check_placement_fits(
             # For the check, fill empty slots with an expert that the layer has.

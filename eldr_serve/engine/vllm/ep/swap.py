@@ -12,14 +12,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from eldr_serve.engine.vllm.config import CONFIG_KEY
+from eldr_serve.engine.vllm.ep.plugin import is_switched_on
 from eldr_serve.errors import RequestRefusedError
 from eldr_serve.experts.expert_placement import ExpertPlacement, placement_id
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from eldr_serve.engine.vllm.ep.live import RankMethod  # this imports torch
 
 Call = Callable[..., Awaitable[list[Any]]]  # the signature of AsyncLLM.collective_rpc
 _SUMMED = ("weight_bytes", "replica_bytes", "slice_bytes", "bytes_received")  # sums over all ranks
+
+
+def has_live_experts(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's workers report their experts, as ours on CPUs and PlacedWorker do."""
+    if not vllm_config.parallel_config.enable_expert_parallel:
+        return False
+    return is_switched_on() or CONFIG_KEY in (vllm_config.additional_config or {})
 
 
 class ExpertPlacementError(ValueError):
@@ -83,7 +94,7 @@ async def swap_placement(call: Call, placement: ExpertPlacement, load: ArrayLike
 
 
 async def _call_ranks(call: Call, method: RankMethod, *arguments: Any) -> list[Any]:
-    """Return the answer of each rank's LiveExperts; raise ExpertPlacementError if one refuses."""
+    """Return the answer of each rank's experts; raise ExpertPlacementError if one refuses."""
     answers = await call("eldr_experts", args=(method, *arguments))
     for answer in answers:
         if isinstance(answer, str):
