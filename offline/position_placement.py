@@ -95,7 +95,8 @@ class PositionPlacements:
         if slots != table.num_experts:
             raise UserInputError(
                 f"the engines have {slots} slots for {table.num_experts} experts, but a placement by "
-                "activation has no replicas: start the engines without redundant slots"
+                "activation has no replicas: remove `redundant_experts` from eldr_experts, or on GPUs "
+                "`num_redundant_experts` from eplb_config"
             )
         trace = CalibrationTrace.from_bytes(self._client.trace())
         self._placements = placements_of_clusters(table, trace, ranks, self._batch)
